@@ -63,9 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument(
         "--deep",
         action="store_true",
-        help="also read data, tokenizer and reward, build the Megatron configs, whose own checks then speak, and "
-        "compare a small twin of the model with "
-        "what transformers computes (up to 20 seconds, the second time some)",
+        help="also read data, tokenizer and reward, build the Megatron configs with Megatron's own checks, and compare "
+        "a small copy of the model with transformers (up to 20 seconds; less when run again)",
     )
     validate.set_defaults(run=_validate)
 
@@ -82,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser(
         "plan",
-        help="print where training state will live, what it takes and what moving it costs; needs no GPU",
+        help="print where training state will live, its memory and the time of its copies; needs no GPU",
         description="Print where a recipe's training state lives in each phase, how many bytes that is on each rank "
         "and host, and how long the link is busy with it. Starts nothing and needs no GPU.",
     )
@@ -94,22 +93,24 @@ def _parser() -> argparse.ArgumentParser:
         "--link-of",
         type=Path,
         metavar="RUN",
-        help="a run's folder, for the speeds that its link and its CPU optimizer had",
+        help="the folder of an earlier run; uses the speeds of the link and CPU optimizer that it measured",
     )
-    plan.add_argument("--gpu-memory", type=float, metavar="GIB", help="size of a GPU: which way optimizer state takes")
+    plan.add_argument(
+        "--gpu-memory", type=float, metavar="GIB", help="memory of a GPU, to recommend an option for optimizer state"
+    )
     plan.add_argument(
         "--host-memory",
         type=float,
         metavar="GIB",
-        help="memory of the machine that the plan is for, with 16 CPU threads a rank; without, it is for this machine",
+        help="memory of the machine that the plan is for, with 16 CPU threads a rank; default: this machine",
     )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON; sizes in bytes")
     plan.set_defaults(run=_plan)
 
     doctor = commands.add_parser(
         "doctor",
-        help="print what this machine offers to offloading, and what to do where it could offer more",
-        description="Print what this machine offers to offloading, a verdict on each fact. Measures each GPU's link.",
+        help="check whether this machine is fit for offloading, and print a remedy for each problem",
+        description="Check whether this machine is fit for offloading, property by property. Measures each GPU's link.",
     )
     doctor.add_argument("--json", action="store_true", help="print the facts and verdicts as JSON")
     doctor.set_defaults(run=_doctor)
@@ -221,7 +222,7 @@ def _plan(options: argparse.Namespace) -> None:
 
     def written_at(key: str) -> str:
         if key in DECIDED_CELLS and value_at(config, key) != value_at(validated.config, key):
-            return "by the plan, for this GPU"
+            return "chosen by the plan for this GPU"
         return str(validated.recipe.origin(key))
 
     try:
@@ -292,7 +293,7 @@ def _fit_to_gpu(
     except ValueError as error:  # the alternatives that `plan` prints show what would make room
         rows = [str(error)]
     if (notes or rows) and gpu_bytes is None:
-        rows = [*rows, "--gpu-memory GIB names the tokens for a GPU of that size"]
+        rows = [*rows, "--gpu-memory GIB shows the tokens for a GPU of that size"]
     return config, notes, rows
 
 
@@ -321,7 +322,7 @@ def _earlier_steps(options: argparse.Namespace) -> list["MetricRow"]:
     steps = read_metrics(path)
     if measured_link_bytes_per_s(steps) is None and measured_cpu_params_per_s(steps) is None:
         raise ValueError(
-            f"{path} has no share_of_link of a move in one direction, from which the link's speed follows, and no step "
+            f"{path} has neither a share_of_link of a move in one direction, which gives the link's speed, nor a step "
             "of the CPU optimizer; give the folder of a run on GPUs with page-locked offload, or the speed with --link"
         )
     return steps
@@ -364,7 +365,7 @@ def _planned_host(options: argparse.Namespace) -> "Host":
 
     here = host_facts()
     if options.host_memory is None:
-        return Host("this machine", here, "of MemAvailable and the cgroup's limit the smaller")
+        return Host("this machine", here, "the smaller of MemAvailable and what the cgroup's limit leaves")
     nbytes = int(options.host_memory * GIB)
     memory = dataclasses.replace(here, total_bytes=nbytes, available_bytes=nbytes, cgroup_free_bytes=None)
     return Host(f"a machine of {options.host_memory:g} GiB", memory, "all of its memory")

@@ -30,7 +30,7 @@ def _readable_errors(where: str) -> Iterator[None]:
     try:
         yield
     except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        raise ValueError(f"{where} has a value that cannot be: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{where} has an invalid value: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def why_missing(name: str) -> str | None:
     reason = why_unreachable()
     if reason is None or Path(name).exists():
         return None
-    return f"which is no folder{folder_hint(name)} and not in the cache of the hub, and {reason}"
+    return f"which is neither a folder{folder_hint(name)} nor in the cache of the hub, and {reason}"
 
 
 def folder_hint(name: str) -> str:

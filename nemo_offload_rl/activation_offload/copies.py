@@ -237,6 +237,6 @@ class CudaCopies(CopyEngine):
 def _refused(error: Any, span: Span, *, to_host: bool) -> RuntimeError:
     direction = "to the host" if to_host else "to the GPU"
     return RuntimeError(
-        f"cuMemcpyAsync: {error.name} for {span.nbytes} bytes of activations {direction}; it may be the error of an "
-        "earlier kernel: CUDA_LAUNCH_BLOCKING=1 shows where"
+        f"cuMemcpyAsync failed with {error.name} for {span.nbytes} bytes of activations {direction}; an earlier "
+        "kernel may have caused it: set CUDA_LAUNCH_BLOCKING=1 to find it"
     )

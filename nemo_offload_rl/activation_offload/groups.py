@@ -120,8 +120,8 @@ class PackedTensor:
         tensor = self._tensor
         if tensor is not None and tensor._version != self._version:
             raise InPlaceError(
-                f"{changed_in_place(tensor, self._version, self.group.name)} while it was copied to the host; take "
-                f"{self.group.name} out of policy.megatron_cfg.offload_modules"
+                f"{changed_in_place(tensor, self._version, self.group.name)} while it was being copied to the host; "
+                f"remove {self.group.name} from policy.megatron_cfg.offload_modules"
             )
 
     def unpacked(self) -> torch.Tensor:

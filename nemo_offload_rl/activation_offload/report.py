@@ -96,26 +96,29 @@ def why_no_effect(module: str, report: ModuleReport | None, *, offloads_later: b
     """
     if report is None:
         if module.endswith("_norm"):
-            return "Transformer Engine computes this norm inside the linear behind it, so it saves nothing of its own"
+            return (
+                "Transformer Engine fuses this norm into the linear layer after it, so the norm saves nothing of "
+                "its own"
+            )
         return "no layer of this pipeline stage offloads it"
     if report.moved_bytes and not report.freed_bytes:
         return (
-            f"it moved {report.moved_bytes / MIB:.0f} MiB and freed none: something else keeps all of it on the GPU"
-            f"{_hint(module)}, or its backward pass comes before its memory can go"
+            f"it moved {report.moved_bytes / MIB:.0f} MiB to the host but freed none: another reference keeps all of "
+            f"it on the GPU{_hint(module)}, or its backward pass starts before its memory can be freed"
         )
     if (report.moved_bytes and offloads_later) or (report.duplicate_bytes and not report.moved_bytes):
         return None
     if report.refused_bytes and not report.moved_bytes:
         return (
-            f"{report.refused_bytes / MIB:.0f} MiB did not fit the host memory; raise "
+            f"{report.refused_bytes / MIB:.0f} MiB did not fit into the host memory; raise "
             "policy.activation_offload.host_memory_limit_gib"
         )
     if report.resident_bytes or report.moved_bytes:
-        first = ", but in the first micro-batch," if report.moved_bytes else ""
+        first = ", except in the first micro-batch," if report.moved_bytes else ""
         return (
-            f"all of its {report.distinct_bytes / MIB:.0f} MiB{first} stay by "
-            "policy.megatron_cfg.activation_offload_fraction, delta_offload_bytes_across_pp_ranks, or since they are "
-            "the last layer's"
+            f"all of its {report.distinct_bytes / MIB:.0f} MiB{first} stay on the GPU because of "
+            "policy.megatron_cfg.activation_offload_fraction or delta_offload_bytes_across_pp_ranks, or because "
+            "they belong to the last layer"
         )
     if report.small_bytes:
         return (
@@ -137,8 +140,8 @@ def table(report: StepReport) -> str:
 def stays_alive(module: str, report: ModuleReport) -> str:
     """Formats a warning that not all bytes that a module moved were freed."""
     return (
-        f"of the {report.moved_bytes / MIB:.0f} MiB that {module} moved in the first step only "
-        f"{report.freed_bytes / MIB:.0f} MiB came free on the GPU; something else keeps the rest{_hint(module)}."
+        f"of the {report.moved_bytes / MIB:.0f} MiB that {module} moved in the first step, only "
+        f"{report.freed_bytes / MIB:.0f} MiB were freed on the GPU; other references keep the rest{_hint(module)}."
     )
 
 
@@ -185,7 +188,7 @@ def gpu_waited(
     moved = f"{moved_bytes / MIB:,.0f} MiB"
     remedies = (
         "lower policy.megatron_cfg.activation_offload_fraction, raise "
-        "policy.megatron_cfg.fine_grained_offloading_max_inflight_offloads, or see what else uses the link"
+        "policy.megatron_cfg.fine_grained_offloading_max_inflight_offloads, or check what else uses the link"
     )
     if link_speed is None:
         return f"{found} {moved} of activations; {remedies}."
@@ -193,10 +196,10 @@ def gpu_waited(
     taken = f"{_ms(link_s)} at {link_speed / 1e9:.0f} GB/s"
     fits = suggested_fraction(fraction, link_s, waits.seconds_waited) if max_inflight is None else None
     if fits is None:
-        return f"{found} activations, while {moved} take a free link {taken}; {remedies}."
+        return f"{found} activations, although an idle link copies {moved} in {taken}; {remedies}."
     return (
-        f"{found} activations: {moved} take the link {taken}, longer than the passes beside them; with "
-        f"policy.megatron_cfg.activation_offload_fraction {fits:.2f} what moves would fit."
+        f"{found} activations: copying {moved} over the link takes {taken}, longer than the passes that it overlaps "
+        f"with; the copies would fit with policy.megatron_cfg.activation_offload_fraction {fits:.2f}."
     )
 
 

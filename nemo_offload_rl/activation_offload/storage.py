@@ -194,8 +194,8 @@ def unpack_resident(resident: ResidentTensor) -> torch.Tensor:
     tensor, version, module = resident
     if tensor._version != version:
         raise InPlaceError(
-            f"{changed_in_place(tensor, version, module)}, and gradients would be wrong, as they would without "
-            "offloading; let what changes it make a new tensor"
+            f"{changed_in_place(tensor, version, module)}, so gradients would be wrong; replace the in-place "
+            "operation, which PyTorch refuses without offloading too, by one that makes a new tensor"
         )
     return tensor
 

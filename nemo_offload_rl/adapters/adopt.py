@@ -100,7 +100,7 @@ class AdoptedState:
         if asked.type == "cpu":
             return True
         if asked.type != "cuda" or (own.type == "cuda" and asked.index not in (None, own.index)):
-            raise ValueError(f'Adopted state cannot move to {device}; it moves to "cpu" and back to "cuda" ({own}).')
+            raise ValueError(f'Cannot move adopted state to {device}; it moves to "cpu" and back to "cuda" ({own}).')
         return False
 
 

@@ -102,7 +102,7 @@ class RangeOffload(MegatronEngine):
         for target, (key, is_offloaded) in switches.items():
             if target in targets and target in self._adopted().engine.targets and not is_offloaded:
                 raise ValueError(
-                    f"verl moves {target} to the CPU, and {key} of the engine is false, so the adapter has no host "
+                    f"verl moves {target} to the CPU, but {key} of the engine is false, so the adapter has no host "
                     f"memory for it; set {key}: true, call `to` without it, or {_WITHOUT}."
                 )
 
@@ -132,7 +132,7 @@ class RefusedEngine(BaseEngine):
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         raise ValueError(
-            f"nemo_offload_rl.adapters.verl moves the state of verl's Megatron engine, and strategy is "
+            "nemo_offload_rl.adapters.verl moves the state of verl's Megatron engine, but strategy is "
             f"{engine_config.strategy}; set it to megatron, or {_WITHOUT}."
         )
 
@@ -143,15 +143,15 @@ def _require_supported(model_config: Any, engine_config: Any, checkpoint_config:
         "engine.use_megatron_fsdp: true shards parameters as DTensors, which cannot move in ranges": (
             engine_config.use_megatron_fsdp
         ),
-        "engine.qat.enable: true has its own export of weights, which has not been tried with ranges": (
+        "engine.qat.enable: true has its own export of weights, which has not been tested with ranges": (
             getattr(engine_config.qat, "enable", False)
         ),
         "model.lora without lora.merge: true sends adapters alone while frozen weights stay on the host, and ranges "
         "move all parameters as one": lora.get("rank", 0) > 0 and not lora.get("merge", False),
-        "checkpoint.async_save: true writes from GPU memory that has left by then": getattr(
+        "checkpoint.async_save: true writes from GPU memory that has been offloaded by then": getattr(
             checkpoint_config, "async_save", False
         ),
-        "a trainer with detached workers (fully asynchronous, one step off) copies parameters past the engine, "
+        "a trainer with detached workers (fully asynchronous, one step off) copies parameters without the engine, "
         "wherever they are": "verl.experimental.separation.engine_workers" in sys.modules,
     }
     for reason, is_asked_for in refused.items():

@@ -160,9 +160,9 @@ class GRPO(Algorithm):
     def _warn_of_prob_error(self, step: int, error: float) -> None:
         if self._prob_error_limit is not None and error > self._prob_error_limit:
             logger.warning(
-                "Step %d: train/token_mult_prob_error is %.3f, above grpo.token_mult_prob_error_limit (%g): the engine "
-                "samples from other probabilities than the policy trains with; policy.verify_refit=true finds weights "
-                "that differ.",
+                "Step %d: train/token_mult_prob_error is %.3f, above grpo.token_mult_prob_error_limit (%g): the "
+                "engine's probabilities of the sampled tokens differ from the policy's; set policy.verify_refit=true "
+                "to find weights that differ.",
                 step,
                 error,
                 self._prob_error_limit,

@@ -82,5 +82,5 @@ def kl_penalty(
 
 def _estimator(kl_type: str) -> Callable[[torch.Tensor], torch.Tensor]:
     if kl_type not in KL_ESTIMATORS:
-        raise ValueError(f"The KL estimator is one of {', '.join(KL_ESTIMATORS)}, found {kl_type!r}.")
+        raise ValueError(f"The KL estimator must be one of {', '.join(KL_ESTIMATORS)}, found {kl_type!r}.")
     return KL_ESTIMATORS[kl_type]

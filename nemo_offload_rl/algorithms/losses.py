@@ -161,7 +161,7 @@ class ClippedPGLoss:
             raise ValueError(f"loss_fn.ratio_clip_c must be above 1 or null, found {self.ratio_clip_c}.")
         if self.reference_policy_kl_type not in KL_ESTIMATORS:
             raise ValueError(
-                f"loss_fn.reference_policy_kl_type is one of {', '.join(KL_ESTIMATORS)}, "
+                f"loss_fn.reference_policy_kl_type must be one of {', '.join(KL_ESTIMATORS)}, "
                 f"found {self.reference_policy_kl_type!r}."
             )
         if self.disable_ppo_ratio and (self.force_on_policy_ratio or self.sequence_level_importance_ratios):

@@ -33,7 +33,7 @@ OFF_ON_CPU: Mapping[str, tuple[Any, str]] = {
     "delay_offload_until_cuda_graph": (False, _GRAPHS),
     "cuda_graph_impl": ("none", _GRAPHS),
     "optimizer.use_precision_aware_optimizer": (False, _TE),
-    "optimizer.optimizer_cpu_offload": (False, "is for GPUs; here all of the optimizer is on the CPU"),
+    "optimizer.optimizer_cpu_offload": (False, "needs a GPU; here the whole optimizer runs on the CPU"),
     **{f"optimizer.{name}": ("float32", _FOLLOWS) for name in STATE_TYPES},
     "distributed_data_parallel_config.overlap_param_gather": (False, "needs CUDA streams"),
     "distributed_data_parallel_config.overlap_grad_reduce": (False, "needs CUDA streams"),

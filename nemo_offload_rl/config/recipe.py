@@ -143,7 +143,7 @@ class _Inheritance:
         parents = _parents(defaults, self._problems) if defaults is not None else []
         self._num_defaults += len(parents)
         if self._num_defaults > MAX_DEFAULTS:
-            message = f"names more than {MAX_DEFAULTS} files, those of the other files' defaults included; delete some"
+            message = f"names more than {MAX_DEFAULTS} files, counting the defaults of all files together; delete some"
             self._problems.append(Problem("defaults", defaults.origin if defaults else None, message))
             return None
         bases = [self.read(path.parent / name, (*chain, path), origin) for name, origin in parents]
@@ -163,7 +163,7 @@ class _Inheritance:
 
 
 def _unreadable(path: Path, error: UnreadableFileError, named_at: Origin | None) -> Problem:
-    reason = "there is no such recipe" if error.is_absent else str(error).replace("no file", "not a recipe")
+    reason = "there is no such recipe" if error.is_absent else str(error).replace("not a file", "not a recipe")
     if named_at is not None:
         return Problem("defaults", named_at, f"names {show_file(path)}, but {reason}")
     near = nearest(path.name, [item.name for item in path.parent.glob("*.yaml")]) if error.is_absent else None
@@ -178,7 +178,7 @@ def _parents(defaults: Node, problems: list[Problem]) -> list[tuple[str, Origin]
         if isinstance(node.value, str) and node.value and "\0" not in node.value:
             parents.append((node.value, node.origin))
         else:
-            message = f"is the name of a recipe, or a list of such names; found {show(node.plain())}"
+            message = f"must be the name of a recipe, or a list of such names; found {show(node.plain())}"
             problems.append(Problem("defaults", node.origin, message))
     return parents
 

@@ -312,8 +312,14 @@ def _warm_start_mismatches(warm_start: ValidatedRecipe, config: dict[str, Any]) 
         yield "warm_start.recipe", "its sft.export_hf must be true, since the run starts from that folder"
     limit = value_at(other, "checkpointing.checkpoint_must_save_by")
     if limit not in (ABSENT, None):
-        yield "warm_start.recipe", f"its checkpointing.checkpoint_must_save_by ({limit}) must be null: it saves nothing"
+        yield (
+            "warm_start.recipe",
+            f"its checkpointing.checkpoint_must_save_by ({limit}) must be null: it saves nothing",
+        )
     for path in ("policy.hf_config", "policy.tokenizer.name"):
         ours, theirs = value_at(config, path), value_at(other, path)
         if ours is not ABSENT and ours != theirs:
-            yield path, f"must be as in the warm_start recipe, from which the run goes on; there it is {show(theirs)}"
+            yield (
+                path,
+                f"must be as in the warm_start recipe, from which the run goes on; there it is {show(theirs)}",
+            )

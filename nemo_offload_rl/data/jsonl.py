@@ -50,7 +50,7 @@ def read_rows(path: Path, keys: Collection[str]) -> Iterator[tuple[int, Any]]:
                 except _RowError as error:
                     raise DataError(f"{path}:{number} {error}.") from error
                 except RecursionError as error:
-                    raise DataError(f"{path}:{number} has lists or objects too deep in one another to read.") from error
+                    raise DataError(f"{path}:{number} has lists or objects nested too deeply to be read.") from error
                 except ValueError as error:  # from int(), which Python limits to 4,300 digits
                     raise DataError(
                         f"{path}:{number} has an integer of more than 4,300 digits, which cannot be read; write it as "

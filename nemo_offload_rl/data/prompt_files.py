@@ -49,7 +49,7 @@ class PromptTexts:
         if any(message.role == "system" for message in messages):
             place = f"{sample.where}: " if sample.where else ""
             raise DataError(
-                f"{place}the prompt has a system's message, and system_prompt_file gives another: take the message "
+                f"{place}the prompt has a system message, and system_prompt_file gives another: take the message "
                 "out of the data, or set system_prompt_file to null for this dataset."
             )
         return (Message("system", self.system), *messages)

@@ -153,8 +153,8 @@ class PromptFormat:
         if [turn["role"] for turn in turns] not in (["user"], ["system", "user"]):
             raise DataError(
                 f"{_place(problem.where)}the prompt is a conversation of {len(turns)} messages, but the tokenizer has "
-                "no chat template, so only a user's message, after a system's at most, can be written as text: set "
-                "policy.tokenizer.chat_template, or take a policy.tokenizer.name that has one."
+                "no chat template, so only a user message, or a system and then a user message, can be written as "
+                "text: set policy.tokenizer.chat_template, or take a policy.tokenizer.name that has one."
             )
         return "\n\n".join(turn["content"] for turn in turns)
 

@@ -82,7 +82,8 @@ def fast_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     if backend is None:
         raise DataError(
             f"policy.generation.stop_strings needs a fast tokenizer, but policy.tokenizer.name is a "
-            f"{type(tokenizer).__name__}, which is in Python; give one with a tokenizer.json, or use stop_token_ids."
+            f"{type(tokenizer).__name__}, which is implemented in Python; give one with a tokenizer.json, or use "
+            "stop_token_ids."
         )
     return backend
 

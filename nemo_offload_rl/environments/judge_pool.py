@@ -186,7 +186,7 @@ class _Worker:
         self._complaints.seek(0)
         lines = self._complaints.read().decode(errors="replace").split("\n")
         said = [line for line in lines if line.strip()]
-        return said[-1][-500:] if said else f"it said nothing, and its exit status is {self._process.returncode}"
+        return said[-1][-500:] if said else f"it printed nothing and ended with exit status {self._process.returncode}"
 
     def end(self) -> None:
         """Kills the process and closes its files."""

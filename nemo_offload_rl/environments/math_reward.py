@@ -58,7 +58,7 @@ def make_math_reward(implementation: str, num_workers: int, time_limit_s: float)
     """
     if implementation not in math_worker.LOADERS:
         names = ", ".join(math_worker.LOADERS)
-        raise RewardError(f"env.NAME.math_verify_impl is one of {names}, found {implementation!r}.")
+        raise RewardError(f"env.NAME.math_verify_impl must be one of {names}, found {implementation!r}.")
     if implementation == "hf_math_verify" and importlib.util.find_spec("math_verify") is None:
         raise RewardError(
             "env.NAME.math_verify_impl: hf_math_verify needs the package math-verify, which is not installed: run "

@@ -22,7 +22,7 @@ READY = b"ready\n"
 _PR_SET_PDEATHSIG = 1
 # Limit of the address space; sympy needs a few hundred MiB, but a power tower takes all memory that it can get.
 _MAX_MEMORY_BYTES = 4 * 2**30
-_GIVEN_UP = "math-verify gave up a formula, after its own time limit"
+_GIVEN_UP = "math-verify gave up on a formula at its own time limit"
 
 MathJudge = Callable[[str, str], float]
 

@@ -147,7 +147,7 @@ def make_reward(kind: str, reward_function: str | None = None) -> Reward:
     if kind == PYTHON:
         return _import_reward(reward_function)
     if kind not in REWARDS:
-        raise RewardError(f"env.NAME.reward is one of {', '.join([*REWARDS, PYTHON])}, found {kind!r}.")
+        raise RewardError(f"env.NAME.reward must be one of {', '.join([*REWARDS, PYTHON])}, found {kind!r}.")
     if reward_function is not None:
         raise RewardError(f"env.NAME.reward_function needs env.NAME.reward: python, found {kind!r}.")
     return Reward(kind, REWARDS[kind])

@@ -34,7 +34,8 @@ def make_generation(policy_config: Mapping[str, Any], cluster: Cluster) -> Gener
     generation = spec.start(policy_config, cluster, bundles_by_engine)
     if not generation.capabilities.batch_independent_sampling:
         logger.warning(
-            "%s samples the rows of a batch together: a run that is resumed may differ from one that was not stopped.",
+            "The %s backend samples the rows of a batch together, so a resumed run may differ from an uninterrupted "
+            "one.",
             backend,
         )
     return generation

@@ -32,7 +32,7 @@ def build_model(
             policy's model uses, too.
     """
     if precision not in _DTYPES:
-        raise ValueError(f"policy.precision is {precision!r}; generation knows {', '.join(_DTYPES)}.")
+        raise ValueError(f"policy.precision is {precision!r}; generation supports {', '.join(_DTYPES)}.")
     policy = {"model_name": model_name, "hf_config": hf_config, "hf_config_overrides": hf_config_overrides or {}}
     config = read_hf_config(policy)
     with no_init_weights():

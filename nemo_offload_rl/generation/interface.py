@@ -46,7 +46,7 @@ class SamplingParams:
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; it must be at least 1, or null to keep every token.")
         if "" in self.stop_strings:
-            raise ValueError("stop_strings has an empty string, which every text has; leave it out.")
+            raise ValueError("stop_strings has an empty string, which every text contains; leave it out.")
 
 
 @dataclass
@@ -68,8 +68,8 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         if len(self.prompt_ids) != len(self.sample_ids):
             raise ValueError(
-                f"A generation request has {len(self.prompt_ids)} prompts and {len(self.sample_ids)} sample ids; "
-                "it needs one sample id a prompt."
+                f"A generation request has {len(self.prompt_ids)} prompts and {len(self.sample_ids)} sample ids; it "
+                "needs one sample id per prompt."
             )
         empty = [row for row, prompt in enumerate(self.prompt_ids) if not prompt]
         if empty:

@@ -78,7 +78,7 @@ class RecordedLoads:
             self._why_not = str(error)
         if self._why_not:
             self._forget()
-            logger.warning("The engine loads weights driven from Python, without CUDA graphs: %s.", self._why_not)
+            logger.warning("The engine loads weights without CUDA graphs: %s.", self._why_not)
 
     def _forget(self) -> None:
         if self._recorded:

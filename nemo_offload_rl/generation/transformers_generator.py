@@ -92,7 +92,8 @@ class TransformersGenerator:
         if missing:
             raise ValueError(
                 f"The policy sends no weight for {len(missing)} of the generation model's parameters "
-                f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); both must have one architecture."
+                f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); both must have the same "
+                "architecture."
             )
         for spec in plan.tensors:
             _require_fits(spec, weights)
@@ -255,7 +256,7 @@ class TransformersGenerator:
     def _require_ready(self) -> None:
         if self._never_loaded:
             raise RuntimeError(
-                f"The generation model still waits for {len(self._never_loaded)} of its weights "
+                f"{len(self._never_loaded)} weights of the generation model have not been loaded "
                 f"({', '.join(sorted(self._never_loaded)[:3])}); refit it before generating."
             )
         if self._model.device.type != self._device.type:
@@ -275,5 +276,5 @@ def _require_fits(spec: TensorSpec, weights: dict[str, torch.Tensor]) -> None:
     if spec != TensorSpec.of(spec.name, expected):
         raise ValueError(
             f"The policy sends {spec}, but the generation model has it as {expected.dtype} {list(expected.shape)}; "
-            "both must have one architecture and policy.precision."
+            "both must have the same architecture and policy.precision."
         )

@@ -40,10 +40,10 @@ def explain_kv_cache_oom(arguments: Mapping[str, Any], *, beside_policy: bool) -
         size = "" if cache is None else f" with a KV cache of {cache / 2**30:.2f} GiB"
         behind = "set policy.generation.vllm_cfg.build_beside_policy to false, or " if beside_policy else ""
         raise torch.OutOfMemoryError(
-            f"vLLM finds too little GPU memory on {socket.gethostname()}{size} ({str(error).partition('. ')[0]}); "
+            f"vLLM has too little GPU memory on {socket.gethostname()}{size} ({str(error).partition('. ')[0]}); "
             f"{behind}lower policy.generation.vllm_cfg.gpu_memory_utilization, "
-            "policy.generation.vllm_kwargs.max_num_seqs or "
-            "policy.generation.vllm_kwargs.kv_cache_memory_bytes (bytes of each GPU; it goes before the first)."
+            "policy.generation.vllm_kwargs.max_num_seqs or policy.generation.vllm_kwargs.kv_cache_memory_bytes "
+            "(bytes of each GPU, which override gpu_memory_utilization)."
         ) from error
 
 

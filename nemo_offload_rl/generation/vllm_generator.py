@@ -53,10 +53,11 @@ class VllmGenerator:
         [transformed] = self._on_worker("refit_transformed")
         if transformed:
             raise ValueError(
-                f"vLLM changes weights after it has loaded them, which no refit does: {len(transformed)} modules would "
-                f"compute with others than the policy's ({'; '.join(transformed[:3])}"
-                f"{'; ...' if len(transformed) > 3 else ''}); set policy.generation.backend to transformers, or where "
-                "these are experts policy.generation.vllm_kwargs.moe_backend to triton."
+                "vLLM transforms weights after it has loaded them, which a refit does not repeat: "
+                f"{len(transformed)} modules would compute with weights other than the policy's "
+                f"({'; '.join(transformed[:3])}{'; ...' if len(transformed) > 3 else ''}); set "
+                "policy.generation.backend to transformers, or, if these are experts, "
+                "policy.generation.vllm_kwargs.moe_backend to triton."
             )
         # Level 2 discards the weights, which the next refit brings again; level 1 backs them up; 0 means no sleep.
         self._asleep: set[WakeUpTag] = set()
@@ -134,8 +135,8 @@ class VllmGenerator:
                 if "out of memory" not in str(error):
                     raise
                 raise RuntimeError(
-                    f"The GPU has no memory for what vLLM wakes up ({', '.join(tags)}; {error}); lower "
-                    "policy.generation.vllm_cfg.gpu_memory_utilization, or have more of the policy leave the GPU in "
+                    f"The GPU has too little memory to wake up vLLM ({', '.join(tags)}; {error}); lower "
+                    "policy.generation.vllm_cfg.gpu_memory_utilization, or offload more of the policy during "
                     "generation (policy.residency.table.generate)."
                 ) from error
             self._asleep -= set(tags)
@@ -205,14 +206,15 @@ class VllmGenerator:
     def _require_weights(self) -> None:
         if self._missing or not self._has_weights:
             raise RuntimeError(
-                f"vLLM still waits for {len(self._missing)} of its weights ({', '.join(sorted(self._missing)[:3])}); "
-                "refit it before generating."
+                f"vLLM's weights have not been loaded, {len(self._missing)} are missing "
+                f"({', '.join(sorted(self._missing)[:3])}); refit it before generating."
             )
         [unfilled] = self._on_worker("refit_unfilled")
         if unfilled:
             raise ValueError(
                 f"The policy sends no weight for {len(unfilled)} of the parameters of vLLM's model "
-                f"({', '.join(unfilled[:3])}{', ...' if len(unfilled) > 3 else ''}); both must have one architecture."
+                f"({', '.join(unfilled[:3])}{', ...' if len(unfilled) > 3 else ''}); both must have the same "
+                "architecture."
             )
 
     def _on_worker(self, method: str, *arguments: Any) -> list[Any]:

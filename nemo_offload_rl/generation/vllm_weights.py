@@ -36,9 +36,9 @@ def _find(parameters: Mapping[str, torch.Tensor], spec: TensorSpec, rows: Mappin
     if found is not None and spec.shape and found.dim() == len(spec.shape):
         found = found[: spec.shape[0]]  # vLLM pads the vocabulary
     if found is None or tuple(found.shape) != spec.shape or found.dtype != spec.dtype:
-        where = "no parameter of it" if found is None else f"it as {found.dtype} {list(found.shape)}"
+        where = "no such parameter" if found is None else f"it as {found.dtype} {list(found.shape)}"
         raise ValueError(
-            f"The policy sends {spec}, but vLLM's model has {where}, so that it cannot be compared; set "
+            f"The policy sends {spec}, but vLLM's model has {where}, so their checksums cannot be compared; set "
             "policy.verify_refit to false."
         )
     return found
@@ -135,7 +135,7 @@ def transformed_after_loading(modules: Iterable[tuple[str, torch.nn.Module]]) ->
         kind = type(method).__name__
         if kind == "UnquantizedFusedMoEMethod":
             if (kernel := method.unquantized_backend.name) not in _PLAIN_EXPERTS:
-                found.append(f"{name} arranges its experts for {kernel}")
+                found.append(f"{name} rearranges its experts for {kernel}")
         elif hasattr(method, "process_weights_after_loading") and kind not in _PLAIN_METHODS:
             found.append(f"{name} changes its weights ({kind})")
         names = [one.__name__ for one in type(module).__mro__]

@@ -96,8 +96,8 @@ class RefitExtension:
         gc.freeze()
         saved = SavedMemory(outside_of_parameters(alive, [*model.parameters(), *model.buffers()], blocks))
         logger.info(
-            "vLLM keeps %.1f MiB among its weights beside them; while it sleeps, what of it is not zero waits in host "
-            "memory.",
+            "vLLM keeps %.1f MiB of other tensors in its weights' memory; while it sleeps, those that are not zero "
+            "are kept in host memory.",
             saved.nbytes / MIB,
         )
         return saved
@@ -139,8 +139,8 @@ def _load(worker: Any, named_tensors: Sequence[NamedTensor]) -> Loaded:
             raise
         except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError) as error:
             raise ValueError(
-                f"vLLM's model does not take the weight {name!r} that the policy sends ({type(error).__name__}: "
-                f"{error}); both must have one architecture, and vLLM must know it."
+                f"vLLM's model cannot load the weight {name!r} that the policy sends ({type(error).__name__}: "
+                f"{error}); both must have the same architecture, and vLLM must support it."
             ) from error
     if loaded is None:
         return None

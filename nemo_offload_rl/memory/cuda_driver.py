@@ -13,7 +13,7 @@ def checked(result: tuple[Any, ...]) -> Any:
     """
     error, *values = result
     if int(error) != 0:
-        raise RuntimeError(f"The CUDA driver reported {error!r}; the worker cannot go on.")
+        raise RuntimeError(f"The CUDA driver reported {error!r}; the worker cannot continue.")
     return values[0] if len(values) == 1 else None
 
 

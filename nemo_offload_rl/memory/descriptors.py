@@ -41,12 +41,12 @@ class DescriptorAddress:
                 _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
         except OSError as error:
             raise DescriptorError(
-                f"Process {self.pid} does not hand over its descriptor ({error}); both processes must be on one node, "
-                "and in one network namespace."
+                f"Cannot receive a file descriptor from process {self.pid} ({error}); both processes must be on one "
+                "node, and in one network namespace."
             ) from error
         if not descriptors:
             raise DescriptorError(
-                f"Process {self.pid} does not hand over its descriptor; both processes must be of one user."
+                f"Process {self.pid} did not send its file descriptor; both processes must belong to the same user."
             )
         return descriptors[0]
 

@@ -26,5 +26,5 @@ def preserve_first_error() -> Iterator[None]:
         if first is None:
             raise
         text = "".join(traceback.format_exception(error)).rstrip()  # a log record must not keep frames' tensors
-        logger.error("cleaning up behind an error (%s) failed, too:\n%s", type(first).__name__, text)
-        first.add_note(f"Cleaning up behind it failed, too: {type(error).__name__}: {error}")
+        logger.error("cleanup after an error (%s) failed, too:\n%s", type(first).__name__, text)
+        first.add_note(f"Cleanup after this error failed, too: {type(error).__name__}: {error}")

@@ -84,7 +84,8 @@ def make_range(nbytes: int, device: torch.device, chunk_bytes: int = CHUNK_BYTES
         return VirtualRange(nbytes, device, chunk_bytes)
     except VirtualMemoryUnsupportedError as error:
         logger.warning(
-            "%s; offloaded tensors use torch's allocator instead: slower, and their addresses change at every move",
+            "%s; offloaded tensors use torch's allocator instead, which is slower and changes their addresses at "
+            "every move",
             error,
         )
         return TorchRange(nbytes, device)
@@ -156,7 +157,9 @@ class VirtualRange:
         else:
             checked(driver.cuMemRelease(handle))
         if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:  # no memory for page tables
-            raise OutOfGpuMemoryError(f"The driver has no memory to map {size / MIB:.0f} MiB of a range.")
+            raise OutOfGpuMemoryError(
+                f"The CUDA driver ran out of memory while mapping {size / MIB:.0f} MiB of a memory range."
+            )
         checked((error,))
 
     def _handle_type(self, driver: Any) -> Any:
@@ -168,7 +171,9 @@ class VirtualRange:
         driver = self._driver
         error, handle = driver.cuMemCreate(size, self._properties, 0)
         if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise OutOfGpuMemoryError(f"The driver has no {size / MIB:.0f} MiB for a chunk of a range.")
+            raise OutOfGpuMemoryError(
+                f"cuMemCreate could not allocate {size / MIB:.0f} MiB of GPU memory for a chunk of a memory range."
+            )
         checked((error,))
         return handle
 

@@ -110,12 +110,14 @@ def bind_process(setting: str | int, pci_bus_id: str | None, sysfs: Path = Path(
         return _not_bound("policy.numa is none")
     if setting == "auto":
         if pci_bus_id is None:
-            return _not_bound("no GPU to be near to")
+            return _not_bound("this process has no GPU")
         if sum(bool(node.cpus) for node in nodes.values()) < 2:
-            return _not_bound("the machine shows no two of them with CPUs")
+            return _not_bound("the machine has fewer than two NUMA nodes with CPUs")
         nearest = gpu_numa_node(pci_bus_id, sysfs)
         if nearest is None:
-            return _not_bound(f"the kernel names none near GPU {pci_bus_id}; policy.numa takes a number, too")
+            return _not_bound(
+                f"the kernel reports no NUMA node for GPU {pci_bus_id}; policy.numa also takes a node's number"
+            )
         node, reason = nearest, f"nearest to GPU {pci_bus_id}"
     else:
         node, reason = _chosen_node(setting, nodes), "chosen by policy.numa"
@@ -159,7 +161,7 @@ def normalize_pci_bus_id(pci_bus_id: str) -> str:
     """Returns a PCI address as sysfs spells it: lower case, a domain of four digits."""
     found = re.fullmatch(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-7])", pci_bus_id.lower())
     if found is None:
-        raise ValueError(f"{pci_bus_id!r} is no PCI address; one looks like 0000:65:00.0.")
+        raise ValueError(f"{pci_bus_id!r} is not a PCI address; expected a form like 0000:65:00.0.")
     domain, bus, device, function = (int(part or "0", 16) for part in found.groups())
     return f"{domain:04x}:{bus:02x}:{device:02x}.{function}"
 
@@ -187,9 +189,9 @@ def _not_bound(reason: str) -> Binding:
 
 def _chosen_node(setting: str | int, nodes: Mapping[int, NumaNode]) -> int:
     valid = ", ".join(str(node.number) for node in nodes.values() if node.cpus) or "none"
-    rule = f"it takes auto, none or the number of a node with CPUs, of which this machine shows: {valid}."
+    rule = f"set it to auto, none or the number of a node with CPUs; this machine has: {valid}."
     if isinstance(setting, str) or setting not in nodes:
-        raise ValueError(f"policy.numa is {setting!r}, which is no NUMA node of this machine; {rule}")
+        raise ValueError(f"policy.numa is {setting!r}, which is not a NUMA node of this machine; {rule}")
     if not nodes[setting].cpus:
         raise ValueError(f"policy.numa is {setting}, a NUMA node without CPUs; {rule}")
     return setting
@@ -199,7 +201,10 @@ def _bind_threads(node: int, node_cpus: frozenset[int]) -> str:
     cpus = node_cpus.intersection(_allowed_cpus())
     if not cpus:
         allowed = format_cpu_list(set(_allowed_cpus()))
-        note = f"CPUs unchanged, for the node's ({format_cpu_list(node_cpus)}) are not among this process's ({allowed})"
+        note = (
+            f"CPUs unchanged, because the node's CPUs ({format_cpu_list(node_cpus)}) are not among those of this "
+            f"process ({allowed})"
+        )
         logger.warning("NUMA node %d: %s. Copies over the link between sockets are slower.", node, note)
         return note
     bound: set[int] = set()
@@ -211,7 +216,7 @@ def _bind_threads(node: int, node_cpus: frozenset[int]) -> str:
             bound |= threads
     except OSError as error:
         note = f"CPUs unchanged, {_denied('sched_setaffinity', error)}"
-        logger.warning("NUMA node %d: %s. The process may run far from its GPU, and copy slower.", node, note)
+        logger.warning("NUMA node %d: %s. The process may run far from its GPU, which slows copies.", node, note)
         return note
     return f"CPUs {format_cpu_list(cpus)}"
 

@@ -177,7 +177,7 @@ class PinnedArena:
         """
         if nbytes <= 0:
             raise ValueError(
-                f"{owner} asked for a host segment of {nbytes} bytes; ask for at least one, or for none at all."
+                f"{owner} requested a host segment of {nbytes} bytes; request at least 1 byte, or no segment."
             )
         size = round_up(nbytes, mmap.PAGESIZE)
         try:
@@ -214,12 +214,14 @@ class PinnedArena:
             LeakError: if a tensor still views it.
         """
         if segment not in self._segments:
-            raise ValueError(f"The host segment of {segment.owner} is not of this arena or was released before.")
+            raise ValueError(
+                f"The host segment of {segment.owner} was not allocated by this arena, or was already released."
+            )
         self._segments.remove(segment)
         if not segment._release():
             raise LeakError(
                 f"Tensors still view the host segment of {segment.owner}, {segment.nbytes} bytes: drop them before "
-                "`release`. Its memory is no longer page-locked and goes with the last of them."
+                "`release`. Its memory is no longer page-locked and is freed with the last of them."
             )
 
     def close(self) -> None:
@@ -230,7 +232,9 @@ class PinnedArena:
         """
         left = self._release_all()
         if left:
-            raise LeakError(f"Host segments that their owners did not release, released now: {_in_words(left)}.")
+            raise LeakError(
+                f"These host segments were not released by their owners, and are released now: {_in_words(left)}."
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -265,14 +269,16 @@ class PinnedArena:
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
-            logger.warning("This kernel has no transparent huge pages (%s): small ones are used.", error.strerror)
+            logger.warning(
+                "This kernel has no transparent huge pages (%s); host segments use small pages.", error.strerror
+            )
 
     def _warn_not_pinned(self, owner: str, size: int, locked: LockedRanges) -> None:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         logger.log(
             logging.INFO if self._has_warned else logging.WARNING,
-            "Page-locking failed for %s: %.2f GiB asked, %.2f GiB locked when it was refused (%s) and unlocked again; "
-            "RLIMIT_MEMLOCK is %s. Its copies go through a small staging buffer, slower.",
+            "Page-locking failed for %s: %.2f GiB requested, %.2f GiB locked before the driver refused (%s), all "
+            "unlocked again; RLIMIT_MEMLOCK is %s. Its copies go through a small staging buffer, which is slower.",
             owner,
             size / GIB,
             locked.locked_bytes / GIB,
@@ -310,8 +316,8 @@ def _in_words(segments: Iterable[HostSegment]) -> str:
 def _no_memory(owner: str, nbytes: int) -> HostMemoryError:
     available = psutil.virtual_memory().available
     return HostMemoryError(
-        f"{owner} asked for {nbytes} bytes of host memory ({nbytes / GIB:.2f} GiB) and the host gave none; "
-        f"{available} bytes ({available / GIB:.2f} GiB) are available."
+        f"Cannot allocate {nbytes} bytes of host memory ({nbytes / GIB:.2f} GiB) for {owner}; {available} bytes "
+        f"({available / GIB:.2f} GiB) are available."
     )
 
 

@@ -119,7 +119,9 @@ class SharedGpuBuffer:
             torch.cuda.empty_cache()  # frees blocks that torch caches and does not use
             error, address = driver.cuMemAlloc(nbytes)
         if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise OutOfGpuMemoryError(f"The driver has no {nbytes / MIB:.0f} MiB for a buffer that processes share.")
+            raise OutOfGpuMemoryError(
+                f"cuMemAlloc could not allocate {nbytes / MIB:.0f} MiB of GPU memory for a buffer that processes share."
+            )
         checked((error,))
         self._driver = driver
         self._address = address

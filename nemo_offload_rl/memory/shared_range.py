@@ -131,7 +131,7 @@ class _ExportedRange(VirtualRange):
     def _handle_type(self, driver: Any) -> Any:
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
         if not checked(driver.cuDeviceGetAttribute(attribute, checked(driver.cuCtxGetDevice()))):
-            raise VirtualMemoryUnsupportedError("this GPU's memory cannot be handed over as a file descriptor")
+            raise VirtualMemoryUnsupportedError("this GPU's memory cannot be exported as a file descriptor")
         return driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def export(self) -> int:
@@ -204,8 +204,8 @@ class _ImportedRange(VirtualRange):
             os.close(descriptor)  # it would keep the memory allocated
         if int(error) != 0:
             raise SharedBufferError(
-                f"The driver does not open {size / MIB:.0f} MiB of another process on "
-                f"{torch.cuda.get_device_name()} ({error!r}); both must see the same GPU."
+                f"The CUDA driver cannot import {size / MIB:.0f} MiB of another process's memory on "
+                f"{torch.cuda.get_device_name()} ({error!r}); both processes must see the same GPU."
             )
         return memory
 
@@ -275,4 +275,4 @@ def _give_pages_back(address: int, nbytes: int) -> None:
     """Punches a hole into the file behind a mapping, since MADV_DONTNEED does not free the pages of a file."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_REMOVE) != 0:
-        raise OSError(ctypes.get_errno(), "the kernel does not take back pages of shared memory")
+        raise OSError(ctypes.get_errno(), "madvise(MADV_REMOVE) did not free pages of shared memory")

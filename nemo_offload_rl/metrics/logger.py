@@ -200,7 +200,7 @@ class TensorBoardSink:
             if not is_disk_full(error):
                 raise
             self._has_ended = True
-            logger.warning("%s. TensorBoard has no more of this run.", disk_full(self._folder, error))
+            logger.warning("%s. TensorBoard gets no more metrics of this run.", disk_full(self._folder, error))
 
 
 class WandbSink:

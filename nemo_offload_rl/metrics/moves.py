@@ -78,7 +78,7 @@ def moves_table(rows: Sequence[Mapping[str, float | None]]) -> Table | None:
     if not copied:
         return None
     measured = [quantity for quantity in _COLUMNS if any(quantity in medians for medians in copied.values())]
-    table = Table(title="What moved between GPU and host, medians of the steps", title_justify="left")
+    table = Table(title="Copies between GPU and host in a step, medians", title_justify="left")
     table.add_column("for phase")
     table.add_column("moved")
     for quantity in measured:

@@ -22,7 +22,7 @@ def logged_name(recipe_name: str) -> str:
     section, separator, metric = without_default_set(recipe_name).partition(":")
     if not separator or section not in _SECTIONS:
         raise ValueError(
-            f"A metric is named val:NAME or train:NAME in a recipe, such as val:accuracy; found {recipe_name!r}."
+            f"A metric must be named val:NAME or train:NAME in a recipe, such as val:accuracy; found {recipe_name!r}."
         )
     return f"{_SECTIONS[section]}/{metric}"
 

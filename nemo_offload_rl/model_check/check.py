@@ -62,9 +62,9 @@ class ModelCheck:
         if result is None:
             return "The model was not checked against transformers: policy.skip_model_check is true."
         if self._skips and not result.is_right:
-            return f"The model is trained though Megatron computes it otherwise than transformers: {describe(result)}."
+            return f"The model is trained although Megatron's results differ from transformers': {describe(result)}."
         self._refuse_wrong(result)
-        return f"Megatron computes the model as transformers does: {describe(result)}."
+        return f"Megatron's results for the model agree with transformers': {describe(result)}."
 
     def close(self) -> None:
         """Ends the process if it is still running."""

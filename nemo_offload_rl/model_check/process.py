@@ -71,14 +71,14 @@ class CheckProcess:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             self.close()
-            raise CheckTimeoutError(f"it was not done in {timeout_s:.0f} s") from error
+            raise CheckTimeoutError(f"it did not finish within {timeout_s:.0f} s") from error
         assert self._process.stdout is not None
         answer, status = self._process.stdout.read(), self._process.returncode
         self._errors.seek(0)
         said = self._errors.read().strip().splitlines()
         self.close()
         if status:
-            last = said[-1] if said else "it said nothing"
+            last = said[-1] if said else "it printed nothing"
             raise ModelCheckError(f"The check of the model failed with status {status}: {last}")
         found = json.loads(answer)
         if "error" in found:

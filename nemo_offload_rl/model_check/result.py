@@ -114,7 +114,7 @@ def refusal(result: CheckResult, model_type: str, flags: Sequence[str]) -> str:
     """
     named = ", ".join(flags) if flags else "none that is not the family's default"
     return (
-        f"Megatron computes this {model_type} model otherwise than transformers: {describe(result)}; rounding makes at "
-        f"most {LOGPROB_LIMIT:g} of the first and {GRADIENT_LIMIT:g} of the second. Its flags: {named}. Take another "
-        "model or other flags, or set policy.skip_model_check to true to train it as it is."
+        f"Megatron's results for this {model_type} model differ from transformers': {describe(result)}; rounding "
+        f"explains at most {LOGPROB_LIMIT:g} for log-probs and {GRADIENT_LIMIT:g} for gradients. Its flags: {named}. "
+        "Take another model or other flags, or set policy.skip_model_check to true to train it as it is."
     )

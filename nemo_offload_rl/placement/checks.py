@@ -83,14 +83,14 @@ def _gpu(gpu: GpuFacts, facts: MachineFacts) -> Iterator[Check]:
 def _link(gpu: GpuFacts, facts: MachineFacts) -> Check:
     subject = f"GPU {gpu.index}: link"
     if gpu.link_width is None or gpu.link_generation is None:
-        return Check(subject, "the driver and sysfs do not say", Verdict.MISSING, "go by the measured copies")
+        return Check(subject, "not reported by the driver or sysfs", Verdict.MISSING, "judge by the measured copies")
     found = f"Gen{gpu.link_generation} x{gpu.link_width}"
     if gpu.max_link_width is None or gpu.max_link_generation is None:
         return Check(subject, f"{found}; the GPU's own limits are not known", Verdict.OK)
     limits = f"{found} of Gen{gpu.max_link_generation} x{gpu.max_link_width}"
     if gpu.link_width < gpu.max_link_width:
         share = gpu.link_width / gpu.max_link_width
-        remedy = f"copies have {share:.0%} of the lanes: reseat the GPU, use a wider slot, look at BIOS bifurcation"
+        remedy = f"copies have {share:.0%} of the lanes: reseat the GPU, use a wider slot, check BIOS bifurcation"
         return Check(subject, limits, Verdict.WARNING, remedy)
     limit, measured = pcie_gb_per_s(gpu.link_generation, gpu.link_width), facts.links.get(gpu.pci_bus_id)
     if gpu.link_generation < gpu.max_link_generation and not (
@@ -116,10 +116,10 @@ def _copies(gpu: GpuFacts, facts: MachineFacts) -> Iterator[Check]:
     if limit is not None and slower <= limit:
         found += f"; {slower / limit:.0%} of Gen{gpu.link_generation} x{gpu.link_width}"
     if limit is not None and slower < GOOD_SHARE_OF_LINK * limit:
-        remedy = "see that nothing else copies, that memory is on the GPU's node, that no IOMMU translates"
+        remedy = "check that nothing else copies, that memory is on the GPU's NUMA node and that no IOMMU translates"
         yield Check(subject, found, Verdict.WARNING, remedy)
     elif speed.both_gb_per_s < GOOD_DUPLEX_GAIN * slower:
-        remedy = "overlapped copies gain little here: see that all memory channels are fitted"
+        remedy = "overlapped copies gain little here: check that all memory channels are populated"
         yield Check(subject, found, Verdict.WARNING, remedy)
     else:
         yield Check(subject, found, Verdict.OK)
@@ -135,10 +135,10 @@ def _numa(gpu: GpuFacts, facts: MachineFacts) -> Check:
     subject = f"GPU {gpu.index}: NUMA"
     with_cpus = [node for node in facts.numa_nodes.values() if node.cpus]
     if len(with_cpus) < 2:
-        return Check(subject, "one node: nothing is far", Verdict.OK)
+        return Check(subject, "one node: all memory is local", Verdict.OK)
     if gpu.numa_node is None:
         remedy = "set policy.numa to the node that `nvidia-smi topo -m` names; a virtual machine may hide it"
-        return Check(subject, f"the kernel does not say which of {len(with_cpus)} nodes", Verdict.WARNING, remedy)
+        return Check(subject, f"the kernel does not report which of {len(with_cpus)} nodes", Verdict.WARNING, remedy)
     near = facts.numa_nodes[gpu.numa_node]
     distances = ", ".join(
         f"{near.distances[node.number]} to node {node.number}" for node in with_cpus if node.number in near.distances
@@ -175,7 +175,7 @@ def _cgroup(host: HostFacts) -> Check:
         return Check("cgroup", "no memory limit", Verdict.OK)
     found = f"leaves {_gib(host.cgroup_free_bytes)}"
     if host.cgroup_free_bytes < host.available_bytes:
-        remedy = "the limit is what counts, not the machine's memory: raise it (--memory) if a recipe does not fit"
+        remedy = "this limit applies, not the machine's memory: raise it (--memory) if a recipe does not fit"
         return Check("cgroup", found, Verdict.WARNING, remedy)
     return Check("cgroup", found, Verdict.OK)
 
@@ -188,7 +188,7 @@ def _memlock(facts: MachineFacts) -> Check:
     if not facts.gpus:
         return Check("memlock", f"{found}; without a GPU nothing is page-locked", Verdict.OK)
     if facts.links and limit < GIB:  # the link's measurement has page-locked more
-        found += "; CUDA page-locked 2 GiB all the same"
+        found += "; CUDA still page-locked 2 GiB"
         return Check("memlock", found, Verdict.OK, "InfiniBand needs more: ulimit -l unlimited, --ulimit memlock=-1")
     remedy = "ulimit -l unlimited; in a container: --ulimit memlock=-1"
     return Check("memlock", found, Verdict.WARNING, remedy)

@@ -182,8 +182,9 @@ class Cluster:
         if self.engine_bundles_per_node % bundles_per_engine:
             raise ValueError(
                 f"An engine of policy.generation spans {bundles_per_engine} GPUs, which does not divide the "
-                f"{self.engine_bundles_per_node} of a node that generation has (cluster.gpus_per_node, or "
-                "policy.generation.colocated.resources.gpus_per_node); an engine is on one node: change one of the two."
+                f"{self.engine_bundles_per_node} GPUs that generation has on each node (cluster.gpus_per_node, or "
+                "policy.generation.colocated.resources.gpus_per_node); an engine runs on one node: change one of the "
+                "two."
             )
         return list(itertools.batched(range(self._first_engine_bundle, self.num_bundles), bundles_per_engine))
 
@@ -363,8 +364,8 @@ def _bundle(has_gpus: bool) -> dict[str, float]:
 def _no_room(num_nodes: int, gpus_per_node: int) -> ValueError:
     return ValueError(
         f"The Ray cluster has no room for {num_nodes} nodes (cluster.num_nodes) of {gpus_per_node} ranks "
-        f"(cluster.gpus_per_node): so many were not free within {_PLACEMENT_TIMEOUT_S} s, free in all are "
-        f"{ray.available_resources()}; stop what else runs there, or lower one of the two."
+        f"(cluster.gpus_per_node): that many were not free within {_PLACEMENT_TIMEOUT_S} s, and "
+        f"the free resources are {ray.available_resources()}; stop other jobs there, or lower one of the two."
     )
 
 

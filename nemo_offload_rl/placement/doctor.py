@@ -41,8 +41,8 @@ def facts_as_json(facts: MachineFacts, checks: list[Check]) -> str:
 
 def checks_table(title: str, checks: list[Check]) -> Table:
     """Returns a table with a row per check."""
-    table = Table(title=f"{title}: what it offers to offloading", title_justify="left")
-    for heading in ("what", "found", "verdict", "what to do"):
+    table = Table(title=f"{title}: fitness for offloading", title_justify="left")
+    for heading in ("property", "found", "verdict", "remedy"):
         table.add_column(heading, overflow="fold")
     for check in checks:
         verdict = Text(check.verdict, style=_STYLES[check.verdict])

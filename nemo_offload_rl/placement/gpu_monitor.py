@@ -151,7 +151,7 @@ class GpuMonitor:
             elif not node.was_late and time.monotonic() - node.asked_s > self._late_after_s:
                 node.was_late = True
                 logger.warning(
-                    "logger.monitor_gpus: %s has given no readings for %g s; they will count once they come.",
+                    "logger.monitor_gpus: %s has sent no readings for %g s; they are recorded once they arrive.",
                     node.name,
                     self._late_after_s,
                 )
@@ -164,7 +164,7 @@ class GpuMonitor:
         node.answer = None
         if isinstance(taken, str):
             if not self._end.is_set():
-                logger.warning("logger.monitor_gpus: there are no readings of %s: %s.", node.name, taken)
+                logger.warning("logger.monitor_gpus: there are no readings from %s: %s.", node.name, taken)
                 node.actor = None
             return
         with self._lock:

@@ -38,9 +38,9 @@ class GpuReader:
             nvml.nvmlInit()
             self._gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         except nvml.NVMLError as error:
-            raise NoGpuReadingsError(f"NVML, the driver's library, says: {error}") from error
+            raise NoGpuReadingsError(f"NVML, the driver's library, failed: {error}") from error
         if not self._gpus:
-            raise NoGpuReadingsError("the driver knows of no GPU")
+            raise NoGpuReadingsError("the driver reports no GPU")
 
     def read(self) -> GpuSample:
         """Returns one reading; leaves out values that a GPU does not report, such as the power of a MIG slice."""

@@ -121,7 +121,7 @@ def machine_facts() -> MachineFacts:
 def _measure(index: int, address: str, host: HostFacts) -> LinkBenchmark:
     free = host.available_bytes if host.cgroup_free_bytes is None else min(host.available_bytes, host.cgroup_free_bytes)
     if free < 4 * GIB:  # twice what it takes
-        raise MemoryError(f"only {free / GIB:.1f} GiB of host memory are free, and 4 are asked for")
+        raise MemoryError(f"only {free / GIB:.1f} GiB of host memory are free, and the measurement asks for 4")
     return benchmark_link(index, numa_node=gpu_numa_node(address))
 
 

@@ -45,8 +45,8 @@ def activation_facts(
     model = read_architecture(hf_config, cfg)
     if model.has_dense_layers and _set(cfg, "fine_grained_activation_offloading", False):
         raise UnknownArchitectureError(
-            "The model has dense layers among its layers of experts, whose activations are not counted here. The "
-            "worker moves what there is."
+            "The model mixes dense layers and layers of experts, and the plan cannot size the activations of that mix. "
+            "The worker offloads the activations that it finds."
         )
     tensor, stages = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
     num_tokens = _num_tokens(policy, group_size)

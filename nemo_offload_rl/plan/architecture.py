@@ -106,15 +106,15 @@ def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, A
     kind = hf_config["model_type"] if "model_type" in hf_config else None
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UnknownArchitectureError(
-            f"The model's model_type is {show(kind)}, whose sizes are not known here; known are "
-            f"{show_choices(FAMILIES)}. The worker will know the exact sizes once it has built the model, and will "
-            "check them against the host's memory before it page-locks anything."
+            f"The model's model_type is {show(kind)}, and the plan knows the sizes only of {show_choices(FAMILIES)}. "
+            "The worker determines the exact sizes when it builds the model, and checks them against the host's "
+            "memory before it page-locks anything."
         )
     for name, values in FOLLOWED_ONLY_AT.items():
         if name in megatron_cfg and megatron_cfg[name] not in values:
             raise UnknownArchitectureError(
-                f"{MEGATRON}.{name} is {show(megatron_cfg[name])}, with which the sizes are not known here; they are "
-                f"with {show_choices(values)}. The worker will know the exact sizes once it has built the model."
+                f"{MEGATRON}.{name} is {show(megatron_cfg[name])}, and the plan knows the sizes only with "
+                f"{show_choices(values)}. The worker determines the exact sizes when it builds the model."
             )
     return _read(FAMILIES[kind], _Fields(kind, hf_config, megatron_cfg))
 
@@ -158,8 +158,8 @@ class _Fields:
         value = self.value(name)
         if not isinstance(value, int) or value < 1:
             raise ValueError(
-                f"The model's config (model_type {self.kind}) has {name} {show(value)}, where an integer of at least 1 "
-                f"must be; give policy.hf_config_overrides.{name}."
+                f"The model's config (model_type {self.kind}) has {name} {show(value)}, but it must be an integer of "
+                f"at least 1; give policy.hf_config_overrides.{name}."
             )
         return value
 
@@ -223,7 +223,7 @@ def _check_expert_layers(freq: int | list[int] | None, by_layer: list[bool]) -> 
     asked = freq if isinstance(freq, list) else [layer % freq == 0 for layer in range(len(by_layer))]
     if [bool(has) for has in asked] != by_layer:
         raise ValueError(
-            f"{MEGATRON}.moe_layer_freq is {show(freq)}, but by mlp_only_layers and decoder_sparse_step the model has "
-            f"experts in {sum(by_layer)} of its {len(by_layer)} layers, and not in these; leave it out, or "
-            "change the two in policy.hf_config_overrides."
+            f"{MEGATRON}.moe_layer_freq is {show(freq)}, but mlp_only_layers and decoder_sparse_step put experts in "
+            f"{sum(by_layer)} of the model's {len(by_layer)} layers, and these are others; delete it, or change "
+            "those two in policy.hf_config_overrides."
         )

@@ -47,9 +47,9 @@ def with_awake_engine(
     if most > gpu_bytes:
         return config, []
     return awake, [
-        f"vLLM keeps its weights and KV cache, {show_gib(engine_bytes)} GiB with all else, while the policy computes: "
-        f"the {phase} phase, which takes most, has room for both ({show_gib(most)} of {show_gib(gpu_bytes)} GiB); "
-        f"{GENERATION_WEIGHTS_KEY}=discard has it sleep"
+        f"vLLM stays awake with {show_gib(engine_bytes)} GiB while the policy computes, since the GPU has room for "
+        f"both in the {phase} phase, which needs the most ({show_gib(most)} of {show_gib(gpu_bytes)} GiB); "
+        f"{GENERATION_WEIGHTS_KEY}=discard makes it sleep"
     ]
 
 
@@ -72,8 +72,8 @@ def check_awake_engine_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: 
     needed = least + POLICY_OVERHEAD_BYTES + engine.refit_graph_bytes + awake
     if engine.stays_awake and needed > gpu_bytes:
         raise ValueError(
-            f"{GENERATION_WEIGHTS_KEY} is gpu, so that vLLM keeps {show_gib(awake)} GiB while the policy trains, which "
-            f"takes at least {show_gib(needed - awake)} GiB, but the GPU has {show_gib(gpu_bytes)} GiB; set it to "
+            f"{GENERATION_WEIGHTS_KEY} is gpu, so vLLM keeps {show_gib(awake)} GiB during training, and training "
+            f"needs at least {show_gib(needed - awake)} GiB, but the GPU has {show_gib(gpu_bytes)} GiB; set it to "
             "discard, or lower policy.generation.vllm_kwargs.max_num_seqs or the tokens of a micro-batch."
         )
 

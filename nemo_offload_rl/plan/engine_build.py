@@ -53,7 +53,7 @@ def why_not_at_once(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int, *, 
     first_refit = kept_in_refit(plan, engine) + engine.refit_bytes + awake
     if first_refit > gpu_bytes:
         return (
-            f"the first refit, before which vLLM would not sleep, would take up to {show_gib(first_refit)} of the "
+            f"the first refit, which runs before vLLM first sleeps, would take up to {show_gib(first_refit)} of the "
             f"GPU's {show_gib(gpu_bytes)} GiB"
         )
     return None

@@ -77,14 +77,12 @@ def engine_table(policy: Mapping[str, Any]) -> EngineTable:
 def engine_remark(policy: Mapping[str, Any]) -> str:
     """Returns a line for the user: which key changes the placements of `engine_table`."""
     if not colocates_vllm(policy):
-        return "generation_weights and kv_cache are the engine's: what transformers does, not settings"
+        return "generation_weights and kv_cache belong to the transformers engine, and no key changes where they live"
     if stays_awake(policy):
-        return f"vLLM does not sleep; {GENERATION_WEIGHTS_KEY}=discard has it give its memory to training"
+        return f"vLLM does not sleep; {GENERATION_WEIGHTS_KEY}=discard makes it free its GPU memory for training"
     if keeps_generation_weights(policy):
-        return (
-            f"generation_weights and kv_cache are vLLM's; {GENERATION_WEIGHTS_KEY}=discard gives the host memory back"
-        )
+        return f"generation_weights and kv_cache belong to vLLM; {GENERATION_WEIGHTS_KEY}=discard frees the host memory"
     return (
-        "generation_weights and kv_cache are vLLM's; discarded weights come with the next refit; "
+        "generation_weights and kv_cache belong to vLLM; the next refit resends discarded weights; "
         f"{GENERATION_WEIGHTS_KEY}=host keeps them in host memory"
     )

@@ -239,7 +239,9 @@ def check_longest_sequence_fits(engine: EngineMemory, gpu_bytes: int) -> None:
     cache = engine.kv_cache_bytes(gpu_bytes)
     if engine.sequence_bytes <= cache:
         return
-    sequence = f"one sequence of max_model_len ({engine.max_model_len}) tokens {show_gib(engine.sequence_bytes)} GiB"
+    sequence = (
+        f"one sequence of max_model_len ({engine.max_model_len}) tokens needs {show_gib(engine.sequence_bytes)} GiB"
+    )
     if engine.own_kv_cache_bytes is not None:
         raise ValueError(
             f"policy.generation.vllm_kwargs.kv_cache_memory_bytes is {cache}, which is {show_gib(cache)} GiB, but "
@@ -281,9 +283,9 @@ def check_refit_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) ->
     kept = kept_in_refit(plan, engine)
     raise ValueError(
         f"A refit needs {show_gib(engine.refit_bytes)} GiB of GPU memory for its buckets (policy.refit_buffer_size_gb, "
-        f"or twice the largest tensor), beside {show_gib(kept)} GiB of the policy and {show_gib(engine.weights_bytes)} "
-        f"GiB of vLLM's weights, but the GPU has {show_gib(gpu_bytes)} GiB; lower policy.refit_buffer_size_gb, have "
-        "more offloaded for the refit (policy.residency.table), or raise "
+        f"or twice the largest tensor), in addition to {show_gib(kept)} GiB of the policy and "
+        f"{show_gib(engine.weights_bytes)} GiB of vLLM's weights, but the GPU has {show_gib(gpu_bytes)} GiB; lower "
+        "policy.refit_buffer_size_gb, offload more for the refit (policy.residency.table), or raise "
         "policy.generation.vllm_cfg.tensor_parallel_size."
     )
 
@@ -319,10 +321,10 @@ def check_share_beside_policy(plan: OffloadPlan, engine: EngineMemory, gpu_bytes
             f"policy.generation.vllm_kwargs.kv_cache_memory_bytes is {engine.own_kv_cache_bytes}, which with "
             f"{show_gib(engine.weights_bytes)} GiB of weights and an estimated {show_gib(engine.reserve_bytes)} GiB "
             f"for activations and graphs is {share * gpu_bytes / GIB:.1f} of the GPU's {gpu_bytes / GIB:.1f} GiB, but "
-            f"beside generation the policy keeps {kept / GIB:.1f} GiB there and about "
+            f"during generation the policy keeps {kept / GIB:.1f} GiB there and about "
             f"{POLICY_OVERHEAD_BYTES / GIB:.0f} GiB for its process; "
             + (f"set it to {most} or less, or " if most > 0 else "raise tensor_parallel_size, or ")
-            + "have more offloaded for generation (policy.residency.table)."
+            + "offload more for generation (policy.residency.table)."
         )
     if engine.is_capped(gpu_bytes):
         found = (
@@ -340,7 +342,7 @@ def check_share_beside_policy(plan: OffloadPlan, engine: EngineMemory, gpu_bytes
         )
         remedy = "set it to"
     raise ValueError(
-        f"{found}, but beside generation the policy keeps {kept / GIB:.1f} GiB there and about "
+        f"{found}, but during generation the policy keeps {kept / GIB:.1f} GiB there and about "
         f"{POLICY_OVERHEAD_BYTES / GIB:.0f} GiB for its process; {remedy} {max(0, int(free * 100)) / 100} or less, or "
-        "have more offloaded for generation (policy.residency.table)."
+        "offload more for generation (policy.residency.table)."
     )

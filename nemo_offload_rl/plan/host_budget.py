@@ -28,19 +28,19 @@ _OPTIMIZER_STAYS = "policy.offload_optimizer_for_refit=false policy.offload_opti
 _PARAMS_STAY = "++policy.residency.table.generate.params=keep"
 _NO_REFERENCE = "loss_fn.reference_policy_kl_penalty=0"
 _LESS_ACTIVATIONS = (
-    "a lower policy.activation_offload.host_memory_limit_gib or fewer policy.megatron_cfg.offload_modules (so much at "
-    "most; activations that do not fit stay on the GPU)"
+    "a lower policy.activation_offload.host_memory_limit_gib or fewer policy.megatron_cfg.offload_modules "
+    "(frees this much at most; activations that do not fit stay on the GPU)"
 )
 _LESS_ON_CPU = (
-    "a lower policy.megatron_cfg.optimizer.optimizer_offload_fraction (so much at most; what is stepped on the GPU "
-    "takes host memory where it leaves for generation)"
+    "a lower policy.megatron_cfg.optimizer.optimizer_offload_fraction (frees this much at most; optimizer state that "
+    "is stepped on the GPU needs host memory, too, while it is offloaded)"
 )
 _NO_SNAPSHOT = (
-    "policy.megatron_cfg.checkpoint.async_save=false (a save copies nothing, and the run waits until it is on disk)"
+    "policy.megatron_cfg.checkpoint.async_save=false (a save copies nothing, and the run waits until it is written)"
 )
 _NO_GENERATION_WEIGHTS = "policy.residency.generation_weights=discard (each generation is preceded by a refit)"
 _MORE_RANKS = (
-    "policy.megatron_cfg.optimizer.use_distributed_optimizer=true with more ranks, by cluster.num_nodes: it shards "
+    "policy.megatron_cfg.optimizer.use_distributed_optimizer=true with more ranks (cluster.num_nodes): it shards "
     "optimizer state over them"
 )
 
@@ -149,18 +149,18 @@ def check_state_fits_host(state_bytes: int, host: HostMemory) -> None:
     if state_bytes > usable:
         raise HostBudgetError(
             f"Without GPUs, parameters, gradients and optimizer state take {show_gib(state_bytes)} GiB of host memory "
-            f"on {host.hostname}, but {show_gib(usable)} GiB can be had; give a smaller model in policy.hf_config or "
-            "policy.model_name, or run on GPUs."
+            f"on {host.hostname}, but {show_gib(usable)} GiB are available; give a smaller model in policy.hf_config "
+            "or policy.model_name, or run on GPUs."
         )
 
 
 def _over_limit(need: RankNeed, limit_bytes: int) -> HostBudgetError:
     enough = math.ceil(need.total_bytes / GIB)
     sentence = (
-        f"Rank {need.rank} needs {show_gib(need.total_bytes)} GiB of host memory for what leaves its GPU, but "
+        f"Rank {need.rank} needs {show_gib(need.total_bytes)} GiB of host memory for offloading, but "
         f"{LIMIT_KEY} is {limit_bytes / GIB:g}."
     )
-    raising = f"{LIMIT_KEY}={enough}, or null for what the host has"
+    raising = f"{LIMIT_KEY}={enough}, or null to use what the host has"
     return _error(sentence, [need], [], need.total_bytes - limit_bytes, raising)
 
 
@@ -168,8 +168,8 @@ def _over_memory(needs: Sequence[RankNeed], host: HostMemory) -> HostBudgetError
     total, usable = sum(need.total_bytes for need in needs), usable_bytes(host)
     ranks = f"{len(needs)} ranks of {host.hostname} need" if len(needs) > 1 else f"rank of {host.hostname} needs"
     sentence = (
-        f"The {ranks} {show_gib(total)} GiB of host memory for what leaves the GPU, but {show_gib(usable)} GiB can be "
-        "had; nothing was page-locked."
+        f"The {ranks} {show_gib(total)} GiB of host memory for offloading, but {show_gib(usable)} GiB are "
+        "available; nothing was page-locked."
     )
     return _error(sentence, needs, list(_sources(host)), total - usable, None)
 
@@ -179,7 +179,7 @@ def _error(
 ) -> HostBudgetError:
     lines = [sentence, "", *_table(needs)]
     if sources:
-        lines += ["", "  there is (GiB)", *(f"    {source}" for source in sources)]
+        lines += ["", "  available (GiB)", *(f"    {source}" for source in sources)]
     lines += ["", f"  {show_gib(missing_bytes)} GiB are missing; any of these helps"]
     lines += [f"    {remedy}" for remedy in ([first_remedy] if first_remedy else [])]
     lines += [f"    {remedy}" for remedy in _remedies(needs, missing_bytes)]
@@ -215,7 +215,7 @@ def _sources(host: HostMemory) -> Iterator[str]:
     yield f"{'no limit' if cgroup is None else show_gib(cgroup):>10}  free under the cgroup's limit"
     yield f"{'no limit' if memlock is None else show_gib(memlock):>10}  memlock of each process"
     yield f"{'-' + show_gib(margin_bytes(host)):>10}  margin"
-    yield f"{show_gib(usable_bytes(host)):>10}  can be had"
+    yield f"{show_gib(usable_bytes(host)):>10}  usable for offloading"
 
 
 def _remedies(needs: Sequence[RankNeed], missing_bytes: int) -> Iterator[str]:

@@ -238,14 +238,14 @@ def reason(planned: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str:
     left = show_gib(gpu_bytes - POLICY_OVERHEAD_BYTES - chosen.state_bytes)
     by_wait = sorted(possible, key=lambda one: one.wait_s)
     faster = by_wait[: by_wait.index(chosen)]
-    why = "a step waits for no copies of it"
+    why = "no step waits for its copies"
     if faster:
         why = f"it is the fastest that fits ({_obstacles(faster, gpu_bytes, host)})"
     elif chosen.wait_s:
-        why = "it is the fastest that the recipe can have"
+        why = "it is the fastest that the recipe allows"
     return (
-        f"For a GPU of {show_gib(gpu_bytes)} GiB take {chosen.way.name}, since {why}; it leaves {left} GiB in training "
-        f"for activations and logits, which need at least {show_gib(chosen.activation_bytes)}."
+        f"For a GPU of {show_gib(gpu_bytes)} GiB use {chosen.way.name}, since {why}; it leaves {left} GiB in training "
+        f"for activations and logits, which need at least {show_gib(chosen.activation_bytes)} GiB."
     )
 
 
@@ -253,15 +253,15 @@ def _why_none(possible: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str
     size, least = show_gib(gpu_bytes), min((one.missing_bytes(gpu_bytes) for one in possible), default=0)
     if possible and least <= 0:
         return (
-            f"No way fits a GPU of {size} GiB and its host ({_obstacles(possible, gpu_bytes, host)}); more host "
+            f"No option fits a GPU of {size} GiB and its host ({_obstacles(possible, gpu_bytes, host)}); more host "
             "memory, a larger GPU, or more nodes with policy.megatron_cfg.optimizer.use_distributed_optimizer would "
-            "help."
+            "make room."
         )
     return (
-        f"No way fits a GPU of {size} GiB, which lacks {show_gib(least)} GiB for the smallest of them with "
-        "the least for activations and logits; smaller micro-batches, "
+        f"No option fits a GPU of {size} GiB, which lacks {show_gib(least)} GiB for the smallest option with "
+        "the least memory for activations and logits; smaller micro-batches, "
         "policy.megatron_cfg.activation_checkpointing, more GPUs, model parallelism or a smaller share for "
-        "generation on the same GPUs would help."
+        "generation on the same GPUs would make room."
     )
 
 
@@ -270,7 +270,7 @@ def _obstacles(unfit: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str:
     on_gpu = [one for one in unfit if one.missing_bytes(gpu_bytes) > 0]
     lacks = ", ".join(f"{one.way.name} lacks {show_gib(one.missing_bytes(gpu_bytes))}" for one in on_gpu)
     needs = (
-        f"{one.way.name} needs {show_gib(one.all_ranks_host_bytes)} GiB of host memory, {host.name} gives "
+        f"{one.way.name} needs {show_gib(one.all_ranks_host_bytes)} GiB of host memory, but {host.name} has "
         f"{show_gib(host.usable_bytes)}"
         for one in unfit
         if one not in on_gpu

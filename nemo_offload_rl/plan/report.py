@@ -132,7 +132,7 @@ def plan_tables(
     if rank.facts.num_cpu_optimizer_params:
         yield Text(f"  {_cpu_optimizer(rank, plan)}", style="dim")
     if _moves_optimizer_state(rank) and plan.bytes_per_s(Target.OPTIMIZER_STATE) < plan.link_bytes_per_s:
-        remedy = "policy.use_pinned_optimizer_offload=true moves optimizer_state at the speed of the link, too"
+        remedy = "policy.use_pinned_optimizer_offload=true copies optimizer_state at the page-locked speed, too"
         yield Text(f"  {remedy}", style="dim")
     yield ""
     if rank.activations is not None:
@@ -210,7 +210,7 @@ def _residency_and_sources(
     if plan.engine_table:
         yield Text(f"  {plan.engine_remark}", style="dim")
     for key, cells in _written_cells(plan).items():
-        yield Text(f"  {', '.join(cells)}: written by {key} ({written_at(key)})", style="dim")
+        yield Text(f"  {', '.join(cells)}: set by {key} ({written_at(key)})", style="dim")
 
 
 def _cell(plan: OffloadPlan, phase: Phase, target: Target, has_reference: bool) -> Text:
@@ -259,11 +259,11 @@ def _memory(rank: RankPlan, of_engine: Mapping[str, Mapping[Phase, int]], of_sev
 
 
 def _transitions(rank: RankPlan, plan: OffloadPlan) -> RichTable:
-    title = f"What crosses the link in a step, at {plan.link_bytes_per_s / GB:g} GB/s (page-locked)"
+    title = f"Copies over the link in a step, at {plan.link_bytes_per_s / GB:g} GB/s (page-locked)"
     if not plan.pinned:
         speed = plan.bytes_per_s(Target.OPTIMIZER_STATE)
         title += f",\n{Target.OPTIMIZER_STATE} at {speed / GB:g} GB/s (pageable)"
-    table = new_table(title, "change", "target", "out GiB", "back GiB", "seconds")
+    table = new_table(title, "change of phase", "target", "to host GiB", "to GPU GiB", "seconds")
     for transition in rank.transitions:
         label = f"{transition.source} to {transition.phase}"
         if not transition.traffic:
@@ -278,7 +278,9 @@ def _transitions(rank: RankPlan, plan: OffloadPlan) -> RichTable:
     traffics = [traffic for transition in rank.transitions for traffic in transition.traffic] + [*rank.step_traffic]
     out, back = sum(traffic.d2h_bytes for traffic in traffics), sum(traffic.h2d_bytes for traffic in traffics)
     table.add_section()
-    table.add_row("a step", "", show_gib(out), show_gib(back), _seconds(sum(traffic.seconds for traffic in traffics)))
+    table.add_row(
+        "whole step", "", show_gib(out), show_gib(back), _seconds(sum(traffic.seconds for traffic in traffics))
+    )
     return table
 
 
@@ -290,7 +292,9 @@ def _activations(activations: RankActivations, plan: OffloadPlan) -> Iterator[Re
     """
     facts, modules = activations.facts, activations.modules
     speed = f"{plan.link_bytes_per_s / GB:g} GB/s"
-    title = f"Activations that leave one rank: {facts.num_layers} layers, micro-batches of {facts.num_tokens:,} tokens,"
+    title = (
+        f"Activations that one rank offloads: {facts.num_layers} layers, micro-batches of {facts.num_tokens:,} tokens,"
+    )
     in_flight = f"{facts.num_chunks_in_flight / facts.num_model_chunks:g} of them in flight"
     table = new_table(
         f"{title}\n{in_flight}",
@@ -320,17 +324,17 @@ def _activations(activations: RankActivations, plan: OffloadPlan) -> Iterator[Re
 def _remarks(activations: RankActivations) -> Iterator[str]:
     for name, module in activations.modules.items():
         if not module.saved:
-            yield f"{name} keeps nothing of its own on this model, or only tensors below min_offloaded_tensor_size"
+            yield f"{name} saves no activations of its own in this model, or only below min_offloaded_tensor_size"
         if module.held:
-            yield f"{module.held / MIB:.1f} MiB a layer of {name} stay on the GPU, too, unless attn_proj is offloaded"
+            yield f"{module.held / MIB:.1f} MiB a layer of {name} also stay on the GPU unless attn_proj is offloaded"
     if activations.slab_bytes < activations.needed_bytes:
         needed = show_gib(activations.needed_bytes)
         yield (
-            f"policy.activation_offload.host_memory_limit_gib is below the {needed} GiB that all in flight may take: "
-            "what does not fit stays on the GPU"
+            f"policy.activation_offload.host_memory_limit_gib is below the {needed} GiB that activations in flight may "
+            "take: those that do not fit stay on the GPU"
         )
     elif activations.facts.is_moe:
-        yield f"host memory is for {EXPERT_LOAD_FACTOR:g} times the average load of experts"
+        yield f"host memory is sized for {EXPERT_LOAD_FACTOR:g} times the average load of an expert"
 
 
 def _engine(engine: EngineMemory, *, shares_gpu: bool) -> str:
@@ -338,16 +342,15 @@ def _engine(engine: EngineMemory, *, shares_gpu: bool) -> str:
         cache = f"the KV cache has {show_gib(engine.own_kv_cache_bytes)} GiB"
     else:
         cache = (
-            f"all that it takes is {engine.share:.0%} of the GPU (policy.generation.vllm_cfg.gpu_memory_utilization), "
-            "and the KV cache gets the rest of it"
+            f"vLLM takes {engine.share:.0%} of the GPU (policy.generation.vllm_cfg.gpu_memory_utilization), and "
+            "the KV cache gets what remains of that"
         )
         if shares_gpu:  # on GPUs of its own vLLM uses all free memory
             cache += f", at most {show_gib(engine.most_kv_cache_bytes)} GiB for {engine.max_num_seqs:,} sequences"
     return (
-        f"each GPU of a vLLM engine holds {show_gib(engine.weights_bytes)} GiB of weights and "
-        f"{engine.kv_bytes_per_token / KIB:g} KiB of KV cache a token ({show_gib(engine.sequence_bytes)} GiB for "
-        f"{engine.max_model_len:,}), and an estimated {show_gib(engine.reserve_bytes)} GiB for activations and graphs; "
-        f"{cache}"
+        f"each GPU of a vLLM engine holds {show_gib(engine.weights_bytes)} GiB of weights, an estimated "
+        f"{show_gib(engine.reserve_bytes)} GiB for activations and graphs, and {engine.kv_bytes_per_token / KIB:g} KiB "
+        f"of KV cache per token ({show_gib(engine.sequence_bytes)} GiB for {engine.max_model_len:,} tokens); {cache}"
     )
 
 
@@ -367,12 +370,12 @@ def _moves_optimizer_state(rank: RankPlan) -> bool:
 
 def _hosts(needs: Sequence[RankNeed], host: Host) -> Iterator[Text]:
     most, num_ranks = most_host_bytes(needs), num_ranks_of_a_host(needs)
-    ranks = "rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    yield Text(f"Host memory: {show_gib(most)} GiB for the {ranks} of a host.")
-    verdict = "it would fit" if most <= host.usable_bytes else "it would not fit"
+    ranks = "one rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    yield Text(f"Host memory: {show_gib(most)} GiB for the {ranks} on a host.")
+    verdict = "the plan fits" if most <= host.usable_bytes else "the plan does not fit"
     yield Text(
-        f"{host.name[0].upper()}{host.name[1:]} can give {show_gib(host.usable_bytes)} GiB ({host.source}, less "
-        f"a margin of {show_gib(margin_bytes(host.memory))} GiB): {verdict} there."
+        f"{host.name[0].upper()}{host.name[1:]} has {show_gib(host.usable_bytes)} GiB for offloading "
+        f"({host.source}, minus a margin of {show_gib(margin_bytes(host.memory))} GiB): {verdict}."
     )
 
 

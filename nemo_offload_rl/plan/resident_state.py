@@ -46,13 +46,13 @@ def with_resident_state(
         if planned is None or not _fits(planned, gpu_bytes):
             return config, []
         config = resident
-        lines.append(_line("parameters", Target.PARAMS, planned, f"{PARAMS_CELL}=host moves them"))
+        lines.append(_line("parameters", Target.PARAMS, planned, f"{PARAMS_CELL}=host offloads them"))
     if _leaves_state_to_the_plan(policy):
         resident = _with_cells(config, (Phase.REFIT, Phase.GENERATE), Target.OPTIMIZER_STATE, "keep")
         planned = plan_of(resident)
         if planned is not None and _has_state(planned) and _fits(planned, gpu_bytes):
             config = resident
-            lines.append(_line("optimizer state", Target.OPTIMIZER_STATE, planned, f"{STATE_CELL}=host moves it"))
+            lines.append(_line("optimizer state", Target.OPTIMIZER_STATE, planned, f"{STATE_CELL}=host offloads it"))
     return config, lines
 
 
@@ -100,5 +100,5 @@ def _line(name: str, target: Target, planned: PlannedRun, remedy: str) -> str:
     pronoun = "they fit" if target is Target.PARAMS else "it fits"
     return (
         f"the policy's {name}, {show_gib(nbytes)} GiB a rank, {subject} on the GPU during generation, since {pronoun} "
-        f"there beside vLLM; {remedy}"
+        f"there together with vLLM; {remedy}"
     )

@@ -166,7 +166,7 @@ class _Room:
         raise ValueError(
             f"{_SECTION}.{key} is auto, but a GPU of {show_gib(self.gpu_bytes)} GiB lacks an estimated "
             f"{show_gib(missing)} GiB for rows of {limits.least:,} tokens, as long as the longest sample, in "
-            f"{_PASSES[key][1]}; nemo-offload-rl plan names ways to make room, or give a number of tokens if the "
+            f"{_PASSES[key][1]}; take an option that nemo-offload-rl plan prints, or give a number of tokens if the "
             "estimate is too high."
         )
 
@@ -175,8 +175,8 @@ class _Room:
         where = _PASSES[key][1]
         state, pass_bytes = max(zip(self._state_bytes(key), self._pass_bytes(key, tokens), strict=True), key=sum)
         return (
-            f"packed rows of {where} have up to {tokens:,} tokens: beside {show_gib(state)} GiB of training state they "
-            f"take an estimated {show_gib(pass_bytes)} of the GPU's {show_gib(self.gpu_bytes)} GiB; "
+            f"packed rows of {where} have up to {tokens:,} tokens: they take an estimated {show_gib(pass_bytes)} of "
+            f"the GPU's {show_gib(self.gpu_bytes)} GiB, and training state takes {show_gib(state)} GiB; "
             f"{_SECTION}.{key} sets another number"
         )
 

@@ -34,9 +34,9 @@ def ways_tables(
         cpu_speed: speed of the CPU optimizer's kernels.
     """
     yield ""
-    title = f"Ways to keep optimizer state, a rank; GiB, and seconds at {link}"
-    columns = ["GPU in training", "GPU beside generation", "host memory", "transfers of a step, s", "a step waits, s"]
-    table = new_table(title, "way", *columns, *([] if gpu_bytes is None else ["fits"]))
+    title = f"Options for optimizer state of one rank: sizes in GiB, times in s at {link}"
+    columns = ["GPU in training", "GPU in generation", "host memory", "transfers per step, s", "wait per step, s"]
+    table = new_table(title, "option", *columns, *([] if gpu_bytes is None else ["fits"]))
     for one in planned:
         if one.refusal:
             continue
@@ -48,18 +48,18 @@ def ways_tables(
         if one.refusal:
             yield Text(f"  not with this recipe: {one.way.name}: {one.refusal}", style="dim")
     yield Text(
-        "  GPU memory without activations and logits, which are counted where a way has to fit, at least\n"
-        "  with what layers save and the logits; transfers if nothing overlaps; the CPU optimizer without a gain of\n"
-        f"  overlap, its kernels at {cpu_speed.params_per_s / 1e9:.3g} G parameters a s, {cpu_speed.source}",
+        "  The GPU columns leave out activations and logits; an option fits only with room for the least that they\n"
+        "  take. Transfers are the seconds if nothing overlaps. The CPU optimizer's kernels and copies are taken not\n"
+        f"  to overlap; its kernels step {cpu_speed.params_per_s / 1e9:.3g} G parameters per s, {cpu_speed.source}.",
         style="dim",
     )
     if gpu_bytes is None:
-        yield Text("  --gpu-memory GIB names the way for a GPU of that size", style="dim")
+        yield Text("  --gpu-memory GIB recommends an option for a GPU of that size", style="dim")
         return
     yield Text(reason(planned, gpu_bytes, host))
     chosen = fastest_that_fits(planned, gpu_bytes, host)
     if chosen is not None:
-        yield Text("\n".join(f"    {line}" for line in chosen.way.overrides) or "    the recipe has it so already")
+        yield Text("\n".join(f"    {line}" for line in chosen.way.overrides) or "    the recipe already sets this")
 
 
 def ways_json(

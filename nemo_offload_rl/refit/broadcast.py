@@ -183,8 +183,8 @@ class BroadcastSender(RefitSender):
             if time.monotonic() > deadline:
                 waiting = "; ".join(map(str, self._loads.values())) or "the sender, though all engines have answered"
                 raise RefitTimeoutError(
-                    f"A refit waits since {limit_s:g} s for {waiting}; see the engine's log, and whether its "
-                    "node can be reached from that of the policy's rank 0."
+                    f"A refit has waited {limit_s:g} s for {waiting}; check the engine's log, and whether its node "
+                    "can be reached from that of the policy's rank 0."
                 )
 
     def _address(self) -> str:
@@ -195,7 +195,7 @@ class BroadcastSender(RefitSender):
         if late:
             names = ", ".join(processes[reference] for reference in late)
             raise RefitTimeoutError(
-                f"The refit has no answer from {names} after {self._timeout_s:g} s; see the engine's log, and "
+                f"The refit got no answer from {names} within {self._timeout_s:g} s; check the engine's log, and "
                 "whether its node can be reached from that of the policy's rank 0."
             )
         addresses = {answer_of(reference, name)[0] for reference, name in processes.items()}

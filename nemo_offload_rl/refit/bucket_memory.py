@@ -21,6 +21,7 @@ def explain_refit_oom(nbytes: int) -> Iterator[None]:
         yield
     except OutOfGpuMemoryError as error:
         raise OutOfGpuMemoryError(
-            f"The refit finds no {nbytes / GIB:.2f} GiB of GPU memory for its buckets, beside the policy's and the "
-            "engine's weights; lower policy.refit_buffer_size_gb or policy.generation.vllm_cfg.gpu_memory_utilization."
+            f"Cannot allocate {nbytes / GIB:.2f} GiB of GPU memory for the refit's buckets beside the policy's and "
+            "the engine's weights; lower policy.refit_buffer_size_gb or "
+            "policy.generation.vllm_cfg.gpu_memory_utilization."
         ) from error

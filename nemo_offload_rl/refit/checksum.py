@@ -58,7 +58,7 @@ def merge_checksums(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
     for sent in of_ranks:
         for name, checksum in sent.items():
             if merged.setdefault(name, checksum) != checksum:
-                raise RuntimeError(f"Two ranks of the policy have sent different weights as {name}.")
+                raise RuntimeError(f"Two ranks of the policy sent different weights under the name {name}.")
     return merged
 
 

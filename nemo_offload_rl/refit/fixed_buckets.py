@@ -164,8 +164,8 @@ class FixedBucket:
         sender = _SENDERS.get(self.sender)
         if sender is None or self.number not in sender.layouts:
             raise SharedBufferError(
-                f"Bucket {self.number} of a refit comes by its number alone, but this engine has never had it; an "
-                "engine that was started anew needs a new transport."
+                f"Bucket {self.number} of a refit was sent by its number only, but this engine has never received "
+                "its layout; a restarted engine needs a new transport."
             )
         sender.map(self.buffer, self.handle)
         try:

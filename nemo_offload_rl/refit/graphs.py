@@ -92,11 +92,11 @@ class GraphSender(RefitSender):
         if self._recorded.addresses == weights.addresses():
             self._has_moved = False
         elif self._has_moved:  # recording in each refit costs more than it gains
-            self._give_up("the weights have other addresses in each refit")
+            self._give_up("the weights' addresses change in each refit")
             return self._send_streamed(weights)
         else:
             self._has_moved = True
-            logger.info("Weights have other addresses than when their export was recorded; it is recorded again.")
+            logger.info("The weights' addresses have changed since their export was recorded; it is recorded again.")
             try:
                 self._recorded.record(weights)
             except _FAILURES as error:
@@ -122,7 +122,7 @@ class GraphSender(RefitSender):
             return self._send_streamed(weights)
         times = f"{1e3 * graphs_s:.1f} ms instead of {1e3 * streamed_s:.1f} ms"
         if streamed_s - graphs_s < self._min_gain_s:
-            self._give_up(f"that takes {times}, and would have to save {1e3 * self._min_gain_s:.0f} ms")
+            self._give_up(f"a replay takes {times}, and must save at least {1e3 * self._min_gain_s:.0f} ms")
             return checksums
         logger.info(
             "Refits are replayed from CUDA graphs: %s, %d graphs of the export with %.0f MiB of temporaries.",

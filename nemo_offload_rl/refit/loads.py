@@ -52,7 +52,7 @@ def answer_of(reference: Any, asked: object) -> Any:
     try:
         return ray.get(reference)
     except OutOfMemoryError as error:
-        raise OutOfMemoryError(f"The refit has lost {asked}: Ray has ended its process ({error}).") from None
+        raise OutOfMemoryError(f"The refit has lost {asked}: Ray has killed its process ({error}).") from None
     except (ActorDiedError, ActorUnavailableError) as error:
         raise EngineLostError(f"The refit has lost {asked}: its process or its node has ended ({error}).") from None
     except RayTaskError as error:

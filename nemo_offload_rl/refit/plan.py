@@ -115,7 +115,7 @@ class ExportPlan:
             found = None if named is None else TensorSpec.of(*named)
             if found != spec:
                 raise ValueError(
-                    f"The export of weights brings {found or 'no further tensor'} where the first one had "
-                    f"{spec or 'ended'}; it must bring the same tensors in the same order each time."
+                    f"The export of weights yields {found or 'no further tensor'} where the first one yielded "
+                    f"{spec or 'no further tensor'}; it must yield the same tensors in the same order each time."
                 )
             yield named

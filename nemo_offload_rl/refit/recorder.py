@@ -121,12 +121,12 @@ class RepeatableOnly(TorchDispatchMode):
         """
         kwargs = kwargs or {}
         if torch.Tag.data_dependent_output in func.tags:
-            raise CaptureError(f"{func} waits for an answer of the GPU")
+            raise CaptureError(f"{func} waits for a result from the GPU")
         devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         if kwargs.get("device") is not None:
             devices.add(torch.device(kwargs["device"]).type)
         if {"cpu", "cuda"} <= devices:
-            raise CaptureError(f"{func} goes between host memory and the GPU")
+            raise CaptureError(f"{func} uses both host memory and the GPU")
         return func(*args, **kwargs)
 
 

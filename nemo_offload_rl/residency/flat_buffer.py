@@ -139,7 +139,9 @@ class FlatBuffer:
                 except OutOfGpuMemoryError as error:
                     _move_out(backed, entries[:number], slices[:number], mapped)
                     self._give_back(backed)
-                    raise OutOfGpuMemoryError(f"{entry.name} cannot move into a range: {error}") from error
+                    raise OutOfGpuMemoryError(
+                        f"Cannot allocate the GPU memory range for {entry.name}: {error}"
+                    ) from error
                 mapped += 1
             try:
                 _move_in(entry, buffer_slice)
@@ -241,8 +243,9 @@ def _move_in(entry: BufferEntry, buffer_slice: BufferSlice) -> None:
     others = torch._C._storage_Use_Count(entry.storage._cdata) - 1
     if others:
         raise ValueError(
-            f"{buffer_slice.name} is also used by {others} tensors or graphs that could not be found, which would not "
-            "see it move; attach the engine before the first forward pass, and keep no views of parameters or buffers."
+            f"{buffer_slice.name} is also referenced by {others} tensors or graphs that could not be found and that "
+            "would keep using its old memory after a move; attach the engine before the first forward pass, and "
+            "keep no views of parameters or buffers."
         )
     if entry.storage.resizable():
         entry.storage.resize_(0)  # the caller's list of entries still holds it
@@ -379,8 +382,9 @@ class FlatBufferTarget:
             if not torch.equal(before, after):
                 name = self.flat_buffer.name_at(ChunkError(backed, chunk.start, ""))
                 raise CorruptedTransferError(
-                    f"{self.flat_buffer.owner} came back from the host changed, at {name} (bytes {chunk.start} to "
-                    f"{chunk.stop} of its range): training cannot go on; restart from the last checkpoint."
+                    f"The checksums of {self.flat_buffer.owner} differ after it was copied to the host and back, at "
+                    f"{name} (bytes {chunk.start} to {chunk.stop} of its range); training cannot continue: restart "
+                    "from the last checkpoint."
                 )
 
 

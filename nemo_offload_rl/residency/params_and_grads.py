@@ -129,7 +129,7 @@ class Params(FlatBufferTarget):
         if self.is_swapped_out:
             raise ResidencyError(
                 f"{self.flat_buffer.owner} cannot move to {placement} while the reference weights are swapped in; "
-                "leave `swapped_in` before the next phase."
+                "exit the `swapped_in` context before the next phase."
             )
         if placement is Placement.HOST:
             self.adopt_new_tensors()
@@ -154,7 +154,7 @@ class Params(FlatBufferTarget):
         # A storage with unknown views, such as those of a graph that is still alive, stays where it is.
         entries = [entry for entry in _with_views(strays) if not entry.num_unknown_views()]
         logger.info(
-            "%s: %d of %d tensors with new memory move along", self.flat_buffer.owner, len(entries), len(strays)
+            "%s: moving %d of %d reallocated tensors into a range", self.flat_buffer.owner, len(entries), len(strays)
         )
         self.flat_buffer.add_or_replace(entries)
 

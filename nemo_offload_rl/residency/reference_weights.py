@@ -15,8 +15,9 @@ from nemo_offload_rl.residency.target import ResidencyError
 from nemo_offload_rl.residency.transfer import BackedRange, Chunk, Mover
 
 _LOST = (
-    "The policy's weights are lost: they could not be put back after a swap with the reference weights, of which the "
-    "GPU holds some or all instead. This process cannot go on; restart the worker from the last checkpoint."
+    "The policy's weights are lost: copying them back after a swap with the reference weights failed, so the GPU "
+    "holds some or all of the reference weights instead. This process cannot continue; restart the worker from the "
+    "last checkpoint."
 )
 
 
@@ -109,11 +110,13 @@ class ReferenceWeights:
         self._check()
         self._require_params()
         if self._params.is_swapped_out:  # a second swap would overwrite the policy's own weights
-            raise ResidencyError("The reference weights are swapped in; leave `swapped_in` before the next one.")
+            raise ResidencyError(
+                "The reference weights are already swapped in; exit the `swapped_in` context before entering it again."
+            )
         if strays := self._params.strays():
             raise ResidencyError(
-                f"{strays[0][0]} and {len(strays) - 1} others have got memory of their own since the reference weights "
-                "were kept (a changed dtype, or a new buffer), so they have no reference; change them before `attach`."
+                f"{strays[0][0]} and {len(strays) - 1} others were reallocated after the reference weights were "
+                "copied (a changed dtype, or a new buffer), so they have no reference; change them before `attach`."
             )
         changed: list[Chunk] = []
         try:

@@ -49,7 +49,7 @@ class Residency:
             for target, mechanism in targets.items():
                 placement = table[phase].get(target) if phase in table else None
                 if placement is None:
-                    raise ValueError(f"The residency table has no cell for {target} in phase {phase}.")
+                    raise ValueError(f"The residency table has no placement for {target} in phase {phase}; add one.")
                 _require_possible(target, mechanism, placement, f"{placement} in phase {phase}")
         self._targets = dict(targets)
         self._table = table
@@ -121,7 +121,9 @@ class Residency:
         self._check()
         for target, placement in placements.items():
             if target not in self._targets:
-                raise ValueError(f"There is no {target} to place; the targets are {', '.join(self._targets)}.")
+                raise ValueError(
+                    f"Cannot place {target}: there is no such target; the targets are {', '.join(self._targets)}."
+                )
             _require_possible(target, self._targets[target], placement, placement)
         self._move(self._changes(placements), self.phase or Phase.TRAIN)
 
@@ -307,26 +309,27 @@ class Residency:
     @contextlib.contextmanager
     def _explain_errors(self, target: Target, placement: Placement, phase: Phase) -> Iterator[None]:
         """Turns an error of a move into one that says which target could not move where."""
-        doing = "come back to the GPU" if placement in _ON_GPU else "leave the GPU"
+        doing = "to the GPU" if placement in _ON_GPU else "off the GPU"
         try:
             yield
         except MEMORY_ERRORS as error:
             name = self._targets[target].name_for_error(error)
             raise NoRoomError(
-                f"{target} could not {doing} for phase {phase}: no memory for {name} ({error}); "
-                f"{self._meter.memory().describe()}. What had moved was put back. Leave more memory free there: a "
-                "smaller share for the generator, smaller micro-batches, or another cell in policy.residency.table."
+                f"Cannot move {target} {doing} for phase {phase}: out of memory for {name} ({error}); "
+                f"{self._meter.memory().describe()}. Targets that had already moved were moved back. Free memory "
+                "with a smaller share for the generator, smaller micro-batches, or another placement in "
+                "policy.residency.table."
             ) from error
         except ResidencyError:
             raise
         except RuntimeError as error:  # CUDA errors are sticky: every later call fails, too
             raise ResidencyError(
-                f"{target} could not {doing} for phase {phase}: {error} This process cannot go on; restart it from "
-                "the last checkpoint."
+                f"Cannot move {target} {doing} for phase {phase}: {error} This process cannot continue; restart it "
+                "from the last checkpoint."
             ) from error
 
 
 def _require_possible(target: Target, mechanism: OffloadTarget, placement: Placement, wish: str) -> None:
     if placement is not Placement.UNCHANGED and placement not in mechanism.placements:
         known = ", ".join(sorted(mechanism.placements | {Placement.UNCHANGED}))
-        raise ValueError(f"{target} cannot be {wish}; it can be {known}.")
+        raise ValueError(f"{target} does not support placement {wish}; it supports {known}.")

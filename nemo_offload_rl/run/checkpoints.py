@@ -248,7 +248,7 @@ class CheckpointFolder:
     def remove_unfinished(self) -> None:
         """Removes temporary folders of a run that died while it saved."""
         for leftover in self._folder.glob(f"{_UNFINISHED_PREFIX}*"):
-            logger.warning("Removing %s, which a run has not finished writing.", leftover)
+            logger.warning("Removing %s, which an earlier run did not finish writing.", leftover)
             shutil.rmtree(leftover)
 
     def _finished(self) -> list[Path]:
@@ -259,7 +259,9 @@ class CheckpointFolder:
             return
         newest, *older = self.newest_first()
         for worst in sorted(older, key=self._rank, reverse=True)[self._keep_top_k - 1 :]:
-            logger.info("Removing the checkpoint %s: %d better ones are kept.", worst, self._keep_top_k)
+            logger.info(
+                "Removing the checkpoint %s: checkpointing.keep_top_k keeps %d others.", worst, self._keep_top_k
+            )
             shutil.rmtree(worst)
         assert newest.exists()
 

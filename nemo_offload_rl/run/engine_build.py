@@ -43,8 +43,8 @@ def with_engine_build(
     decided = copy.deepcopy(dict(config))
     decided["policy"]["generation"]["vllm_cfg"][KEY] = reason is None
     if reason is not None:
-        return decided, [f"the policy is built behind vLLM and not beside it: {reason}"]
+        return decided, [f"the policy is built after vLLM, not at the same time: {reason}"]
     return decided, [
-        "the policy is built beside vLLM, since there is room for both; "
-        f"policy.generation.vllm_cfg.{KEY}=false builds it behind"
+        "the policy and vLLM are built at the same time, since the GPU has room for both; "
+        f"policy.generation.vllm_cfg.{KEY}=false builds the policy after vLLM"
     ]

@@ -23,7 +23,7 @@ def add_failure_summary(error: WorkerError | GenerationError, logs_folder: Path 
             nodes.
     """
     place = logs_folder or "Ray's session folder on their node (/tmp/ray/session_latest/logs, unless Ray has another)"
-    error.add_note(f"What the workers printed is in {place}.")
+    error.add_note(f"The output of the workers is in {place}.")
     error.add_note(f"The run failed: {_who(error)} failed in {error.verb}: {_reason(error.cause)}")
 
 
@@ -40,25 +40,25 @@ def _who(error: WorkerError | GenerationError) -> str:
 def _reason(cause: BaseException) -> str:
     if isinstance(cause, OutOfMemoryError):
         return (
-            "Ray ended its process, since the host's memory ran short; give the run more memory, or let it hold less "
-            "there (nemo-offload-rl plan shows what it holds)."
+            "Ray killed its process, since the host ran short of memory; give the run more host memory, or offload "
+            "less to it (nemo-offload-rl plan shows what takes host memory)."
         )
     if isinstance(cause, NodeLostError):
-        return f"{cause}: its machine, its network or the Ray there has ended."
+        return f"{cause}: its machine, its network or its Ray process has failed."
     if isinstance(cause, RayError) and _NODE_HAS_DIED in str(cause):
-        return "its node has died: the machine, its network or the Ray there has ended."
+        return "its node has died: the machine, its network or its Ray process has failed."
     if isinstance(cause, RayError):
         return (
-            "its process ended without an error of its own: it was killed (by the kernel where the host's memory runs "
-            "short, as dmesg then says; by a scheduler; by a user) or it crashed in a library."
+            "its process ended without an error of its own: it was killed (by the kernel, if the host ran out of "
+            "memory, which dmesg then shows; by a scheduler; by a user) or it crashed in a library."
         )
     text = str(cause).strip()
     named = f"{type(cause).__name__}: {text.splitlines()[0]}" if text else type(cause).__name__
     if isinstance(cause, torch.OutOfMemoryError):
         return (
             f"{named} Lower policy.train_micro_batch_size, policy.logprob_batch_size or policy.generation_batch_size "
-            "(of vLLM policy.generation.vllm_kwargs.max_num_seqs), or offload more (nemo-offload-rl plan shows what "
-            "lies where); where vLLM stays awake, policy.residency.generation_weights=discard has it make room, and "
-            "where it was built beside, policy.generation.vllm_cfg.build_beside_policy=false."
+            "(with vLLM: policy.generation.vllm_kwargs.max_num_seqs), or offload more (nemo-offload-rl plan shows what "
+            "takes GPU memory); if vLLM stays awake, set policy.residency.generation_weights=discard, and if vLLM was "
+            "built at the same time as the policy, set policy.generation.vllm_cfg.build_beside_policy=false."
         )
     return named

@@ -55,7 +55,7 @@ def read_recipe(folder: Path) -> dict[str, Any] | None:
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DamagedError(f"{RECIPE_FILE} is no YAML: {' '.join(str(error).split())}") from error
+        raise DamagedError(f"{RECIPE_FILE} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):
         raise DamagedError(f"{RECIPE_FILE} is not what was written (no mapping)")
     resolve_absent_keys(recipe)  # an earlier version wrote fewer keys
@@ -116,7 +116,7 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._has_warned:
             self._has_warned = True
-            text = f"{disk_full(Path(self.baseFilename), error)}. The log is written on as soon as there is space."
+            text = f"{disk_full(Path(self.baseFilename), error)}. Logging continues as soon as there is space."
             self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:

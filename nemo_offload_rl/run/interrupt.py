@@ -61,9 +61,9 @@ class Progress:
 
     def _next(self) -> str:
         if self.checkpoint is not None:
-            return f"The same command goes on from {self.checkpoint}."
+            return f"The same command resumes from {self.checkpoint}."
         why = "" if self.saves or self.num_lost == 0 else " (checkpointing.enabled is false)"
-        return f"The same command starts the {self.name} afresh{why}."
+        return f"The same command starts the {self.name} from the beginning{why}."
 
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ class Interrupt:
         raise Stopped
 
     def _end_process(self) -> None:
-        os.write(2, f"The run did not stop within {self._stuck_s:g} s and is cut off. {self.progress}\n".encode())
+        os.write(2, f"The run did not stop within {self._stuck_s:g} s and is killed. {self.progress}\n".encode())
         os._exit(self.exit_status)
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:

@@ -151,7 +151,7 @@ class Job:
             run_dir = Path(RunState.read(newest).run_dir)
             changed = changed_keys(as_left_open(read_recipe(newest) or {}, self.config), self.config)
             suffix = f", with other values than before: {', '.join(changed)}" if changed else ""
-            _say(session.console, f"Going on from {newest}{suffix}.")
+            _say(session.console, f"Resuming from {newest}{suffix}.")
         ending = self.run_in(run_dir, session, checkpoints, newest)
         self._report(run_dir, ending.reason, session.console)
         return ending
@@ -309,7 +309,7 @@ def _draw(run_dir: Path, pictures: Mapping[str, Callable[[], Path]], console: Co
             with translate_disk_full(run_dir):
                 drawn[what] = draw()
         except Exception as error:  # noqa: BLE001 - a run that has done its work does not fail for a picture
-            _say(console, f"There is no picture of the {what}: {error}.")
+            _say(console, f"The picture of the {what} could not be drawn: {error}.")
     return drawn
 
 
@@ -366,7 +366,7 @@ def run_warm_start(job: Job, folder: Path, session: Session) -> Path | None:
     written = read_recipe(folder)
     # With another number of ranks the model differs only by rounding.
     if written is not None and {**written, "cluster": None} == {**job.config, "cluster": None}:
-        message = f"The warm start in {folder} is that of this recipe and is used again."
+        message = f"The warm start in {folder} was made by the same recipe and is used again."
         session.console.print(message, markup=False, highlight=False, soft_wrap=True)
         return folder / HF_FOLDER
     if folder.exists():

@@ -44,13 +44,13 @@ def with_kv_cache_bytes(
     generation = given["policy"]["generation"]
     generation["vllm_kwargs"] = {**(generation.get("vllm_kwargs") or {}), ARGUMENT: nbytes}
     if engine.is_capped(gpu_bytes):
-        why = f"room for all {engine.max_num_seqs:,} that it has under way at most (max_num_seqs)"
+        why = f"room for all {engine.max_num_seqs:,} that vLLM runs at once (max_num_seqs)"
     else:
         why = (
-            f"gpu_memory_utilization less {show_gib(engine.weights_bytes)} GiB of weights and an estimated "
+            f"gpu_memory_utilization minus {show_gib(engine.weights_bytes)} GiB of weights and an estimated "
             f"{show_gib(engine.reserve_bytes)} GiB for activations and graphs"
         )
     return given, [
-        f"vLLM's KV cache has {show_gib(nbytes)} GiB of each GPU, {nbytes // engine.sequence_bytes:,} sequences of "
+        f"vLLM's KV cache has {show_gib(nbytes)} GiB of each GPU, for {nbytes // engine.sequence_bytes:,} sequences of "
         f"{engine.max_model_len:,} tokens: {why}; policy.generation.vllm_kwargs.{ARGUMENT} sets it"
     ]

@@ -43,7 +43,7 @@ def choose(
         if not lines:
             for other, found in damaged:
                 aside = checkpoints.set_aside(other)
-                say(f"{_says(other, found)}. It is kept as {aside}, and the run goes on from {checkpoint.name}.")
+                say(f"{_says(other, found)}. It is kept as {aside}, and the run resumes from {checkpoint.name}.")
             return checkpoint
         damaged.append((checkpoint, lines))
         if on_damaged == "error":
@@ -52,7 +52,7 @@ def choose(
             raise DamagedCheckpointError(f"{_says(checkpoint, lines)}. {_remedy(checkpoint, whole)}")
     if damaged:
         listed = "; ".join(_says(checkpoint, lines) for checkpoint, lines in damaged)
-        raise DamagedCheckpointError(f"No checkpoint is whole: {listed}. {_remedy(damaged[0][0], None)}")
+        raise DamagedCheckpointError(f"Every checkpoint is damaged: {listed}. {_remedy(damaged[0][0], None)}")
     return None
 
 
@@ -89,8 +89,10 @@ def _says(checkpoint: Path, lines: Sequence[str]) -> str:
 def _remedy(checkpoint: Path, older: Path | None) -> str:
     if older is None:
         return (
-            f"No older one can be used: start anew with another checkpointing.checkpoint_dir, or remove {checkpoint}."
+            "No older checkpoint can be used: start from the beginning with another checkpointing.checkpoint_dir, or "
+            f"remove {checkpoint}."
         )
     return (
-        f"To go on from the one before it, {older.name}, run the same command with ++checkpointing.on_damaged=previous."
+        f"To resume from the one before it, {older.name}, run the same command with "
+        "++checkpointing.on_damaged=previous."
     )

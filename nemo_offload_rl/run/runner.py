@@ -197,7 +197,7 @@ def _require_absolute_folders(config: Mapping[str, Any]) -> None:
         if not Path(folder).is_absolute():
             raise _RelativeFolderError(
                 f"{key} is {folder}, but a run on a Ray cluster (RAY_ADDRESS) has another working directory on each "
-                "node, and that of a submitted job is deleted: give an absolute path, of storage that all nodes share."
+                "node, and Ray deletes that of a submitted job: give an absolute path on storage that all nodes share."
             )
 
 

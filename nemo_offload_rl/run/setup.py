@@ -178,7 +178,7 @@ def _read_pairs(role: Role, path: str, dataset: PairDataset, root: str | None) -
         return load_hf_folder(data_path, split, form)
     if split is not None:
         raise DataError(
-            f"{path}.split is {split!r}, but {data_path} is no folder, and only a folder has splits: delete the key."
+            f"{path}.split is {split!r}, but {data_path} is not a folder, and only a folder has splits: delete the key."
         )
     return load_jsonl(data_path, form)
 

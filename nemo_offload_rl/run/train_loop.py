@@ -30,9 +30,9 @@ class StopReason(Enum):
     """Says why a run ended, as the user reads it."""
 
     STEPS = "all steps are done"
-    EPOCHS = "the training data was used as often as the recipe says"
+    EPOCHS = "all epochs of the training data are done"
     TARGET = "validation reached the recipe's target"
-    TIME = "the time of checkpointing.checkpoint_must_save_by is over"
+    TIME = "the time limit of checkpointing.checkpoint_must_save_by is reached"
     INTERRUPTED = "interrupted"
 
     @property
@@ -208,8 +208,10 @@ class Run:
                 self._save()
                 self._finish_save()
         if not self.is_saved:
-            newest = f"the newest that is there is of step {self._saved_step}" if self._saved_step else "none is there"
-            logger.error("The run ends, and its last state, of step %d, is not on disk: %s.", self.state.step, newest)
+            newest = (
+                f"the newest checkpoint is of step {self._saved_step}" if self._saved_step else "there is no checkpoint"
+            )
+            logger.error("The run ends without a checkpoint of its last step, %d: %s.", self.state.step, newest)
         return reason
 
     @property

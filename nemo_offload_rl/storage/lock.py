@@ -108,7 +108,7 @@ class FolderLock:
         """A line for the user about a lock that was taken over; None if none was."""
         if self.taken_over_from is None:
             return None
-        return f"The lock {self._path} of {self.taken_over_from}, which has ended, is taken over."
+        return f"Taking over the lock {self._path}: its owner, {self.taken_over_from}, has ended."
 
     def acquire(self) -> None:
         """Takes the lock without waiting for it.
@@ -169,15 +169,18 @@ class FolderLock:
     def _require_dead(self, owner: Owner) -> None:
         if not owner.is_of_this_host:
             raise LockedError(
-                f"{self._what}: {self._folder} was taken by {owner}, and whether that run still goes on cannot be seen "
-                f"from host {socket.gethostname()}; if it has ended, remove the lock: rm {self._path}"
+                f"{self._what}: {self._folder} is locked by {owner}, and host {socket.gethostname()} cannot see "
+                f"whether that run is still alive; if it has ended, remove the lock: rm {self._path}"
             )
         if owner.is_alive:
             raise LockedError(self._in_use(owner))
 
     def _in_use(self, owner: Owner | None) -> str:
         if owner is None:
-            return f"{self._what}: {self._folder} is in use by another run, which {self._path} does not name."
+            return (
+                f"{self._what}: {self._folder} is in use by another run, whose process {self._path} does not name; "
+                "wait until that run ends, or give this one another folder."
+            )
         return (
             f"{self._what}: {self._folder} is in use by {owner}; wait until that run ends, or give this one another "
             "folder."
@@ -200,8 +203,8 @@ class FolderLock:
             return self._in_use(owner)
         taken_by = "another run" if owner is None else str(owner)
         return (
-            f"{self._what}: {self._folder} was taken by {taken_by}, and its file system has no flock, which would tell "
-            f"whether that run still goes on; if it has ended, remove the lock: rm {self._path}"
+            f"{self._what}: {self._folder} is locked by {taken_by}, and its file system has no flock, which would show "
+            f"whether that run is still alive; if it has ended, remove the lock: rm {self._path}"
         )
 
     def _sign(self, descriptor: int) -> None:

@@ -73,10 +73,10 @@ def write_manifest(folder: Path, known: Mapping[str, FileSum]) -> Manifest:
         if name == MANIFEST_FILE:
             continue
         if name in known and (wrong := _wrong_size(path, known[name])):
-            raise DamagedError(f"{path} {wrong}, right after it was written: look at the disk")
+            raise DamagedError(f"{path} {wrong}, right after it was written: check the disk")
         files[name] = known[name] if name in known else file_sum(path)
     if missing := sorted(set(known) - set(files)):
-        raise DamagedError(f"{folder / missing[0]} is missing right after it was written: look at the disk")
+        raise DamagedError(f"{folder / missing[0]} is missing right after it was written: check the disk")
     manifest = Manifest(files)
     listed = [{"name": name, **asdict(found)} for name, found in files.items()]
     content = {"algorithm": ALGORITHM, "checksum": _checksum_of(listed), "files": listed}
@@ -103,7 +103,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     if not is_whole:
         raise DamagedError(f"{MANIFEST_FILE} is not what was written (its own checksum differs)")
     if algorithm != ALGORITHM:
-        raise DamagedError(f"{MANIFEST_FILE} has checksums by {algorithm}, and only {ALGORITHM} is known here")
+        raise DamagedError(f"{MANIFEST_FILE} has {algorithm} checksums, but this version reads only {ALGORITHM}")
     return Manifest(files)
 
 
@@ -120,7 +120,7 @@ def find_damage(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
                 wrong = f"cannot be read ({error.strerror})"
             else:
                 if checksum != wanted.checksum:
-                    wrong = f"has other contents than were written ({ALGORITHM} {checksum}, it was {wanted.checksum})"
+                    wrong = f"has changed since it was written ({ALGORITHM} {checksum}, expected {wanted.checksum})"
         if wrong:
             lines.append(f"{name} {wrong}")
     return lines
@@ -151,7 +151,7 @@ def _wrong_size(path: Path, wanted: FileSum) -> str | None:
     if not path.is_file():
         return "is missing"
     size = path.stat().st_size
-    return None if size == wanted.size else f"has {size} bytes, and {wanted.size} were written"
+    return None if size == wanted.size else f"has {size} bytes, expected {wanted.size}"
 
 
 def _checksum_of(listed: list[dict[str, Any]]) -> str:

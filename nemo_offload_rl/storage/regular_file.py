@@ -15,7 +15,7 @@ _KINDS = {
 
 
 class UnreadableFileError(ValueError):
-    """Says that a path cannot be read as a file; the message continues after the path: "is a folder, no file".
+    """Says that a path cannot be read as a file; the message continues after the path: "is a folder, not a file".
 
     Attributes:
         reason: the text that continues after "cannot be read:".
@@ -46,7 +46,7 @@ def open_regular_file(path: Path) -> BinaryIO:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise UnreadableFileError(f"it is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, no file")
+        raise UnreadableFileError(f"it is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file")
     return os.fdopen(descriptor, "rb")
 
 
@@ -63,5 +63,5 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes:
     with open_regular_file(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise UnreadableFileError(f"it has more than {max_bytes:,} bytes, the most that is read of it")
+        raise UnreadableFileError(f"it has more than {max_bytes:,} bytes, the limit for this file")
     return content

@@ -168,10 +168,10 @@ class Activations:
         if not without:
             return
         words = "; ".join(f"{module}: {reason}" for module, reason in without.items())
-        message = f"policy.megatron_cfg.offload_modules has modules without effect in the first step: {words}."
+        message = f"policy.megatron_cfg.offload_modules names modules that have no effect in the first step: {words}."
         if self._strict:
-            raise NoEffectError(f"{message} Take them out, or set policy.activation_offload.strict to false.")
-        logger.warning("%s Take them out.", message)
+            raise NoEffectError(f"{message} Remove them, or set policy.activation_offload.strict to false.")
+        logger.warning("%s Remove them.", message)
 
     def _warn_of_waits(self, waits: Waits, report: StepReport) -> None:
         assert self.offloader is not None

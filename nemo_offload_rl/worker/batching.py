@@ -88,7 +88,7 @@ def _row_tokens(packing: SequencePackingConfig) -> dict[str, int]:
     for key, tokens in stated.items():
         if tokens == "auto":
             raise ValueError(
-                f"policy.sequence_packing.{key} is auto, which a run replaces before its workers begin; give a worker "
-                "of your own a number of tokens."
+                f"policy.sequence_packing.{key} is auto, which a run replaces by a number before it starts its "
+                "workers; give a worker that you build yourself a number of tokens."
             )
     return {key: tokens for key, tokens in stated.items() if tokens != "auto"}

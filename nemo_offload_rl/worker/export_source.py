@@ -49,7 +49,7 @@ def read_export_source(checkpoint: Path, folder: Path) -> ExportSource:
     missing = [str(part.relative_to(checkpoint)) for part in parts if not part.exists()]
     if missing:
         raise ValueError(
-            f"{checkpoint} is no checkpoint of a run: it has no {' and no '.join(missing)}; {_remedy(checkpoint)}"
+            f"{checkpoint} is not a checkpoint of a run: it has no {' and no '.join(missing)}; {_remedy(checkpoint)}"
         )
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; give an empty or new folder.")
@@ -65,7 +65,7 @@ def _remedy(checkpoint: Path) -> str:
         (path for path in checkpoint.iterdir() if _STEP.fullmatch(path.name)), key=lambda path: int(path.name[5:])
     )
     if steps:
-        return f"give one of those that it holds, such as {steps[-1]}."
+        return f"give one of the checkpoints in it, such as {steps[-1]}."
     if (checkpoint / "config.json").is_file():
         return "it is a Hugging Face folder already."
     return "give a checkpoint's folder, such as .../step_100."
@@ -77,5 +77,5 @@ def _mapping(path: Path, parse: Any, key: str) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}; take another checkpoint.") from error
     if not isinstance(content, Mapping) or key not in content:
-        raise ValueError(f"{path} is not what a run writes there: it has no {key}; take another checkpoint.")
+        raise ValueError(f"{path} was not written by a run: it has no {key}; take another checkpoint.")
     return dict(content)

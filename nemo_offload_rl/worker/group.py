@@ -291,7 +291,9 @@ class PolicyWorkerGroup:
                 except RayError as error:
                     logger.warning("A rank failed to shut down: %s", error)
             if late:
-                logger.warning("%d ranks still worked %.0f s later and are killed.", len(late), _SHUTDOWN_TIMEOUT_S)
+                logger.warning(
+                    "%d ranks had not shut down after %.0f s and are killed.", len(late), _SHUTDOWN_TIMEOUT_S
+                )
         self._kill()
 
     def __enter__(self) -> Self:

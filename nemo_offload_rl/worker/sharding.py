@@ -53,12 +53,12 @@ def shard_for_training(data: BatchedData, *, gbs: int, mbs: int, dp_size: int) -
     if num_samples == 0 or num_samples % gbs:
         raise ValueError(
             f"Training got {num_samples} samples, which is not a multiple of policy.train_global_batch_size {gbs}; "
-            "change the one or the other."
+            "change one of the two."
         )
     if gbs % (mbs * dp_size):
         raise ValueError(
             f"policy.train_global_batch_size {gbs} is not a multiple of policy.train_micro_batch_size {mbs} x the "
-            f"data-parallel size {dp_size}; change the one or the other."
+            f"data-parallel size {dp_size}; change one of them."
         )
     rows_per_rank, rows_per_step = gbs // dp_size * data.group_size, gbs * data.group_size
     return [
@@ -86,7 +86,7 @@ def shard_for_inference(data: BatchedData, *, mbs: int, dp_size: int) -> Inferen
     if data.size == 0:
         raise ValueError("A forward pass got a batch without samples; it needs at least 1.")
     if mbs < 1:
-        raise ValueError(f"A micro-batch has at least 1 sample, found {mbs}.")
+        raise ValueError(f"A micro-batch needs at least 1 sample, found {mbs}.")
     group_size = data.group_size
     groups_per_rank = -(-(data.size // group_size) // dp_size)
     num_microbatches = -(-groups_per_rank // mbs)
@@ -117,5 +117,5 @@ def require_parallel_sizes_fit(megatron_cfg: Mapping[str, Any], world_size: int)
             listed = " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
             raise ValueError(
                 f"The world size {world_size} (cluster.num_nodes x cluster.gpus_per_node) is not a multiple of "
-                f"{math.prod(sizes)} ({listed} in policy.megatron_cfg); change the one or the other."
+                f"{math.prod(sizes)} ({listed} in policy.megatron_cfg); change one of them."
             )

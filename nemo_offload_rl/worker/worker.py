@@ -180,7 +180,8 @@ class MegatronPolicyWorker:
         local = gbs // parallel.mpu.get_data_parallel_world_size() * data.group_size
         if data.size == 0 or data.size % local:
             raise ValueError(
-                f"train got {data.size} rows on a rank, no multiple of its {local} rows of a global batch."
+                f"train got {data.size} rows on a rank, which is not a multiple of the {local} rows that a rank has "
+                "of a global batch."
             )
         with self._peaks.of("train"):
             results, num_microbatches = self._train_steps(data, loss_fn, local, mbs)
@@ -252,7 +253,7 @@ class MegatronPolicyWorker:
         """
         reference = self.engine.reference
         if reference is None:
-            raise ValueError("This policy keeps no reference weights; build it with init_reference_model=True.")
+            raise ValueError("This policy has no reference weights; build it with init_reference_model=True.")
         self.prepare_for_lp_inference()
         with reference.swapped_in():
             return BatchedData(reference_logprobs=self._logprobs(data, mbs, self._passes.reference))

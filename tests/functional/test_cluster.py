@@ -92,7 +92,7 @@ def test_a_node_that_goes_away_ends_the_run_with_rank_node_and_checkpoint(nodes,
     *_, failed, goes_on = run.output.splitlines()
     who = r"(rank 1 of the policy|generation beside rank 1), on node (127\.0\.0\.4 \(\w{8}\)), failed in \w+: node \2 "
     assert re.match(rf"The run failed: {who}(does not answer|has not answered for 30 s): ", failed), run.output
-    assert f"The same command goes on from {newest(run)}." in goes_on
+    assert f"The same command resumes from {newest(run)}." in goes_on
 
 
 @pytest.mark.parametrize("loss", [signal.SIGKILL, signal.SIGSTOP])
@@ -107,5 +107,5 @@ def test_with_max_restarts_a_run_goes_on_on_another_node_bit_for_bit(nodes, undi
         assert run.end() == 0, run.output
     nodes.remove(5)
     nodes.remove(6)
-    assert re.search(rf"Going on from {run.checkpoints}/step_[24]\.", run.output)
+    assert re.search(rf"Resuming from {run.checkpoints}/step_[24]\.", run.output)
     assert run.metrics() == undisturbed

@@ -33,7 +33,7 @@ def test_a_run_on_a_full_disk_trains_on_and_says_what_is_not_saved(tmp_path, sma
     for step in (2, 4):
         place = f"{folder}/tmp_step_{step}/policy"
         assert f"Step{step}isnotsaved:{place}cannotbewritten:Nospaceleftondevice(1" in told
-    assert "itslaststate,ofstep4,isnotondisk:noneisthere" in told
+    assert "Therunendswithoutacheckpointofitslaststep,4:thereisnocheckpoint" in told
     assert "Traceback" not in done.output
     assert list(done.metrics()) == [1, 2, 3, 4]
     assert not list(small_disk.iterdir())

@@ -108,7 +108,7 @@ def require_words(run: LiveRun, event: str, saved: int) -> None:
         assert " lost." in last
     else:
         assert "No step is lost." in last, run.output
-    goes_on = f"goes on from {run.checkpoints / f'step_{saved}'}." if saved else "starts the run afresh."
+    goes_on = f"resumes from {run.checkpoints / f'step_{saved}'}." if saved else "starts the run from the beginning."
     assert last.endswith(f"The same command {goes_on}"), run.output
 
 
@@ -167,10 +167,10 @@ def test_after_sigkill_a_damaged_checkpoint_and_sigterm_a_run_goes_on_bit_for_bi
     with running(tmp_path, ["checkpointing.on_damaged=previous"]) as run:
         in_training(run, 5)
         told = " ".join(run.output.split())
-        assert f"of process {killed} of host" in told
-        assert "which has ended, is taken over." in told
-        assert f"step_{damaged} is damaged: policy/__0_0.distcp has other contents than were written" in told
-        assert f"the run goes on from step_{damaged - 1}." in told
+        assert f"its owner, process {killed} of host" in told
+        assert "Taking over the lock " in told
+        assert f"step_{damaged} is damaged: policy/__0_0.distcp has changed since it was written" in told
+        assert f"the run resumes from step_{damaged - 1}." in told
         addresses = listening_addresses(run.look_at_family())
         listening = set().union(*addresses.values())
         assert listening
@@ -229,6 +229,6 @@ def test_a_step_that_is_not_waited_for_is_said_to_be_lost(undisturbed, tmp_path,
         assert run.end() == {"ctrl_c": 1, "sigterm": 143}[event], run.output
         require_nothing_left(run, event)
         lost, folder = newest(run) + 1, run.checkpoints / f"step_{newest(run)}"
-        last_line = f"Step {lost} since {folder} (unfinished) is lost. The same command goes on from {folder}."
+        last_line = f"Step {lost} since {folder} (unfinished) is lost. The same command resumes from {folder}."
         assert run.output.rstrip().endswith(last_line), run.output
     require_equal_to(undisturbed, tmp_path)

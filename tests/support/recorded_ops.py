@@ -24,7 +24,7 @@ class RecordedOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.name() == "aten::_local_scalar_dense":
-            raise CaptureError("aten._local_scalar_dense waits for an answer")
+            raise CaptureError("aten._local_scalar_dense waits for a result")
         call = functools.partial(func, *args, **(kwargs or {}))
         result = call()
         made = []

@@ -81,10 +81,10 @@ def test_an_export_of_what_is_no_checkpoint_says_so_without_torch(tmp_path):
         ("file", "new"): "is a file; give a checkpoint's folder",
         ("empty", "new"): "it has no recipe.yaml and no policy/metadata.json and no policy/hf_config/config.json and "
         "no tokenizer; give a checkpoint's folder",
-        ("run", "new"): f"give one of those that it holds, such as {whole}.",
+        ("run", "new"): f"give one of the checkpoints in it, such as {whole}.",
         ("hf", "new"): "it is a Hugging Face folder already.",
         ("damaged", "new"): "config.json cannot be read: Expecting value: line 1 column 16 (char 15); take another",
-        ("older", "new"): "recipe.yaml is not what a run writes there: it has no policy; take another checkpoint.",
+        ("older", "new"): "recipe.yaml was not written by a run: it has no policy; take another checkpoint.",
         ("run/step_10", "file"): "file is a file; give an empty or new folder.",
         ("run/step_10", "run"): "is not empty and holds no model; give an empty or new folder.",
     }
@@ -146,7 +146,7 @@ def test_deep_validation_builds_megatrons_configs():
     result = run("validate", TINY, "--deep", python=forked_python())
     assert result.returncode == 0, result.stderr
     assert "not checked here: " in result.stderr
-    assert "note: Megatron computes the model as transformers does: log-probs of a small twin" in result.stderr
+    assert "note: Megatron's results for the model agree with transformers': log-probs of a small twin" in result.stderr
 
 
 @pytest.mark.slow

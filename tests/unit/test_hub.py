@@ -91,15 +91,15 @@ for name in ("another/model", "models/qwen"):
     reason = f"{endpoint} cannot be reached: Connection refused"
     assert done.stdout.splitlines() == [
         "48",
-        "policy.model_name is 'another/model', which is no folder and not in the cache of the hub, and "
+        "policy.model_name is 'another/model', which is neither a folder nor in the cache of the hub, and "
         f"{reason}; give a folder, or policy.hf_config for random weights.",
-        "policy.tokenizer.name is 'another/model', which is no folder and not in the cache of the hub, and "
+        "policy.tokenizer.name is 'another/model', which is neither a folder nor in the cache of the hub, and "
         f"{reason}; give a folder with a tokenizer.",
-        "policy.model_name is 'models/qwen', which is no folder (models is one, and has no qwen; did you mean "
-        f"models/qwen3?) and not in the cache of the hub, and {reason}; give a folder, or policy.hf_config for random "
+        "policy.model_name is 'models/qwen', which is neither a folder (models is one, and has no qwen; did you mean "
+        f"models/qwen3?) nor in the cache of the hub, and {reason}; give a folder, or policy.hf_config for random "
         "weights.",
-        "policy.tokenizer.name is 'models/qwen', which is no folder (models is one, and has no qwen; did you mean "
-        f"models/qwen3?) and not in the cache of the hub, and {reason}; give a folder with a tokenizer.",
+        "policy.tokenizer.name is 'models/qwen', which is neither a folder (models is one, and has no qwen; did you "
+        f"mean models/qwen3?) nor in the cache of the hub, and {reason}; give a folder with a tokenizer.",
     ]
     assert "Retry" not in done.stderr
 

@@ -29,9 +29,8 @@ def untested_megatron_core() -> str | None:
     if found is None or found in TESTED_MEGATRON_CORE:
         return None
     return (
-        "takes the place of a private part of megatron-core and was tested with "
-        f"{', '.join(TESTED_MEGATRON_CORE)}, but {found} is installed; install a tested version, or set the key to "
-        "false"
+        f"takes the place of a private part of megatron-core and was tested with {', '.join(TESTED_MEGATRON_CORE)}, "
+        f"but {found} is installed; install a tested version, or set the key to false"
     )
 
 

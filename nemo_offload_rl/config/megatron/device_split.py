@@ -80,7 +80,7 @@ def checked_split(per_node: int, num_nodes: int, colocated: Mapping[str, Any] | 
                 f"is missing, but {apart}; give the GPUs of the node that are generation's: 1 to {per_node - 1}, as "
                 f"cluster.gpus_per_node is {per_node}"
                 if per_node > 1
-                else f"is missing, but {apart}, and with cluster.gpus_per_node 1 no GPU is left for it; raise that"
+                else (f"is missing, but {apart}, and with cluster.gpus_per_node 1 no GPU is left for it; raise that")
             )
         if gpus >= per_node:
             return "gpus_per_node", (
@@ -97,7 +97,7 @@ def checked_split(per_node: int, num_nodes: int, colocated: Mapping[str, Any] | 
         )
     if gpus not in (None, per_node):
         return "gpus_per_node", (
-            f"is {gpus}, but of several nodes generation gets whole ones; set it to cluster.gpus_per_node ({per_node}) "
-            "or null"
+            f"is {gpus}, but of several nodes generation gets whole ones; set it to cluster.gpus_per_node "
+            f"({per_node}) or null"
         )
     return DeviceSplit(num_nodes, per_node, nodes * per_node)

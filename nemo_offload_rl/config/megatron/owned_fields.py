@@ -30,10 +30,11 @@ _OLD_GRAPH_SWITCH = (
 _OLD_RECOMPUTATION = "is megatron-core's old name; list moe in policy.megatron_cfg.recompute_modules, and delete it"
 _OLD_GRAPH_SCOPE = "is megatron-core's old name; list them in policy.megatron_cfg.cuda_graph_modules, and delete it"
 _INFERENCE_GRAPHS = (
-    "generation captures no graphs here; leave it at null (policy.megatron_cfg.cuda_graph_modules is of training)"
+    "generation captures no graphs here; leave it at null (policy.megatron_cfg.cuda_graph_modules is for training)"
 )
 _OPTIMIZER_GRAPHS = (
-    "the optimizer's step is not captured here; leave it off (policy.megatron_cfg.cuda_graph_modules has what is)"
+    "the optimizer's step is not captured here; leave it off (policy.megatron_cfg.cuda_graph_modules lists the "
+    "parts that are)"
 )
 _CP = "context parallelism is not supported here yet; leave it at 1 and off"
 _CPU_OFFLOADING = (
@@ -49,9 +50,9 @@ _FSDP = "Megatron-FSDP is not supported here; leave it off"
 _PINNED = "host memory of the CPU optimizer is always page-locked here; leave it at true"
 _TORCH_ON_GPU = "megatron-core 0.19.2 does not read it; leave it off"
 _NOT_HERE = "is not supported here; leave it off"
-_OTHER_OPTIMIZER = "is of another optimizer than adam and sgd, which is not supported here; delete it"
-_FLOAT16_ONLY = "counts in float16 training only, which is not supported here; delete it"
-_FSDP_ONLY = "counts with Megatron-FSDP only, which is not supported here; delete it"
+_OTHER_OPTIMIZER = "belongs to an optimizer other than adam and sgd, which is not supported here; delete it"
+_FLOAT16_ONLY = "has an effect in float16 training only, which is not supported here; delete it"
+_FSDP_ONLY = "has an effect with Megatron-FSDP only, which is not supported here; delete it"
 
 OFF = (False, None)
 

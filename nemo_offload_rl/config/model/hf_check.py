@@ -100,7 +100,7 @@ def _model_type_problems(given: Mapping[str, Any]) -> Iterator[Found]:
         hint = f"; did you mean {close}?" if close else ""
         yield path, f"must be a family that the installed transformers knows; found {show(model_type)}{hint}"
     elif model_type not in causal_models():
-        yield path, f"is {show(model_type)}, of which transformers has no causal language model; give another family"
+        yield path, f"is {show(model_type)}, for which transformers has no causal language model; give another family"
 
 
 def _section_problems(

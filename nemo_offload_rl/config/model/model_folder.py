@@ -68,7 +68,7 @@ def _check_contents(folder: Path, *, needs_weights: bool) -> None:
         json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelFolderError(
-            f"{where} whose config.json is no JSON ({error}); give one in Hugging Face format."
+            f"{where} whose config.json is not valid JSON ({error}); give one in Hugging Face format."
         ) from error
     if not needs_weights:
         return
@@ -89,4 +89,4 @@ def _listed(index: Path) -> list[str]:
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelFolderError(f"{index} is no index of weights ({type(error).__name__}: {error}).") from error
+        raise ModelFolderError(f"{index} is not a valid index of weights ({type(error).__name__}: {error}).") from error

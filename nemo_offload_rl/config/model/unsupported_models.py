@@ -97,8 +97,8 @@ def why_unchunked(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> str |
         return None
     return (
         f"{' and '.join(on)} would compute logits in chunks, but the model caps its logits (final_logit_softcapping "
-        f"{show(capped)}), which chunks do not; set policy.megatron_cfg.use_fused_linear_logprobs to false and "
-        "policy.logprob_chunk_size to null"
+        f"{show(capped)}), which the chunked computation does not support; set "
+        "policy.megatron_cfg.use_fused_linear_logprobs to false and policy.logprob_chunk_size to null"
     )
 
 
@@ -120,7 +120,7 @@ def _rope(rope: Mapping[str, Any]) -> str | None:
     if kind != "default" and part not in (None, 1, 1.0):
         return (
             f"has rope_parameters with rope_type {kind} and partial_rotary_factor {show(part)}, but its attention "
-            "turns whole heads; take partial_rotary_factor out"
+            "rotates whole heads; take partial_rotary_factor out"
         )
     return None
 

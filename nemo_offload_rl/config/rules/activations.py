@@ -131,8 +131,8 @@ def fused_group_mlp_moves_as_a_whole(modules: list[str] | None, enabled: bool) -
     if "fused_group_mlp" not in moved or not parts:
         return None
     return (
-        f"has fused_group_mlp with {quoted(parts)}, which are parts of it; keep the whole where {OP_FUSER} "
-        "is true, else the parts"
+        f"has fused_group_mlp with {quoted(parts)}, which are parts of it; keep the whole where {OP_FUSER} is true, "
+        "else the parts"
     )
 
 
@@ -209,7 +209,10 @@ def fused_experts_scale_their_output(on_input: bool | None, *fusion: Any) -> Ver
     """Refuses scaling on the input: fused experts apply the router's probabilities after the activation."""
     if not on_input or not fuses_experts(*fusion):
         return None
-    return f"must be false while {OP_FUSER} is true, which applies them after the activation; found true: change either"
+    return (
+        f"must be false while {OP_FUSER} is true, since fused experts apply the router's probabilities after the "
+        "activation; found true: change either"
+    )
 
 
 @rule(OFFLOADING, *RECOMPUTATION)
@@ -220,8 +223,8 @@ def recomputed_layers_keep_nothing_to_offload(
     if not enabled or not recomputes_layers(recompute, granularity):
         return None
     return (
-        f"is true, but {MEGATRON}.activation_checkpointing with recompute_granularity full keeps no activations inside "
-        "a layer that could move; set one of them to false, or recompute_granularity to selective"
+        f"is true, but {MEGATRON}.activation_checkpointing with recompute_granularity full keeps no activations "
+        "inside a layer that could move; set one of them to false, or recompute_granularity to selective"
     )
 
 
@@ -247,8 +250,11 @@ def recomputed_activations_are_not_offloaded(
     again = recomputed_modules(recompute, granularity, recomputed)
     pairs = {
         "core_attn": (["core_attn"], "recomputed attention does not offload"),
-        "mla_up_proj": (["core_attn"], "it computes again the queries, keys and values that core_attn would move"),
-        "moe": (_of_experts(), "it computes the experts again from their input, with all that they would move"),
+        "mla_up_proj": (["core_attn"], "it recomputes the queries, keys and values that core_attn would offload"),
+        "moe": (
+            _of_experts(),
+            "it computes the experts again from their input, with all that they would move",
+        ),
     }
     for name, (inside, why) in pairs.items():
         clash = [module for module in moved if module in inside]
@@ -281,8 +287,8 @@ def transformer_engine_leaves_offloading_to_megatron(env_vars: dict[str, str] | 
         return None
     return (
         f"{MEGATRON}.env_vars.{name}",
-        f'must be "1" while {OFFLOADING} is true, or weights would move, too; found {show(env_vars[name])}; delete it, '
-        "since workers set it",
+        f'must be "1" while {OFFLOADING} is true, otherwise weights would be offloaded, too; found '
+        f"{show(env_vars[name])}; delete it, since workers set it",
     )
 
 

@@ -75,5 +75,7 @@ def weights_are_broadcast_to_other_gpus(transport: str | None, colocated: dict[s
     if transport is None or colocated is None or colocated["enabled"]:
         return None
     return Adapted(
-        REFIT_TRANSPORT, None, f"is null in place of {transport}: whole weights are broadcast, the same bits"
+        REFIT_TRANSPORT,
+        None,
+        f"is null in place of {transport}: whole weights are broadcast, the same bits",
     )

@@ -135,8 +135,8 @@ def packed_rows_beside_graphs_have_a_stated_size(
         if size == "auto":
             return (
                 f"policy.sequence_packing.{name}",
-                f"is auto, but with {GRAPHS} {impl} graphs keep GPU memory that the plan does not count; give a number "
-                "of tokens",
+                f"is auto, but with {GRAPHS} {impl} graphs keep GPU memory that the plan does not count; give a "
+                "number of tokens",
             )
     return None
 

@@ -12,7 +12,7 @@ def time_limits_are_durations(text: str | None) -> Verdict:
     """Requires a time limit in NeMo-RL's format with all four parts."""
     if text is None or duration_s(text) is not None:
         return None
-    return f"is days:hours:minutes:seconds above 0, such as '00:03:45:00'; found {show(text)}"
+    return f"must be days:hours:minutes:seconds above 0, such as '00:03:45:00'; found {show(text)}"
 
 
 @note(f"{MUST_SAVE_BY}?", "checkpointing.enabled")

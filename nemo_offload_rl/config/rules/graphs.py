@@ -43,8 +43,8 @@ def graphs_take_bfloat16(impl: str, precision: str) -> Verdict:
     if impl == "none" or precision == "bfloat16":
         return None
     return (
-        f"is {impl}, whose graphs take bfloat16, but policy.precision is {precision}; set that to bfloat16, or this to "
-        "none"
+        f"is {impl}, whose graphs take bfloat16, but policy.precision is {precision}; set that to bfloat16, or this "
+        "to none"
     )
 
 
@@ -65,8 +65,8 @@ def graphs_name_modules(modules: list[str], impl: str) -> Verdict:
     if impl == "none" or modules:
         return None
     return (
-        f"must name what is captured while {GRAPHS} is {impl}: {show_choices(GRAPH_MODULES)}; found []: "
-        f"name some, or set {GRAPHS} to none"
+        f"must name the modules to capture while {GRAPHS} is {impl}: {show_choices(GRAPH_MODULES)}; found []: name "
+        f"some, or set {GRAPHS} to none"
     )
 
 
@@ -186,8 +186,8 @@ def captured_attention_runs_the_kernel_of_eager_passes(
     both = math.lcm(divisible_by, CAPTURED_ATTENTION_MULTIPLE)
     return (
         f"must be a multiple of {CAPTURED_ATTENTION_MULTIPLE} while {CAPTURED} has attn; found {found}: at other "
-        "lengths Transformer Engine runs another attention kernel in the graph than in eager passes, which gives other "
-        f"numbers and takes more memory; set it to {math.ceil(padded / both) * both}, or take attn out there"
+        "lengths Transformer Engine runs another attention kernel in the graph than in eager passes, which gives "
+        f"other numbers and takes more memory; set it to {math.ceil(padded / both) * both}, or take attn out there"
     )
 
 
@@ -238,7 +238,7 @@ def captured_routers_are_not_recomputed(
     if "moe" not in recomputed_modules(recompute, granularity, recomputed):
         return None
     return (
-        f"has moe_router, but {MEGATRON}.recompute_modules holds moe, which lies around the router; take either out "
+        f"has moe_router, but {MEGATRON}.recompute_modules holds moe, which contains the router; take either out "
         "(moe_act can be recomputed instead)"
     )
 
@@ -255,8 +255,8 @@ def graphs_with_expandable_segments_need_unregistered_nccl(env_vars: dict[str, s
         return None
     found = show(settings["NCCL_GRAPH_REGISTER"]) if "NCCL_GRAPH_REGISTER" in settings else "none"
     return (
-        f'needs NCCL_GRAPH_REGISTER: "0" beside {name} {show(settings[name])} while {GRAPHS} is '
-        f"{impl}, or NCCL reads memory that has moved; found {found}"
+        f'needs NCCL_GRAPH_REGISTER: "0" beside {name} {show(settings[name])} while {GRAPHS} is {impl}, since NCCL '
+        f"would otherwise use addresses of memory that has been remapped; found {found}"
     )
 
 

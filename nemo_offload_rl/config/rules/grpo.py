@@ -82,9 +82,9 @@ def greedy_answers_are_equal(generations: int | None, temperature: float) -> Ver
 @rule("grpo.adv_estimator.normalize_rewards", "grpo.normalize_rewards")
 def estimator_agrees_on_normalisation(in_estimator: bool, in_grpo: bool) -> Verdict:
     """Requires the same value under both names of the setting."""
-    return (
-        None if in_estimator == in_grpo else f"is {show(in_estimator)}, but grpo.normalize_rewards is {show(in_grpo)}"
-    )
+    if in_estimator == in_grpo:
+        return None
+    return f"is {show(in_estimator)}, but grpo.normalize_rewards is {show(in_grpo)}; set both to the same value"
 
 
 @rule("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline")
@@ -92,7 +92,9 @@ def estimator_agrees_on_baseline(in_estimator: bool, in_grpo: bool) -> Verdict:
     """Requires the same value under both names of the setting."""
     if in_estimator == in_grpo:
         return None
-    return f"is {show(in_estimator)}, but grpo.use_leave_one_out_baseline is {show(in_grpo)}"
+    return (
+        f"is {show(in_estimator)}, but grpo.use_leave_one_out_baseline is {show(in_grpo)}; set both to the same value"
+    )
 
 
 @rule("grpo.advantage_clip_low?", "grpo.advantage_clip_high?")
@@ -183,7 +185,7 @@ def truncation_has_its_bounds(
     if low is not None and low > high:
         return f"{_TRUNCATION}_ratio_min", f"is {low}, above {_TRUNCATION}_ratio ({high})"
     if kind == "seq-mask-tis" and of_sequences:
-        return "is seq-mask-tis, which weighs tokens; set loss_fn.sequence_level_importance_ratios to false"
+        return "is seq-mask-tis, which weights single tokens; set loss_fn.sequence_level_importance_ratios to false"
     return None
 
 

@@ -223,8 +223,8 @@ def model_has_a_bridge(*model: Any) -> Verdict:
     hint = f"; did you mean {close}?" if close and isinstance(named, list) else ""
     return (
         at,
-        f"the model is {show_choices(architectures)}, which the installed Megatron-Bridge cannot build{hint}; families "
-        f"that it can: {', '.join(families)}",
+        f"the model is {show_choices(architectures)}, which the installed Megatron-Bridge cannot build{hint}; "
+        f"families that it can: {', '.join(families)}",
     )
 
 

@@ -98,8 +98,8 @@ def decay_keeps_signs(lr: float, start: float, end: float) -> Verdict:
         return None
     name = "start_weight_decay" if start >= end else "end_weight_decay"
     return (
-        f"is {lr}, with which {SCHEDULER}.{name} ({max(start, end)}) turns every weight's sign in each step, as "
-        "lr x weight decay is above 1; give a smaller one of either"
+        f"is {lr}, with which {SCHEDULER}.{name} ({max(start, end)}) turns every weight's sign in each step, as lr x "
+        "weight decay is above 1; give a smaller one of either"
     )
 
 

@@ -36,7 +36,7 @@ def answers_are_sampled_where_they_are_printed(num: int | None, spec: AlgorithmS
     """Refuses to print answers for an algorithm whose validation samples none."""
     if not num or spec.name == "grpo":
         return None
-    return f"is {num}, but a validation of {spec.name} samples no answers; set it to 0 or delete it"
+    return f"is {num}, but validation of {spec.name} samples no answers; set it to 0 or delete it"
 
 
 @rule(

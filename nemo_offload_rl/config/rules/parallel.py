@@ -169,6 +169,6 @@ def restarts_need_checkpoints(at_most: int | None, enabled: bool) -> Verdict:
     if not at_most or enabled:
         return None
     return (
-        f"is {at_most}, but checkpointing.enabled is false, and a run goes on from a checkpoint; set that to true, or "
-        "this to 0"
+        f"is {at_most}, but checkpointing.enabled is false, and a restarted run resumes from a checkpoint; set that "
+        "to true, or this to 0"
     )

@@ -31,7 +31,9 @@ def training_has_its_state_on_the_gpu(table: _Cells | None) -> Verdict:
     for target in ("params", "grads"):
         cell = _cell(table, "train", target)
         if cell not in (None, "gpu"):
-            return f"{TABLE}.train.{target}", f"must be gpu, since a training step works on it; found {show(cell)}"
+            return f"{TABLE}.train.{target}", (
+                f"must be gpu, since a training step reads and writes it there; found {show(cell)}"
+            )
     cell = _cell(table, "train", "optimizer_state")
     if cell not in (None, "gpu", "streamed"):
         return (
@@ -67,7 +69,8 @@ def optimizer_state_is_streamed_in_training_alone(table: _Cells | None) -> Verdi
         if cell == "streamed":
             return (
                 f"{TABLE}.{phase}.optimizer_state",
-                f"must be gpu, host or keep, since no step is made then; write streamed to {_STATE_IN_TRAIN}",
+                "must be gpu, host or keep, since the optimizer makes no step in this phase; write streamed to "
+                f"{_STATE_IN_TRAIN}",
             )
         if cell == "gpu" and _is_streamed(table):
             return (
@@ -94,8 +97,8 @@ def streamed_state_has_no_scales(table: _Cells | None, *types: str | None) -> Ve
         if found not in (None, "float32"):
             return (
                 f"{OPTIMIZER}.{name}",
-                f"must be float32 with {_STATE_IN_TRAIN} streamed, since other types have a scale for the whole "
-                f"tensor; found {found}",
+                f"must be float32 with {_STATE_IN_TRAIN} streamed, since other types are scaled by the largest "
+                f"element of the whole tensor; found {found}",
             )
     return None
 
@@ -114,7 +117,7 @@ def state_is_streamed_or_stepped_on_the_cpu(table: _Cells | None, on_cpu: bool |
 @rule(f"{TABLE}?")
 def forward_passes_have_params_on_the_gpu(table: _Cells | None) -> Verdict:
     """Requires parameters on the GPU for log-probs, which compute with them, and for a refit, which sends them."""
-    for phase, why in (("logprob", "log-probs are computed with them"), ("refit", "they are sent to generation")):
+    for phase, why in (("logprob", "log-probs are computed with them"), ("refit", "a refit sends them to generation")):
         cell = _cell(table, phase, "params")
         if cell not in (None, "gpu"):
             return f"{TABLE}.{phase}.params", f"must be gpu, since {why}; found {show(cell)}"

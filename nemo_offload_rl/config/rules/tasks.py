@@ -63,7 +63,7 @@ def rewards_have_what_they_need(env: dict[str, Any]) -> Verdict:
             found = "math_verify_impl" if reward is None else reward
             return f"env.{name}.reward_function", f"is read only with env.{name}.reward python; found {found}"
         if function is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", function):
-            return f"env.{name}.reward_function", f"is written package.module:function; found {show(function)}"
+            return f"env.{name}.reward_function", f"must be written package.module:function; found {show(function)}"
     return None
 
 
@@ -107,7 +107,7 @@ def datasets_that_nemo_rl_does_not_split(size: float | None, name: str | None) -
     """Notes that the split has no effect; NeMo-RL's recipes inherit the key even for datasets with validation data."""
     if not size or splits_validation_data({"dataset_name": name, "split_validation_size": size}):
         return None
-    return f"has no effect: as in NeMo-RL, nothing is split off {name}"
+    return f"has no effect: as in NeMo-RL, no validation data is split off {name}"
 
 
 @rule("data.train.split_validation_size?")
@@ -133,5 +133,5 @@ def nothing_is_drawn_of_validation_data(data: dict[str, Any]) -> Verdict:
     """Refuses a seed for validation data, which is read in order from the first row."""
     for path, section in datasets_of(data, "validation").items():
         if "seed" in section and section["dataset_name"] != "arithmetic":
-            return f"{path}.seed", f"has no effect, since {section['dataset_name']} is read in its order"
+            return f"{path}.seed", f"has no effect, since {section['dataset_name']} is read in its own order"
     return None

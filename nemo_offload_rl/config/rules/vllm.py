@@ -20,7 +20,10 @@ ONLY_VALUES: dict[str, tuple[Any, str]] = {
     "load_format": ("dummy", "weights come with the first refit, and reading others before it would only take time"),
     "kv_cache_dtype": ("auto", "a quantised KV cache is not supported here"),
     "skip_tokenizer_init": (True, "prompts and answers are token ids here"),
-    "logprobs_mode": ("processed_logprobs", "training compares the log-probs of the distribution that is sampled"),
+    "logprobs_mode": (
+        "processed_logprobs",
+        "training compares log-probs of the distribution that the engine samples from",
+    ),
     "num_first_layers_in_bf16": (0, "fp8 is not supported here"),
     "num_last_layers_in_bf16": (0, "fp8 is not supported here"),
     "use_deep_gemm": (False, "fp8 is not supported here"),
@@ -55,7 +58,7 @@ REFUSED_ARGUMENTS: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("quantization", "quantization_config"), "refits bring the policy's weights as they are, and quantised ones "
-        "would not be those that it trains",
+                                                 "would not be those that it trains",
     ),
     **dict.fromkeys(
         ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
@@ -103,7 +106,9 @@ def vllm_is_asked_for_what_it_does_here(section: dict[str, Any]) -> Verdict:
 @rule(f"{VLLM}.precision", "policy.precision")
 def vllm_computes_in_the_policys_type(precision: str, policy: str) -> Verdict:
     """Requires the policy's dtype, since a refit copies the bits of the weights."""
-    return None if precision == policy else f"is {precision}, but refits send policy.precision ({policy}); set it so"
+    if precision == policy:
+        return None
+    return f"is {precision}, but refits send policy.precision ({policy}); set it to {policy}"
 
 
 @rule(f"{VLLM}.max_model_len", LENGTH)
@@ -111,7 +116,7 @@ def vllm_takes_whole_sequences(longest: int, total: int) -> Verdict:
     """Refuses a max_model_len that would cut answers off before the recipe's limit."""
     if longest >= total:
         return None
-    return f"is {longest}, below {LENGTH} ({total}), which bounds a prompt with its answer; set it to that or more"
+    return f"is {longest}, below {LENGTH} ({total}), which limits a prompt plus its answer; set it to {total} or more"
 
 
 @rule(VLLM_TP, GPUS, NODES, COLOCATED)
@@ -152,7 +157,10 @@ def vllm_checksums_are_of_whole_weights(verify: bool | None, backend: str, tp: i
     """Refuses checksums with tensor parallelism, where each GPU holds parts of the weights that were sent."""
     if not verify or backend != "vllm" or tp in (None, 1):
         return None
-    return f"is true, which needs {VLLM_TP} 1 with vllm, whose GPUs otherwise hold parts of weights; set it to false"
+    return (
+        f"is true, which needs {VLLM_TP} 1 with vllm, since each GPU of a larger engine holds only parts of the "
+        "weights that a refit sends; set it to false"
+    )
 
 
 @rule(f"{GENERATION}.temperature", f"{GENERATION}.val_temperature", BACKEND)
@@ -162,7 +170,7 @@ def vllm_has_a_least_temperature(temperature: float, validation: float, backend:
         return None
     for name, value in (("temperature", temperature), ("val_temperature", validation)):
         if 0 < value < LEAST_TEMPERATURE:
-            return f"{GENERATION}.{name}", f"is {value}, but vLLM samples at {LEAST_TEMPERATURE} or more; set it so"
+            return f"{GENERATION}.{name}", (f"is {value}, but vLLM samples at {LEAST_TEMPERATURE} or more; set it so")
     return None
 
 

@@ -29,7 +29,7 @@ def hint_at_broken_yaml(text: str, error: yaml.MarkedYAMLError) -> str:
         return ""
     line = lines[mark.line]
     if "\t" in line[: len(line) - len(line.lstrip())]:
-        return "; the line is indented by a tab: use spaces, since YAML takes no tabs there"
+        return "; the line is indented by a tab: use spaces, since YAML does not allow tabs there"
     above = [
         number for number in range(mark.line) if lines[number].strip() and not lines[number].lstrip().startswith("#")
     ]

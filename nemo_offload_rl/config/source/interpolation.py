@@ -127,8 +127,8 @@ class Resolver:
         try:
             tree = _parse(text)
         except OmegaConfBaseException as error:
-            message = f"{show(text)} is no interpolation such as ${{section.key}} ({_first_line(error)})"
-            raise InterpolationError(message, f"{path} is no interpolation") from error
+            message = f"{show(text)} is not an interpolation such as ${{section.key}} ({_first_line(error)})"
+            raise InterpolationError(message, f"{path} is not an interpolation") from error
 
         def call(name: str, args: tuple[Any, ...], args_str: tuple[str, ...]) -> Any:
             return _call(name, args)
@@ -207,8 +207,8 @@ class Resolver:
         ):
             if count > limit:
                 raise _UnresolvedError(
-                    f"with it the recipe's interpolations stand for more than {limit:,} {what}; "
-                    "write some of the values out"
+                    f"with it the recipe's interpolations stand for more than {limit:,} {what}; write some of the "
+                    "values out"
                 )
         if isinstance(node, dict):
             return {key: self._copy(item, path and f"{path}.{key}") for key, item in node.items()}

@@ -135,7 +135,7 @@ def _apply(
     if section_of(path, value) is not None:
         undone = next((at.override for at in old.origins().values() if at.override and at != old.origin), None)
         if undone is not None:
-            return f"sets the whole section anew, which would undo {undone}; write it before that"
+            return f"replaces the whole section, which would undo {undone}; write it before that"
     parent.value[name] = merge(old, new)
     return None
 

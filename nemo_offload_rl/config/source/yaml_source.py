@@ -120,7 +120,7 @@ def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:
     try:
         text = read_regular_file(path, MAX_FILE_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
-        return None, [Problem("", Origin(name), f"is no UTF-8 text (byte {error.start})")]
+        return None, [Problem("", Origin(name), f"is not UTF-8 text (byte {error.start})")]
     loader = _RecipeLoader(text)
     try:
         _measure(text)
@@ -173,7 +173,7 @@ class _Builder:
     def build(self, node: Any, path: str) -> Node:
         origin = Origin(self.file, node.start_mark.line + 1)
         if id(node) in self._open:
-            self.problems.append(Problem(path, origin, "an alias stands inside what it refers to"))
+            self.problems.append(Problem(path, origin, "an alias is inside the value that it refers to"))
             return Node(None, origin)
         self._open.add(id(node))
         try:
@@ -221,7 +221,7 @@ class _Builder:
             line = key_node.start_mark.line + 1
             name = str(key_node.value)
             if name in first_lines and key_node.tag != f"{_TAG}merge":
-                message = f"stands twice in this section, first on line {first_lines[name]}; delete one"
+                message = f"appears twice in this section, first on line {first_lines[name]}; delete one"
                 self.problems.append(Problem(_join(path, name), Origin(self.file, line), message))
             first_lines.setdefault(name, line)
 
@@ -260,7 +260,7 @@ def wrong_key(key: Any) -> str | None:
     if key == "":
         return "a key is not empty"
     if "." in key:
-        return "a key has no dot; write the part before it as a section"
+        return "a key must not have a dot; write the part before it as a section"
     return None
 
 

@@ -21,4 +21,4 @@ def values_as_text(path: str, section: Any) -> Iterator[str]:
     for name, value in section.items():
         if isinstance(value, bool | int | float):
             section[name] = show(value)
-            yield f'{path}.{name} is read as the text "{section[name]}"; quotes around it say the same'
+            yield f'{path}.{name} is read as the text "{section[name]}"; writing it in quotes means the same'

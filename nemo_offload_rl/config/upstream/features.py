@@ -118,7 +118,7 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         "NeMo Gym",
         "delete the section; an environment of your own may have any other name",
     ),
-    OffOnly("grpo.debug_payload_metrics", _FALSE, "metrics of what processes send each other"),
+    OffOnly("grpo.debug_payload_metrics", _FALSE, "metrics of the data that processes send each other"),
     OffOnly("grpo.deduplicate_multimodal_data", _FALSE, f"sharing {_MEDIA}", _NO_MEDIA),
     OffOnly("grpo.invalid_tool_call_advantage", _NULL, "tool calls"),
     OffOnly("grpo.malformed_thinking_advantage", _NULL, "penalties for malformed thinking"),
@@ -143,7 +143,7 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly(
         "policy.generation.bad_words",
         _NO_LIST,
-        "a list of words that no answer may have",
+        "a list of words that are banned from answers",
     ),
     OffOnly("policy.generation.quant_cfg", _NULL, _QUANTISED, _NOT_QUANTISED),
     OffOnly("policy.generation.real_quant", _FALSE, _QUANTISED, _NOT_QUANTISED),
@@ -152,7 +152,7 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         "policy.generation.vllm_cfg.expose_http_server",
         _FALSE,
         "an HTTP server of the engine",
-        "set it to {off} or delete the key; the driver alone asks engines",
+        "set it to {off} or delete the key; only the driver sends requests to engines",
         _VLLM_IN_USE,
     ),
     OffOnly("policy.generation.vllm_cfg.is_mx", _FALSE, _QUANTISED, _NOT_QUANTISED, _VLLM_IN_USE),
@@ -185,7 +185,7 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("reward_penalties.penalize_malformed_think_tag", _FALSE, "reward penalties"),
     OffOnly("reward_penalties.penalize_unwanted_tokens", _FALSE, "reward penalties"),
     OffOnly("reward_penalties.token_ids", _NULL, "reward penalties"),
-    OffOnly("sft.only_unmask_final", _FALSE, "training on the last turn alone"),
+    OffOnly("sft.only_unmask_final", _FALSE, "training on the last turn only"),
 )
 
 _LORA_KEYS = (
@@ -338,8 +338,8 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("policy.megatron_cfg.converter_type", "the model's own config names its architecture"),
     WithoutEffect(
         "policy.megatron_cfg.defer_fp32_logits",
-        "what it saves is saved here always, as logits are in policy.precision and what is computed of them in float32 "
-        "is computed in chunks of tokens",
+        "what it saves is saved here always, as logits are in policy.precision and what is computed of them in "
+        "float32 is computed in chunks of tokens",
     ),
     WithoutEffect(
         "policy.sequence_packing.fuse_loss",

@@ -76,7 +76,9 @@ def _call(spec: Callable[..., Any] | ModuleSpec, config: Any, vp_stage: int | No
 
 def _always_biased(linear: type) -> type:
     """Returns a subclass of a linear layer that always has a bias, with the same name, which Megatron-Bridge reads."""
-    assert isinstance(linear, type), f"{linear} is no class: not the spec that this was written for"
+    assert isinstance(linear, type), (
+        f"{linear} is not a class, so this is not the layer spec that this module was written for"
+    )
 
     def __init__(self: Any, *args: Any, bias: bool, **kwargs: Any) -> None:
         linear.__init__(self, *args, bias=True, **kwargs)  # type: ignore[misc]

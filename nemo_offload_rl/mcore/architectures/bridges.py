@@ -28,7 +28,9 @@ def register() -> None:
     """Replace Megatron-Bridge's classes by the corrected ones; `megatron.bridge` must have been imported."""
     for package, version in WRITTEN_FOR.items():
         found = importlib.metadata.version(package)
-        assert found == version, f"{__name__} was written for {package} {version}, and this is {found}: try it anew"
+        assert found == version, (
+            f"{__name__} was written for {package} {version}, but {found} is installed: test it again"
+        )
     import transformers
     from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, get_model_bridge
     from megatron.bridge.models.llama.llama_bridge import LlamaBridge
@@ -45,7 +47,7 @@ def register() -> None:
         (transformers.Qwen3ForCausalLM, Qwen3Bridge),
         (transformers.Qwen3MoeForCausalLM, Qwen3MoEBridge),
     ):
-        assert source in get_model_bridge._exact_types, f"Megatron-Bridge has no {source.__name__}"
+        assert source in get_model_bridge._exact_types, f"Megatron-Bridge has no bridge for {source.__name__}"
         corrected = type(bridge.__name__, (_Corrected, bridge), {"__module__": __name__})
         MegatronModelBridge.register_bridge(source=source, target=GPTModel, model_type=bridge.MODEL_TYPE)(corrected)
 

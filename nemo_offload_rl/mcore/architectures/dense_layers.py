@@ -40,8 +40,8 @@ def check_layers(megatron_cfg: Mapping[str, Any], provider: Any) -> None:
     asked, has = (_by_layer(freq, provider.num_layers) for freq in (wanted, provider.moe_layer_freq))
     if asked != has:
         raise ValueError(
-            f"policy.megatron_cfg.moe_layer_freq is {wanted}, but by mlp_only_layers and decoder_sparse_step the model "
-            f"has experts in layers {_shown(has)} (1 for experts); leave it out, or change these two in "
+            f"policy.megatron_cfg.moe_layer_freq is {wanted}, but mlp_only_layers and decoder_sparse_step of the "
+            f"model give {_shown(has)} (1 for a layer with experts); leave it out, or change these two in "
             "policy.hf_config_overrides."
         )
 

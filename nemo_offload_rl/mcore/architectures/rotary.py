@@ -56,7 +56,7 @@ def scale(config: Any, provider: Any) -> None:
     """
     if rope_type(config) == PLAIN:
         return
-    assert rope_type(config) in SCALED, "others are refused before"
+    assert rope_type(config) in SCALED, "other RoPE types are refused before"
     inverse, factor = frequencies(config)
     assert provider.position_embedding_type == "rope" and not provider.rope_scaling
     assert provider.seq_len_interpolation_factor is None and provider.softmax_scale is None

@@ -91,7 +91,7 @@ class BackgroundSave:
         if self._failure is not None:
             raise self._failure
         request, self._request = self._request, None
-        logger.info("the checkpoint's files were written in %.1f s beside the run", self._seconds)
+        logger.info("the checkpoint's files were written in %.1f s in the background", self._seconds)
         return self._finish(request)
 
     def _write(self) -> None:
@@ -183,7 +183,9 @@ def _start_copies(sharded: Any, snapshot: HostSnapshot, lent: Container[int], fo
     try:
         copies = snapshot.start([entry.data for entry in changing])
     except HostMemoryError as error:
-        logger.warning("the checkpoint in %s is written before the run goes on: %s", folder, str(error))
+        logger.warning(
+            "the checkpoint in %s is written before training continues, not in the background: %s", folder, str(error)
+        )
         return None
     for entry, copy in zip(changing, copies, strict=True):
         entry.data = copy
@@ -210,7 +212,9 @@ def _take_buckets(request: Any, stable: Container[int]) -> list[Bucket]:
     """Take the buckets out of a request, whose tensors must all be at stable addresses."""
     buckets = _empty_buckets(request)
     tensors = (tensor for _, _, (_, pairs) in buckets for _, tensor in pairs if tensor.nbytes)
-    assert all(tensor.data_ptr() in stable for tensor in tensors), "megatron-core has read a tensor when it planned"
+    assert all(tensor.data_ptr() in stable for tensor in tensors), (
+        "megatron-core copied a tensor while it planned the save"
+    )
     return buckets
 
 

@@ -200,7 +200,7 @@ def finish_files(
 
 
 def _damaged(folder: Path, what: str, error: BaseException) -> DamagedCheckpointError:
-    reason = (str(error).strip().splitlines() or ["no more is known"])[0]
+    reason = (str(error).strip().splitlines() or ["no details"])[0]
     return DamagedCheckpointError(f"Checkpoint {folder} is damaged: {what} ({type(error).__name__}: {reason}).")
 
 
@@ -210,9 +210,7 @@ def _require_json(folder: Path, name: str) -> None:
     except (OSError, ValueError) as error:
         raise _damaged(folder, f"{name} cannot be read", error) from error
     if not isinstance(content, dict):
-        raise DamagedCheckpointError(
-            f"Checkpoint {folder} is damaged: {name} is not what was written (no JSON object)."
-        )
+        raise DamagedCheckpointError(f"Checkpoint {folder} is damaged: {name} does not hold a JSON object.")
 
 
 def check_layout(folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) -> None:
@@ -226,7 +224,7 @@ def check_layout(folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) ->
     path = folder / LAYOUT_FILE
     if not path.is_file():
         raise ValueError(
-            f"{folder} is no complete policy checkpoint: it has no {LAYOUT_FILE}; give a step folder's policy/."
+            f"{folder} is not a complete policy checkpoint: it has no {LAYOUT_FILE}; give a step folder's policy/."
         )
     wanted = dataclasses.asdict(sizes)
     for name in (LAYOUT_FILE, CONFIG_FNAME):
@@ -236,12 +234,14 @@ def check_layout(folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) ->
         found = {key: layout["parallel"][key] for key in wanted}
         has_optimizer = layout["with_optimizer"]
     except (KeyError, TypeError) as error:
-        raise _damaged(folder, f"{LAYOUT_FILE} is not what was written", error) from error
+        raise _damaged(folder, f"{LAYOUT_FILE} does not have the expected keys", error) from error
     if not with_optimizer:  # weights alone can be read in any layout
         return
     wrong = {key: (found[key], value) for key, value in wanted.items() if found[key] != value}
     if wrong:
-        listed = ", ".join(f"{key} parallel size {was} there and {now} here" for key, (was, now) in wrong.items())
+        listed = ", ".join(
+            f"{key} parallel size {was} in the checkpoint and {now} in this run" for key, (was, now) in wrong.items()
+        )
         raise ValueError(
             f"Checkpoint {folder} cannot be resumed: {listed}; its optimizer is sharded by that layout. Resume with "
             "the sizes it was written with, or start a new run from an export (nemo-offload-rl export)."

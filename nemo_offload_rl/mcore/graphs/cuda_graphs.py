@@ -304,13 +304,13 @@ def check_dtypes(config: Any) -> None:
     """
     if config.params_dtype is not torch.bfloat16:
         raise ValueError(
-            f"{_KEY} is transformer_engine, whose graphs take bfloat16, but the parameters are {config.params_dtype}; "
-            "set policy.precision to bfloat16, or the graphs to none."
+            f"{_KEY} is transformer_engine, whose graphs take bfloat16, but the parameters are "
+            f"{config.params_dtype}; set policy.precision to bfloat16, or {_KEY} to none."
         )
     if config.fp32_residual_connection:
         raise ValueError(
-            f"{_KEY} is transformer_engine, whose graphs take bfloat16, but fp32_residual_connection is true; set one "
-            "of them off."
+            f"{_KEY} is transformer_engine, whose graphs take bfloat16, but fp32_residual_connection is true; turn "
+            "one of them off."
         )
 
 
@@ -351,8 +351,8 @@ def _check_addresses(captured: _Captured) -> None:
     if addresses(captured.layers) != captured.addresses:
         raise RuntimeError(
             "Parameters or gradients have moved since CUDA graphs captured their addresses; keep both on the GPU in "
-            "every phase (policy.residency.table; their ranges, where the driver has them, keep addresses), call "
-            f"delete() before whatever moves them, or set {_KEY} to none."
+            "every phase (policy.residency.table; their ranges, where the driver supports them, keep addresses), "
+            f"call delete() before anything moves them, or set {_KEY} to none."
         )
 
 

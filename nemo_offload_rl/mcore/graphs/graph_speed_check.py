@@ -95,10 +95,10 @@ def slower_than_eager(replayed_s: float, eager_s: float, modules: Sequence[str],
     remedy = f"set {GRAPH_IMPL_KEY} to none"
     if len(modules) > 1:  # an empty list is refused
         what = "'mlp'" if "mlp" in modules else "modules"
-        remedy = f"take {what} out of it, or {remedy}"
-    why = " (a graph ends only when the copies of activations inside of it have)" if copies_inside else ""
+        remedy = f"remove {what} from it, or {remedy}"
+    why = " (a graph ends only after the copies of activations inside it)" if copies_inside else ""
     return (
         f"a training step from CUDA graphs takes {1e3 * replayed_s:,.1f} ms, {100 * (replayed_s / eager_s - 1):.0f}% "
-        f"longer than the {1e3 * eager_s:,.1f} ms of an eager one of the same shape{why}; what "
-        f"{GRAPH_MODULES_KEY} {list(modules)} captures may make it {SLOWER_LIMIT:.0%} slower at most: {remedy}."
+        f"longer than the {1e3 * eager_s:,.1f} ms of an eager one of the same shape{why}; capturing "
+        f"{GRAPH_MODULES_KEY} {list(modules)} may make it at most {SLOWER_LIMIT:.0%} slower: {remedy}."
     )

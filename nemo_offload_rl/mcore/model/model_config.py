@@ -208,8 +208,8 @@ def _check_local_layers(provider: Any) -> None:
     )
     if (spec.func if isinstance(spec, functools.partial) else spec) not in usual or provider.softmax_type != "vanilla":
         raise ValueError(
-            f"The model has layers of its own kind ({type(provider).__name__}), which need Transformer Engine; run it "
-            "on a GPU with the extra te, or choose a model of another family."
+            f"The model has custom layers ({type(provider).__name__}), which need Transformer Engine; run it on a "
+            "GPU with the extra te, or choose a model of another family."
         )
 
 
@@ -222,7 +222,7 @@ def _agreed(cfg: Mapping[str, Any], needed: Mapping[str, Any], why: str) -> Mapp
     for key, value in needed.items():
         if cfg.get(key) not in (None, value):
             raise ValueError(
-                f"policy.megatron_cfg.{key} is {cfg[key]}, but {why} {key} {value}; set it so or leave it out."
+                f"policy.megatron_cfg.{key} is {cfg[key]}, but {why} {key} {value}; set it to that or leave it out."
             )
     return needed
 
@@ -232,7 +232,7 @@ def _check_features_without_transformer_engine(cfg: Mapping[str, Any]) -> None:
         if cfg.get(key) not in (None, off):
             raise ValueError(
                 f"policy.megatron_cfg.{key} is {str(cfg[key]).lower()}, which needs Transformer Engine, but that is "
-                f"not installed beside this GPU; install it (extra te), or set {key} to {str(off).lower()}."
+                f"not installed on this GPU machine; install it (extra te), or set {key} to {str(off).lower()}."
             )
 
 
@@ -307,13 +307,13 @@ def build_configs(policy: Mapping[str, Any]) -> list[str]:
     cpu_device.install()
     notes = []
     if has_pretrained_weights(policy) and not Path(policy["model_name"]).is_dir():
-        notes.append(f"policy.model_name {policy['model_name']!r} is no folder: its architecture was not checked here")
+        notes.append(f"policy.model_name {policy['model_name']!r} is not a folder: its architecture was not checked")
     else:
         make_provider(policy, make_bridge(policy, hf_config(policy)))
     make_optimizer_config(policy)
     make_ddp_config(policy)
     if not torch.cuda.is_available():
-        notes.append("no CUDA here: fusions and options that need a GPU were not checked")
+        notes.append("CUDA is not available: fusions and options that need a GPU were not checked")
     if not have_transformer_engine():
-        notes.append("no Transformer Engine here: what only it can check was not checked")
+        notes.append("Transformer Engine is not installed: options that need it were not checked")
     return notes

@@ -68,10 +68,10 @@ class ParameterWatch:
         if self._num_unchanged == _PATIENCE:
             dtype = str(self._parameters[0].dtype).removeprefix("torch.") if self._parameters else "float32"
             raise UnchangedParametersError(
-                f"The last {_PATIENCE} training steps have changed none of the parameters that were compared. The "
-                f"gradient's norm is {grad_norm:.3g} and the learning rate {learning_rate:.3g}: it is too small for "
-                f"{dtype} parameters, or does not reach the optimizer; raise policy.megatron_cfg.optimizer.lr, or if "
-                "it is not small, report this."
+                f"The last {_PATIENCE} training steps changed none of the sampled parameters. The gradient's norm is "
+                f"{grad_norm:.3g} and the learning rate {learning_rate:.3g}: the learning rate is too small for "
+                f"{dtype} parameters, or it does not reach the optimizer; raise policy.megatron_cfg.optimizer.lr, or "
+                "if it is not small, report this."
             )
 
     def _samples(self) -> list[torch.Tensor]:

@@ -140,7 +140,7 @@ def _patch_megatron() -> None:
     for name in MODULES_WITH_LITERAL_CUDA:
         module = importlib.import_module(name)
         assert module.__dict__["torch"] is torch, (
-            f"{name} has no global torch: not the megatron-core this was written for"
+            f"{name} has no global torch: this is not the megatron-core that this patch was written for"
         )
         module.__dict__["torch"] = view
 
@@ -158,5 +158,5 @@ def install() -> bool:
     torch._dynamo.config.disable = True
     _patch_torch()
     _patch_megatron()
-    logger.info("No CUDA here: megatron-core runs on the CPU.")
+    logger.info("CUDA is not available: megatron-core runs on the CPU.")
     return True

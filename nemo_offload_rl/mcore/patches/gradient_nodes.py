@@ -21,7 +21,7 @@ def add_gradients_on_this_stream(chunks: list[Any]) -> list[RemovableHandle]:
     hooks: list[RemovableHandle] = []
     for ddp in chunks:
         parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
-        assert len(ddp.grad_accs) == len(parameters), "every gradient comes by its node"
+        assert len(ddp.grad_accs) == len(parameters), "each parameter with a gradient must have one node"
         ddp.grad_accs.clear()  # drops the last references to the old nodes
         for parameter in parameters:
             node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]

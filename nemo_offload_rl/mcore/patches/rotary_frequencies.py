@@ -27,6 +27,6 @@ def replace_frequencies(model: Any, inverse: Tensor) -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     rotary = model.rotary_pos_emb
-    assert type(rotary) is RotaryEmbedding, f"{type(rotary)} is not what this was written for"
+    assert type(rotary) is RotaryEmbedding, f"{type(rotary)} is not the class that this patch was written for"
     assert rotary.inv_freq.shape == inverse.shape and rotary.inv_freq.dtype == inverse.dtype
     rotary.inv_freq = inverse.to(rotary.inv_freq.device)

@@ -40,11 +40,11 @@ def check_weights(bridge: Any, where: str, chunks: list[Any]) -> list[Any]:
     if nameless:
         raise ValueError(
             f"Megatron-Bridge has no names for {len(nameless)} weights of this model, such as {nameless[0]!r}, and "
-            f"cannot load it; choose other flags than these of the family {family}, or another family."
+            f"cannot load it; choose other config flags for the family {family}, or another family."
         )
     if missing:
         raise ValueError(
             f"{where} lacks {len(missing)} weights that a model of its config (model_type {family}) has, such as "
-            f"{missing[0]!r}; take all files of one model."
+            f"{missing[0]!r}; use all files of one model."
         )
     return chunks

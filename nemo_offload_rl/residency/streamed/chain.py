@@ -82,8 +82,8 @@ class ChainStep:
         return f" of optimizer {len(self._finished) + 1} of {self._num_optimizers}"
 
     def _message(self) -> str:
-        ended = self._ended or f"behind {len(self._finished)} of {self._num_optimizers} optimizers"
+        ended = self._ended or f"after {len(self._finished)} of {self._num_optimizers} optimizers"
         return (
-            f"The optimizer's streamed step was ended {ended}: the model and its optimizer state are half updated. "
-            "This process cannot go on; restart from the newest checkpoint."
+            f"The optimizer's streamed step stopped {ended}: the model and its optimizer state are half updated. "
+            "This process cannot continue; restart from the newest checkpoint."
         )

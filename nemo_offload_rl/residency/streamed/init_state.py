@@ -45,9 +45,9 @@ def parameters_to_stream(
             if is_master and id(parameter) not in shards:
                 raise ValueError(
                     f"Optimizer state cannot be streamed: {_name(optimizer)} steps a tensor of shape "
-                    f"{list(parameter.shape)} that is neither a parameter of the model nor a master that megatron-core "
-                    "made, so what it updates is not known; use an optimizer of megatron-core, or keep its state on "
-                    "the GPU."
+                    f"{list(parameter.shape)} that is neither a parameter of the model nor a master that "
+                    "megatron-core made, so the parameter that it updates is unknown; use an optimizer of "
+                    "megatron-core, or keep its state on the GPU."
                 )
             streamed = StreamedParameter(parameter, number, is_master, shards.get(id(parameter)))
             for tensor in (parameter, streamed.model_shard):
@@ -140,8 +140,8 @@ def _fields(optimizer: torch.optim.Optimizer, source: StreamedParameter) -> Iter
 def _made_state(twin: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     if not make_state(twin, group, parameter):
         raise ValueError(
-            f"Optimizer state cannot be streamed: what {_name(twin)} keeps is not known before its first step; use "
-            "Adam (policy.megatron_cfg.optimizer.optimizer=adam), or keep optimizer state on the GPU."
+            f"Optimizer state cannot be streamed: the state tensors of {_name(twin)} are not known before its first "
+            "step; use Adam (policy.megatron_cfg.optimizer.optimizer=adam), or keep optimizer state on the GPU."
         )
     state: dict[str, Any] = twin.state.pop(parameter)
     return state
@@ -168,8 +168,8 @@ def _require_unscaled(optimizer: Any) -> None:
     scaled = [f"{name} in {dtype}" for name, dtype in kinds.items() if dtype is not torch.float32]
     if scaled:
         raise ValueError(
-            f"Optimizer state cannot be streamed: {_name(optimizer)} keeps {', '.join(scaled)}, with a scale for the "
-            "whole tensor; keep it in float32 (policy.megatron_cfg.optimizer.exp_avg_dtype, exp_avg_sq_dtype, "
+            f"Optimizer state cannot be streamed: {_name(optimizer)} stores {', '.join(scaled)}, with one scale for "
+            "the whole tensor; store it in float32 (policy.megatron_cfg.optimizer.exp_avg_dtype, exp_avg_sq_dtype, "
             "main_params_dtype), or keep optimizer state on the GPU."
         )
 

@@ -137,8 +137,8 @@ class StreamedStep:
         self._window.wait()
         if tensor.shape != state.host.shape:
             raise ResidencyError(
-                f"A view {list(tensor.shape)} of optimizer state {list(state.host.shape)} was asked for, which is "
-                "streamed from the host and so can be read as a whole only."
+                f"Cannot read a view of shape {list(tensor.shape)} of optimizer state of shape "
+                f"{list(state.host.shape)}: it is streamed from the host and can only be read as a whole."
             )
         return state.host
 

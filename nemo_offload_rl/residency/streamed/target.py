@@ -89,8 +89,8 @@ def _window(context: TargetContext) -> Window:
             context.mover.take([window.backed]).wait()
         except (OutOfGpuMemoryError, ChunkError) as error:  # making a range maps its first chunk
             raise OutOfGpuMemoryError(
-                f"The window of {nbytes / MIB:.0f} MiB that optimizer state is streamed through finds no memory "
-                f"({error}); make it smaller (policy.residency.stream_window_mib), or leave more free."
+                f"Cannot allocate the window of {nbytes / MIB:.0f} MiB through which optimizer state is streamed "
+                f"({error}); make it smaller (policy.residency.stream_window_mib), or leave more GPU memory free."
             ) from error
         undo.pop_all()
     return window

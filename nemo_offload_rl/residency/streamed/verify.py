@@ -27,8 +27,9 @@ class ChunkSums:
             self._sums[arrays, chunk.begin], _checksum(arrays, chunk, slot)
         ):
             raise CorruptedTransferError(
-                f"optimizer_state came back from the host changed, in elements {chunk.begin} to {chunk.end} of its "
-                "arrays: training cannot go on; restart from the last checkpoint."
+                "The checksums of optimizer_state differ after it was copied to the host and back, in elements "
+                f"{chunk.begin} to {chunk.end} of its arrays; training cannot continue: restart from the last "
+                "checkpoint."
             )
 
     def clear(self) -> None:

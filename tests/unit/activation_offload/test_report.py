@@ -19,9 +19,13 @@ from nemo_offload_rl.memory.units import MIB
 @pytest.mark.parametrize(
     ("module", "report", "words"),
     [
-        ("attn_norm", None, "Transformer Engine computes this norm inside the linear behind it"),
+        ("attn_norm", None, "Transformer Engine fuses this norm into the linear layer after it"),
         ("moe_act", None, "no layer of this pipeline stage offloads it"),
-        ("core_attn", ModuleReport(distinct_bytes=3 * MIB, refused_bytes=3 * MIB), "3 MiB did not fit the host memory"),
+        (
+            "core_attn",
+            ModuleReport(distinct_bytes=3 * MIB, refused_bytes=3 * MIB),
+            "3 MiB did not fit into the host memory",
+        ),
         ("core_attn", ModuleReport(distinct_bytes=MIB, resident_bytes=MIB), "activation_offload_fraction"),
         (
             "core_attn",
@@ -29,7 +33,11 @@ from nemo_offload_rl.memory.units import MIB
             r"0\.5 MiB are .* below .*min_offloaded_tensor_size",
         ),
         ("core_attn", ModuleReport(), "saved nothing"),
-        ("core_attn", ModuleReport(moved_bytes=MIB), "moved 1 MiB and freed none: .* offload attn_proj as well"),
+        (
+            "core_attn",
+            ModuleReport(moved_bytes=MIB),
+            "moved 1 MiB to the host but freed none: .* offload attn_proj as well",
+        ),
         (
             "mlp_norm",
             ModuleReport(moved_bytes=MIB, duplicate_bytes=MIB),
@@ -48,7 +56,7 @@ def test_a_module_of_which_only_the_first_micro_batch_left_has_none_either():
     assert why_no_effect("core_attn", report, offloads_later=True) is None
     reason = why_no_effect("core_attn", report, offloads_later=False)
     assert reason is not None
-    assert reason.startswith("all of its 4 MiB, but in the first micro-batch, stay by")
+    assert reason.startswith("all of its 4 MiB, except in the first micro-batch, stay on the GPU because of")
     report.refused_bytes = MIB  # no more room would change that
     assert why_no_effect("core_attn", report, offloads_later=False) == reason
 
@@ -90,9 +98,9 @@ def test_the_fraction_is_what_moved_without_waits(fraction, link_s, waited_s, su
 def test_a_link_that_is_too_slow_is_said_with_a_fraction_that_fits():
     words = gpu_waited(Waits(0.042, 0.5), 9600 * MIB, link_speed=53e9, fraction=1.0, max_inflight=None)
     assert words == (
-        "the GPU waited 42 ms of a training step of 500 ms for copies of activations: 9,600 MiB take the link 190 ms "
-        "at 53 GB/s, longer than the passes beside them; with policy.megatron_cfg.activation_offload_fraction 0.80 "
-        "what moves would fit."
+        "the GPU waited 42 ms of a training step of 500 ms for copies of activations: copying 9,600 MiB over the "
+        "link takes 190 ms at 53 GB/s, longer than the passes that it overlaps with; the copies would fit with "
+        "policy.megatron_cfg.activation_offload_fraction 0.80."
     )
 
 
@@ -100,12 +108,19 @@ def test_a_link_that_is_too_slow_is_said_with_a_fraction_that_fits():
     ("waits", "link_speed", "max_inflight", "found"),
     [
         (Waits(0.042, 1.5), None, None, "waited 42 ms of a training step of 1,500 ms for copies of 96 MiB of activ"),
-        (Waits(0.042, 0.5), 53e9, None, "for copies of activations, while 96 MiB take a free link 1.9 ms at 53 GB/s;"),
-        (Waits(0.001, 0.02), 53e9, 1, "waited 1.0 ms of a training step of 20 ms for copies of activations, while"),
+        (
+            Waits(0.042, 0.5),
+            53e9,
+            None,
+            "copies of activations, although an idle link copies 96 MiB in 1.9 ms at 53 GB/s;",
+        ),
+        (Waits(0.001, 0.02), 53e9, 1, "waited 1.0 ms of a training step of 20 ms for copies of activations, although"),
     ],
     ids=["speed unknown", "the link is not it", "few in flight"],
 )
 def test_what_need_not_be_the_link_is_said_without_one(waits, link_speed, max_inflight, found):
     words = gpu_waited(waits, 96 * MIB, link_speed=link_speed, fraction=1.0, max_inflight=max_inflight)
     assert found in words
-    assert re.search(r"; lower \S+_fraction, raise \S+_max_inflight_offloads, or see what else uses the link\.$", words)
+    assert re.search(
+        r"; lower \S+_fraction, raise \S+_max_inflight_offloads, or check what else uses the link\.$", words
+    )

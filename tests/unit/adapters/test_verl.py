@@ -120,7 +120,7 @@ def test_a_second_initialization_gives_the_memory_of_the_first_back():
 @pytest.mark.parametrize(("key", "kind"), [("param_offload", "params"), ("optimizer_offload", "optimizer_state")])
 def test_state_without_host_memory_does_not_leave_and_its_key_is_named(key, kind):
     found = result("kept_state")
-    assert f"verl moves {kind} to the CPU, and {key} of the engine is false" in found[key]
+    assert f"verl moves {kind} to the CPU, but {key} of the engine is false" in found[key]
     assert f"set {key}: true" in found[key]
     assert found[f"{key}: where"] == ["gpu"]
 

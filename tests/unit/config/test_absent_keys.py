@@ -118,7 +118,7 @@ def test_overrides_behind_auto_change_single_keys_of_it():
 def test_auto_behind_the_override_of_one_of_its_keys_is_refused(one_problem_of):
     overrides = ["policy.residency.verify=true", "policy.residency=auto"]
     assert (
-        "policy.residency: sets the whole section anew, which would undo policy.residency.verify=true; write it before "
+        "policy.residency: replaces the whole section, which would undo policy.residency.verify=true; write it before "
         "that" in one_problem_of(*overrides)
     )
     twice = ["policy.residency=auto", "policy.residency=auto"]

@@ -116,7 +116,7 @@ BROKEN = {
         (
             [*EXPERTS, FUSER, *offload("fused_group_mlp"), f"+{MEGATRON}.moe_apply_probs_on_input=true"],
             f"{MEGATRON}.moe_apply_probs_on_input: must be false while {MEGATRON}.use_transformer_engine_op_fuser is "
-            "true, which applies them after the activation; found true: change either",
+            "true, since fused experts apply the router's probabilities after the activation; found true",
         ),
     ],
     "recomputed_layers_keep_nothing_to_offload": [
@@ -138,7 +138,7 @@ BROKEN = {
         ),
         (
             [*offload("core_attn"), *SELECTIVE, f"{MEGATRON}.recompute_modules=[mla_up_proj]"],
-            "holds mla_up_proj: it computes again the queries, keys and values that core_attn would move",
+            "holds mla_up_proj: it recomputes the queries, keys and values that core_attn would offload",
         ),
         (
             [*EXPERTS, *offload("moe_act", "expert_fc1"), *SELECTIVE, f"{MEGATRON}.recompute_modules=[moe]"],

@@ -30,7 +30,7 @@ BROKEN = {
         ),
         (
             [f"+{HF}.rope_parameters={{rope_type: linear, factor: 2.0, partial_rotary_factor: 0.5}}"],
-            "has rope_parameters with rope_type linear and partial_rotary_factor 0.5, but its attention turns whole",
+            "has rope_parameters with rope_type linear and partial_rotary_factor 0.5, but its attention rotates whole",
         ),
         (
             [*EXPERTS, ONE_EXPERT, f"+{HF}.norm_topk_prob=true"],

@@ -78,7 +78,7 @@ def test_without_a_gpu_it_is_off_and_said_in_one_line():
     optimizer = adapted["policy"]["megatron_cfg"]["optimizer"]
     assert (optimizer["optimizer"], optimizer["optimizer_cpu_offload"]) == ("adam", False)
     (line,) = (line for line in lines if "cpu_offload" in line)
-    assert line.endswith("is off on this machine: it is for GPUs; here all of the optimizer is on the CPU")
+    assert line.endswith("is off on this machine: it needs a GPU; here the whole optimizer runs on the CPU")
     adapted, lines = for_machine(load(recipe, [*HALF, *SGD]).config, has_gpus=False)
     assert adapted["policy"]["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] is False
     assert any("use_distributed_optimizer is off on this machine" in line for line in lines)

@@ -49,7 +49,7 @@ BROKEN = {
     "graphs_name_modules": [
         (
             [ON, *BF16],
-            f"{MODULES}: must name what is captured while {MEGATRON}.cuda_graph_impl is transformer_engine: 'attn',",
+            f"{MODULES}: must name the modules to capture while {MEGATRON}.cuda_graph_impl is transformer_engine:",
         ),
         ([ON, *BF16], f"found []: name some, or set {MEGATRON}.cuda_graph_impl to none"),
     ],
@@ -149,7 +149,7 @@ BROKEN = {
     "captured_routers_are_not_recomputed": [
         (
             [*EXPERTS, *capture("moe_router"), *SELECTIVE, f"{MEGATRON}.recompute_modules=[moe]"],
-            f"{MODULES}: has moe_router, but {MEGATRON}.recompute_modules holds moe, which lies around the router",
+            f"{MODULES}: has moe_router, but {MEGATRON}.recompute_modules holds moe, which contains the router",
         ),
     ],
     "graphs_with_expandable_segments_need_unregistered_nccl": [
@@ -163,7 +163,7 @@ BROKEN = {
                 *capture("attn"),
                 env_vars(PYTORCH_ALLOC_CONF="a:1,expandable_segments:True", NCCL_GRAPH_REGISTER="1"),
             ],
-            "or NCCL reads memory that has moved; found '1'",
+            "since NCCL would otherwise use addresses of memory that has been remapped; found '1'",
         ),
         ([*capture("attn"), env_vars(PYTORCH_ALLOC_CONF="expandable_segments: true")], "expandable_segments: true' wh"),
     ],

@@ -212,7 +212,7 @@ def test_either_name_of_a_field_is_known():
         (None, "missing; it names the model's family for transformers, such as qwen3 or llama"),
         ("quen3", "must be a family that the installed transformers knows; found 'quen3'; did you mean qwen3?"),
         (3, "must be text; found 3"),
-        ("vit", "is 'vit', of which transformers has no causal language model; give another family"),
+        ("vit", "is 'vit', for which transformers has no causal language model; give another family"),
     ],
 )
 def test_the_family_is_named(model_type, message):

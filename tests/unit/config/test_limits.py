@@ -59,7 +59,7 @@ TOO_LARGE = {
     "open lists": ("a: " + "[" * 100_000, "recipe.yaml:1: the file is nested more than 32 levels deep"),
     "open keys": ("? " * 100_000, "recipe.yaml:1: the file is nested more than 32 levels deep"),
     "a long list": (f"a: [{'1, ' * 10_001}]", "the file stands for more than 10,000 keys and values"),
-    "a long file": ("a: 1 # " + "x" * 2**20, "recipe.yaml: has more than 1,048,576 bytes, the most that is read of it"),
+    "a long file": ("a: 1 # " + "x" * 2**20, "recipe.yaml: has more than 1,048,576 bytes, the limit for this file"),
     "a long number in base 60": ("a: 1" + ":1" * 10_000, "cannot be read as an integer of 64 bits"),
     "interpolations in one another": (
         f"a: {'${mul:' * 300}1{',2}' * 300}",
@@ -197,7 +197,7 @@ def test_a_file_that_may_not_be_read():
 
 def test_names_of_files_that_cannot_be():
     assert "cannot be read: file name too long" in error_of(f"defaults: {'x' * 5000}\n")
-    assert "is the name of a recipe, or a list of such names; found 'a\\x00b'" in error_of('defaults: "a\\0b"\n')
+    assert "must be the name of a recipe, or a list of such names; found 'a\\x00b'" in error_of('defaults: "a\\0b"\n')
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_what_would_be_dropped_is_refused(text, message):
     ("override", "message"),
     [
         ("a={b: 1, b: 2}", "has the key 'b' twice; delete one"),
-        ("a={b.c: 1}", "a: a key has no dot; write the part before it as a section"),
+        ("a={b.c: 1}", "a: a key must not have a dot; write the part before it as a section"),
         ("a={1: 2}", "a: a key is text, found 1; put it into quotes"),
         ("a={b: {_override_: 3}}", "a.b._override_: must be true, or absent; found 3"),
         ("+_override_=true", "cannot be set by itself; write section={_override_: true, ...}"),

@@ -44,7 +44,7 @@ def test_a_folder_is_a_whole_model(tmp_path):
         check(tmp_path)
     config = tmp_path / "config.json"
     config.write_text("{")
-    with pytest.raises(ModelFolderError, match=r"whose config\.json is no JSON"):
+    with pytest.raises(ModelFolderError, match=r"whose config\.json is not valid JSON"):
         check(tmp_path)
     with pytest.raises(ModelFolderError, match=r"config\.json', which is a file; give the model's folder"):
         check(config)
@@ -60,7 +60,9 @@ def test_a_folder_is_a_whole_model(tmp_path):
     (tmp_path / "model-2.safetensors").touch()
     check(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ModelFolderError, match=r"model\.safetensors\.index\.json is no index of weights \(TypeError"):
+    with pytest.raises(
+        ModelFolderError, match=r"model\.safetensors\.index\.json is not a valid index of weights \(TypeError"
+    ):
         check(tmp_path)
 
 

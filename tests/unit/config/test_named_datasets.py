@@ -45,7 +45,10 @@ def test_absent_keys_are_nemo_rls():
 def test_what_nemo_rl_does_not_split_is_not_split_and_that_is_said():
     train = "dataset_name: DAPOMath17K, split_validation_size: 0.05, seed: 42"
     notes = load_data("grpo", train).notes
-    assert "data.train.split_validation_size has no effect: as in NeMo-RL, nothing is split off DAPOMath17K" in notes
+    assert (
+        "data.train.split_validation_size has no effect: as in NeMo-RL, no validation data is split off DAPOMath17K"
+        in notes
+    )
     assert not any("split" in note for note in load_data("grpo", "dataset_name: DAPOMath17K").notes)
 
 

@@ -132,7 +132,7 @@ def test_all_problems_are_reported_at_once_with_their_lines():
     path = write("recipe.yaml", "a:\n  x: 1\n  x: 2\nb: ${c.d}\n3: x\n")
     error = error_of(path, "nope=1")
     assert "recipe recipe.yaml: 4 problems" in error
-    assert "recipe.yaml:3: a.x: stands twice in this section, first on line 2" in error
+    assert "recipe.yaml:3: a.x: appears twice in this section, first on line 2" in error
     assert "recipe.yaml:4: b: '${c.d}' cannot be resolved: Interpolation key 'c.d' not found" in error
     assert "recipe.yaml:5: 3: a key is text, found 3; put it into quotes" in error
     assert "command line: nope=1: nope: the recipe has no such key" in error
@@ -170,9 +170,9 @@ def test_all_problems_are_reported_at_once_with_their_lines():
         ("a: {b: 9999999999}\nc: '${mul:${a.b},${a.b}}'\n", "recipe.yaml:2: c: is an integer of more than 64 bits"),
         ("a: !!bool x\n", "recipe.yaml:1: a: 'x' cannot be read as bool"),
         ("a: !!int ''\n", "recipe.yaml:1: a: '' cannot be read as an integer of 64 bits"),
-        ("a: {b: &x {c: *x}}\n", "an alias stands inside what it refers to"),
+        ("a: {b: &x {c: *x}}\n", "an alias is inside the value that it refers to"),
         ("a: *x\n", "recipe.yaml:1: broken YAML: found undefined alias"),
-        ("a.b: 1\n", "recipe.yaml:1: a.b: a key has no dot; write the part before it as a section"),
+        ("a.b: 1\n", "recipe.yaml:1: a.b: a key must not have a dot; write the part before it as a section"),
         ("a: !!binary aGk=\n", "recipe.yaml:1: a: is a bytes; put it into quotes"),
         ("a: !!python/object:os.system x\n", "broken YAML: could not determine a constructor"),
         ("", "recipe.yaml: is empty; a recipe is a mapping of sections"),
@@ -181,7 +181,7 @@ def test_all_problems_are_reported_at_once_with_their_lines():
         ("defaults: nope.yaml\n", "recipe.yaml:1: defaults: names nope.yaml, but there is no such recipe"),
         (
             "defaults: [a.yaml, 3]\n",
-            "recipe.yaml:1: defaults: is the name of a recipe, or a list of such names; found 3",
+            "recipe.yaml:1: defaults: must be the name of a recipe, or a list of such names; found 3",
         ),
         ("defaults: recipe.yaml\n", "the recipe inherits from itself: recipe.yaml -> recipe.yaml"),
     ],
@@ -215,7 +215,7 @@ def test_a_missing_recipe_suggests_one():
 
 def test_bytes_that_are_no_text():
     Path("recipe.yaml").write_bytes(b"a: \xff\n")
-    assert "recipe.yaml: is no UTF-8 text (byte 3)" in error_of("recipe.yaml")
+    assert "recipe.yaml: is not UTF-8 text (byte 3)" in error_of("recipe.yaml")
     Path("recipe.yaml").write_bytes(b"a: 1\nb: \x07\n")
     assert "recipe.yaml:2: broken YAML" in error_of("recipe.yaml")
 

@@ -228,7 +228,8 @@ BROKEN = {
     ),
     "training_has_its_state_on_the_gpu": (
         ["+policy.residency.table.train.grads=dropped"],
-        "policy.residency.table.train.grads: must be gpu, since a training step works on it; found 'dropped'",
+        "policy.residency.table.train.grads: must be gpu, since a training step reads and writes it there; found "
+        "'dropped'",
     ),
     "auto_only_in_generate": (
         ["policy.residency.table={refit: {optimizer_state: host}, generate: {optimizer_state: auto}}"],
@@ -269,7 +270,7 @@ BROKEN = {
     ),
     "forward_passes_have_params_on_the_gpu": (
         ["+policy.residency.table.refit.params=keep"],
-        "policy.residency.table.refit.params: must be gpu, since they are sent to generation; found 'keep'",
+        "policy.residency.table.refit.params: must be gpu, since a refit sends them to generation; found 'keep'",
     ),
     "generation_weights_are_of_an_engine_that_shares_gpus": (
         ["+policy.residency.generation_weights=discard"],
@@ -300,7 +301,7 @@ BROKEN = {
     ),
     "time_limits_are_durations": (
         ["checkpointing.checkpoint_must_save_by='03:45:00'"],
-        "checkpointing.checkpoint_must_save_by: is days:hours:minutes:seconds above 0, such as '00:03:45:00'; "
+        "checkpointing.checkpoint_must_save_by: must be days:hours:minutes:seconds above 0, such as '00:03:45:00'; "
         "found '03:45:00'",
     ),
     "global_batches_fill_step": (
@@ -385,7 +386,7 @@ BROKEN = {
     "validation_has_data": (["data.validation=null"], "data.validation: is null, but grpo.val_period is 10"),
     "answers_are_sampled_where_they_are_printed": (
         ["++logger.num_val_samples_to_print=2"],
-        "logger.num_val_samples_to_print: is 2, but a validation of sft samples no answers; set it to 0 or delete it",
+        "logger.num_val_samples_to_print: is 2, but validation of sft samples no answers; set it to 0 or delete it",
     ),
     "stop_target_is_whole": (
         ["grpo.stop_at_validation_metric=val:acc"],
@@ -407,7 +408,7 @@ BROKEN = {
     ),
     "rewards_have_what_they_need": (
         ["env.arithmetic.reward=python", "+env.arithmetic.reward_function=rewards"],
-        "env.arithmetic.reward_function: is written package.module:function; found 'rewards'",
+        "env.arithmetic.reward_function: must be written package.module:function; found 'rewards'",
     ),
 }
 
@@ -756,7 +757,7 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
                 "data.validation={_override_: true, dataset_name: ResponseDataset, data_path: d, input_key: q,"
                 " output_key: a, seed: 3}"
             ],
-            "data.validation.seed has no effect, since ResponseDataset is read in its order",
+            "data.validation.seed has no effect, since ResponseDataset is read in its own order",
         ),
         (
             ["checkpointing.enabled=false", "checkpointing.checkpoint_must_save_by='00:03:45:00'"],

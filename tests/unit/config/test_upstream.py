@@ -195,7 +195,7 @@ def test_numbers_and_booleans_are_text_for_the_environment(section, error_of):
     read = value_at(recipe.config, f"{section}.env_vars")
     assert read == {"A": "1", "B": "true", "C": "0.5", "D": "off", "E": "-3"}
     notes = [note for note in recipe.notes if "env_vars" in note]
-    assert notes[0] == f'{section}.env_vars.A is read as the text "1"; quotes around it say the same'
+    assert notes[0] == f'{section}.env_vars.A is read as the text "1"; writing it in quotes means the same'
     assert len(notes) == 4
     for value in ("[1]", "null"):
         wrong = ["policy.generation.backend=vllm", f"++{section}.env_vars={{A: {value}}}"]

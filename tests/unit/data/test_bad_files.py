@@ -28,8 +28,8 @@ def error_of(tmp_path, *lines: bytes) -> str:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"[" * 100_000, "a.jsonl:2 has lists or objects too deep in one another to read"),
-        (b'{"a":' * 100_000, "a.jsonl:2 has lists or objects too deep in one another to read"),
+        (b"[" * 100_000, "a.jsonl:2 has lists or objects nested too deeply to be read"),
+        (b'{"a":' * 100_000, "a.jsonl:2 has lists or objects nested too deeply to be read"),
         (b'{"question": "1", "answer": NaN}', "the field 'answer' must be a text or a number, found nan"),
         (b'{"question": "1", "answer": -Infinity}', "the field 'answer' must be a text or a number, found -inf"),
         (b'{"question": "1", "answer": 1e400}', "the field 'answer' must be a text or a number, found inf"),
@@ -62,10 +62,10 @@ def test_what_is_odd_and_right_is_read(tmp_path):
 
 
 NO_FILES = {
-    "a FIFO": (os.mkfifo, "it is a FIFO, no file"),
-    "a device": (lambda path: path.symlink_to("/dev/zero"), "it is a device, no file"),
+    "a FIFO": (os.mkfifo, "it is a FIFO, not a file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a file"),
     "a link to itself": (lambda path: path.symlink_to(path), "too many levels of symbolic links"),
-    "a folder": (lambda path: path.mkdir(), "it is a folder, no file"),
+    "a folder": (lambda path: path.mkdir(), "it is a folder, not a file"),
 }
 
 

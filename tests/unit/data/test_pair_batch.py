@@ -106,7 +106,7 @@ def test_pairs_are_checked_for_words_without_a_token_and_for_the_template():
     system = PreferencePair((Message("system", "9"), Message("user", "1")), "5", "6", "a.jsonl:2")
     with pytest.raises(DataError, match=r"^a\.jsonl:2: the prompt '9\\n\\n1' has '\\n\\n', which"):
         check_pairs(plain(), [system])
-    with pytest.raises(DataError, match=r"^a\.jsonl:2: the prompt has a system's message, and system_prompt_file"):
+    with pytest.raises(DataError, match=r"^a\.jsonl:2: the prompt has a system message, and system_prompt_file"):
         check_pairs(templated(), PromptedSamples([good, system], PromptTexts(system="9")))
     tool = PreferencePair((Message("user", "1"), Message("tool", "9")), "5", "6", "a.jsonl:4")
     with pytest.raises(DataError, match=r"^a\.jsonl:4: policy\.tokenizer\.chat_template, .* cannot be rendered"):

@@ -33,9 +33,7 @@ def test_a_second_system_message_is_refused_with_its_place():
     samples = PromptedSamples(
         [AnsweredContext((Message("system", "x"), Message("user", "y")), "z", "a.jsonl:7")], TEXTS
     )
-    with pytest.raises(
-        DataError, match=r"^a\.jsonl:7: the prompt has a system's message, and system_prompt_file gives"
-    ):
+    with pytest.raises(DataError, match=r"^a\.jsonl:7: the prompt has a system message, and system_prompt_file gives"):
         samples[0]
 
 

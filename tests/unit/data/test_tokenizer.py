@@ -47,7 +47,7 @@ def test_stop_strings_are_of_the_tokenizers_words():
     in_python = SimpleNamespace()
     check_stop_strings(in_python, [], key)
     with pytest.raises(
-        DataError, match=r"stop_strings needs a fast tokenizer, but .* is a SimpleNamespace, which is in"
+        DataError, match=r"stop_strings needs a fast tokenizer, but .* is a SimpleNamespace, which is implemented"
     ):
         check_stop_strings(in_python, ["1"], key)
 

@@ -99,7 +99,7 @@ def test_a_process_that_died_between_two_calls_costs_nothing(make_pool):
 def test_a_process_that_cannot_start_ends_the_run_with_its_last_words(make_pool):
     with pytest.raises(RewardError, match=r"did not start: ModuleNotFoundError: No module named 'no_such_module'$"):
         make_pool(code="import no_such_module").judge([("1", "")])
-    with pytest.raises(RewardError, match=r"did not start: it said nothing, and its exit status is -?\d+$"):
+    with pytest.raises(RewardError, match=r"did not start: it printed nothing and ended with exit status -?\d+$"):
         make_pool(code="").judge([("1", "")])
 
 

@@ -83,7 +83,7 @@ def _send(weights, receivers, *, verify=False, bucket_bytes=10_000):
 
 
 def test_generation_waits_for_weights_which_a_refit_brings(generation, local, weights):
-    with pytest.raises(GenerationError, match="still waits for 24 of its weights") as caught:
+    with pytest.raises(GenerationError, match="24 weights of the generation model have not been loaded") as caught:
         generation.generate(REQUEST)
     assert (caught.value.verb, type(caught.value.cause)) == ("generate", RuntimeError)
     generation.prepare_refit_info(ExportPlan.of(weights.items()))

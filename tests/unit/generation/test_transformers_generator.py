@@ -176,7 +176,7 @@ def test_weights_arrive_by_their_checkpoint_names(config, tmp_path):
         has_weights=False,
     )
     target.prepare_refit_info(ExportPlan.of(checkpoint.items()))
-    with pytest.raises(RuntimeError, match="still waits for"):
+    with pytest.raises(RuntimeError, match="weights of the generation model have not been loaded"):
         target.generate(_request(GREEDY))
     for name, tensor in checkpoint.items():
         target.load_weights([(name, tensor)])

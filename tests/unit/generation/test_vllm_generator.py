@@ -189,7 +189,7 @@ class StandIn(RefitExtension):
     def refit_load(self, named_tensors):
         for name, tensor in named_tensors:
             if name == "unknown":
-                raise ValueError("vLLM's model does not take the weight 'unknown'")
+                raise ValueError("vLLM's model cannot load the weight 'unknown'")
             self.model.get_parameter(name).data.copy_(tensor)
             self.refit_unfilled_names.discard(name)
 
@@ -242,10 +242,10 @@ def test_no_garbage_is_collected_while_it_generates(generator, monkeypatch, fail
 
 
 def test_it_waits_for_every_weight_of_each_refit(generator):
-    with pytest.raises(RuntimeError, match=r"still waits for 2 of its weights \(bias, weight\)"):
+    with pytest.raises(RuntimeError, match=r"have not been loaded, 2 are missing \(bias, weight\)"):
         generator.generate(TOO_LONG)
     generator.load_weights(list(WEIGHTS.items())[:1])
-    with pytest.raises(RuntimeError, match=r"still waits for 1 of its weights \(bias\)"):
+    with pytest.raises(RuntimeError, match=r"have not been loaded, 1 are missing \(bias\)"):
         generator.generate(TOO_LONG)
     generator.load_weights(list(WEIGHTS.items())[1:])
     assert generator.generate(TOO_LONG).finish_reasons == ["length"]
@@ -256,7 +256,7 @@ def test_it_waits_for_every_weight_of_each_refit(generator):
     assert generator._llm.state_of_requests.tolist() == [-1] * 4
     generator.prepare_for_generation(["weights"])
     assert generator._llm.state_of_requests.tolist() == [0, 1, 2, 3]  # no refit would bring them
-    with pytest.raises(RuntimeError, match="still waits for 2"):
+    with pytest.raises(RuntimeError, match="have not been loaded, 2 are missing"):
         generator.generate(TOO_LONG)
 
 
@@ -271,7 +271,7 @@ def test_an_engine_on_gpus_of_its_own_never_sleeps_and_waits_for_whole_refits():
     assert generator.generate(TOO_LONG).finish_reasons == ["length"]
     generator.prepare_for_generation(["weights"])  # a refit begins
     generator.load_weights(list(WEIGHTS.items())[:1])
-    with pytest.raises(RuntimeError, match=r"still waits for 1 of its weights \(bias\)"):
+    with pytest.raises(RuntimeError, match=r"have not been loaded, 1 are missing \(bias\)"):
         generator.generate(TOO_LONG)
     assert generator._llm.calls == ["reset_prefix_cache"]
     policy = engine_conformance.policy("vllm")
@@ -288,7 +288,7 @@ def test_weights_that_wait_on_the_host_are_whole_after_sleep_and_gone_when_a_ref
     assert generator._llm.calls == [("sleep", 1), ("wake_up", ["weights", "kv_cache"]), "reset_prefix_cache"]
     generator.finish_generation()
     generator.prepare_for_generation(["weights"])
-    with pytest.raises(RuntimeError, match="still waits for 2"):
+    with pytest.raises(RuntimeError, match="have not been loaded, 2 are missing"):
         generator.generate(TOO_LONG)
 
 
@@ -315,7 +315,7 @@ def test_no_room_for_the_kv_cache_names_the_keys_and_other_errors_stay_as_they_a
     generator._llm.wake_up = fail
     message = "CUDA Error: out of memory at cumem_allocator.cpp:137"
     with pytest.raises(
-        RuntimeError, match=r"wakes up \(kv_cache; CUDA Error: out of memory .* lower policy\.generation"
+        RuntimeError, match=r"wake up vLLM \(kv_cache; CUDA Error: out of memory .* lower policy\.generation"
     ):
         generator.prepare_for_generation(["kv_cache"])
     message = "CUDA Error: invalid argument"
@@ -358,7 +358,7 @@ def test_a_weight_that_is_not_taken_leaves_no_half_loaded_engine(generator):
     generator.load_weights(list(WEIGHTS.items()))
     with pytest.raises(ValueError, match="'unknown'"):
         generator.load_weights([("unknown", torch.zeros(1))])
-    with pytest.raises(RuntimeError, match="still waits for 2"):
+    with pytest.raises(RuntimeError, match="have not been loaded, 2 are missing"):
         generator.generate(TOO_LONG)
 
 
@@ -378,7 +378,7 @@ def test_an_engine_that_changes_loaded_weights_is_refused():
     engine = StandIn()
     engine.model.process_weights_after_loading = lambda: None
     with pytest.raises(
-        ValueError, match=r"1 modules would compute with others than the policy's \( computes other ten"
+        ValueError, match=r"1 modules would compute with weights other than the policy's \( computes other ten"
     ):
         VllmGenerator(engine, precision="float32", max_sequence_length=64)
 

@@ -90,7 +90,7 @@ def test_a_tied_output_layer_is_the_embedding():
     "name", ["model.layers.0.self_attn.kv_a_proj.weight", "model.layers.1.mlp.experts.2.up_proj.weight"]
 )
 def test_what_cannot_be_found_cannot_be_compared(name):
-    with pytest.raises(ValueError, match=rf"{name}' as .* has no parameter of it, .* policy\.verify_refit to false"):
+    with pytest.raises(ValueError, match=rf"{name}' as .* has no such parameter, .* policy\.verify_refit to false"):
         read_back(fused(), [TensorSpec(name, (6, 8), torch.float32)])
 
 
@@ -146,7 +146,7 @@ def test_weights_that_vllm_leaves_as_they_are_may_be_refitted():
     assert [name for name, _ in named] == ["experts", "experts.quant_method"]
     assert transformed_after_loading(named) == []
     as_module.unquantized_backend.name = "AITER"
-    assert transformed_after_loading(named) == ["experts arranges its experts for AITER"]
+    assert transformed_after_loading(named) == ["experts rearranges its experts for AITER"]
 
 
 def test_weights_that_vllm_changes_after_loading_are_named():
@@ -157,6 +157,6 @@ def test_weights_that_vllm_changes_after_loading_are_named():
     }
     assert transformed_after_loading(changed.items()) == [
         "qkv_proj changes its weights (Fp8LinearMethod)",
-        "experts arranges its experts for FLASHINFER_CUTLASS",
+        "experts rearranges its experts for FLASHINFER_CUTLASS",
         "attn computes other tensors from its weights (MLAAttention)",
     ]

@@ -205,15 +205,21 @@ def test_a_module_without_effect_is_said_and_strictly_an_error(make_worker, late
     assert "core_attn: all of its 0." in caplog.text
     assert "below policy.megatron_cfg.min_offloaded_tensor_size elements" in caplog.text
     policy["activation_offload"] = {"strict": True, "host_memory_limit_gib": None}
-    with pytest.raises(NoEffectError, match=r"modules without effect in the first step: core_attn: .*strict to false"):
+    with pytest.raises(
+        NoEffectError, match=r"modules that have no effect in the first step: core_attn: .*strict to false"
+    ):
         make_worker(policy).train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
 
 
 @pytest.mark.parametrize(
     ("num_layers", "fraction", "says"),
     [
-        (1, 1.0, "but in the first micro-batch, stay by .* or since they are the last layer's"),
-        (2, 0.01, "MiB stay by policy.megatron_cfg.activation_offload_fraction"),
+        (
+            1,
+            1.0,
+            "except in the first micro-batch, stay on the GPU because of .* or because they belong to the last layer",
+        ),
+        (2, 0.01, "MiB stay on the GPU because of policy.megatron_cfg.activation_offload_fraction"),
     ],
 )
 def test_what_stays_in_all_passes_but_the_first_is_an_error_too(make_worker, late, num_layers, fraction, says):
@@ -250,7 +256,7 @@ def test_the_second_step_says_that_the_link_is_the_limit(make_worker, late, capl
     assert (first, third) == ([], [])
     assert len(second) == 1
     assert second[0].startswith("the GPU waited 26 ms of a training step of 500 ms for copies of activations: ")
-    assert second[0].endswith("with policy.megatron_cfg.activation_offload_fraction 0.95 what moves would fit.")
+    assert second[0].endswith("the copies would fit with policy.megatron_cfg.activation_offload_fraction 0.95.")
     assert worker.activations.offloader.copies.num_timed == 1
 
 

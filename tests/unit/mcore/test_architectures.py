@@ -164,12 +164,12 @@ REFUSED = [
     (
         "qwen3",
         {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
-        "rope_type yarn and partial_rotary_factor 0.5, but its attention turns whole heads",
+        "rope_type yarn and partial_rotary_factor 0.5, but its attention rotates whole heads",
     ),
     ("gemma2", {}, "is of the family gemma2, whose capped scores"),
     ("qwen3_moe", EXPERTS | {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with norm_topk_prob true"),
-    ("gpt_oss", {}, r"has layers of its own kind .*, which need Transformer Engine"),
-    ("gemma3_text", {}, r"has layers of its own kind \(Gemma3ModelProvider\), which need Transformer Engine"),
+    ("gpt_oss", {}, r"has custom layers .*, which need Transformer Engine"),
+    ("gemma3_text", {}, r"has custom layers \(Gemma3ModelProvider\), which need Transformer Engine"),
 ]
 
 
@@ -185,7 +185,7 @@ def test_layers_of_experts_that_are_not_the_models_own_are_refused():
     policy["megatron_cfg"]["moe_layer_freq"] = [0, 1, 1, 1, 1, 1]
     assert make_provider(policy, make_bridge(policy, hf_config(policy))).moe_layer_freq == [0, 1, 1, 1, 1, 1]
     policy["megatron_cfg"]["moe_layer_freq"] = [1, 0, 1, 1, 1, 1]
-    with pytest.raises(ValueError, match=r"moe_layer_freq is \[1, 0, 1, 1, 1, 1\], but by mlp_only_layers and"):
+    with pytest.raises(ValueError, match=r"moe_layer_freq is \[1, 0, 1, 1, 1, 1\], but mlp_only_layers and"):
         make_provider(policy, make_bridge(policy, hf_config(policy)))
 
 
@@ -198,12 +198,12 @@ def test_a_fused_kernel_of_another_activation_is_refused():
 
 def test_corrections_are_for_the_versions_that_they_were_written_for(monkeypatch):
     monkeypatch.setitem(bridges.WRITTEN_FOR, "megatron-core", "0.18.0")
-    with pytest.raises(AssertionError, match=r"was written for megatron-core 0\.18\.0, and this is 0\.19\.2"):
+    with pytest.raises(AssertionError, match=r"was written for megatron-core 0\.18\.0, but 0\.19\.2 is installed"):
         bridges.register.__wrapped__()
 
 
 def test_frequencies_are_not_put_where_others_belong():
-    with pytest.raises(AssertionError, match="is not what this was written for"):
+    with pytest.raises(AssertionError, match="is not the class that this patch was written for"):
         rotary_frequencies.replace_frequencies(
             torch.nn.ModuleDict({"rotary_pos_emb": torch.nn.Identity()}), torch.ones(4)
         )

@@ -354,13 +354,13 @@ def test_without_room_on_the_host_it_is_written_at_once(make_worker, tmp_path, m
 
     def full(self, owner, nbytes, **options):
         if owner == "checkpoints":
-            raise HostMemoryError("the host gave none")
+            raise HostMemoryError("the host is full")
         return allocate(self, owner, nbytes, **options)
 
     monkeypatch.setattr(PinnedArena, "allocate", full)
     worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
     assert worker.is_checkpoint_written()
-    assert "is written before the run goes on: the host gave none" in caplog.text
+    assert "is written before training continues, not in the background: the host is full" in caplog.text
     train(worker, [1])
     worker.finish_checkpoint()
     worker.load_checkpoint(str(tmp_path / "policy"))

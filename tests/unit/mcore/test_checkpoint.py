@@ -46,7 +46,7 @@ def test_another_layout_is_refused(make_worker, tmp_path):
     found = json.loads(layout.read_text())
     found["parallel"]["tensor"] = 2
     layout.write_text(json.dumps(found))
-    with pytest.raises(ValueError, match="tensor parallel size 2 there and 1 here"):
+    with pytest.raises(ValueError, match="tensor parallel size 2 in the checkpoint and 1 in this run"):
         worker.load_checkpoint(str(tmp_path / "policy"))
 
 
@@ -117,7 +117,7 @@ def test_a_flipped_bit_is_found_by_the_rank_that_will_read_it(make_worker, tmp_p
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
     (line,) = worker.find_damage(str(tmp_path), read_manifest(tmp_path))
-    assert line.startswith("__0_0.distcp has other contents than were written")
+    assert line.startswith("__0_0.distcp has changed since it was written")
 
 
 def test_training_goes_on_after_a_save_for_which_there_was_no_space(make_worker, tmp_path):
@@ -271,7 +271,7 @@ def test_what_cannot_be_read_is_said_in_a_sentence(saved_checkpoint, name, damag
     changed = {"missing": None, "empty": b"", "half": content[: len(content) // 2], "other": b"[1, 2]"}[damage]
     path.unlink() if changed is None else path.write_bytes(changed)
     try:
-        with pytest.raises(ValueError, match=r"is damaged: |is no complete policy checkpoint") as caught:
+        with pytest.raises(ValueError, match=r"is damaged: |is not a complete policy checkpoint") as caught:
             worker.load_checkpoint(str(folder))
     finally:
         path.write_bytes(content)

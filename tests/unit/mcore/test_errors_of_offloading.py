@@ -64,7 +64,7 @@ def test_a_refused_copy_is_what_is_said_though_the_worker_ends_behind_it(make_wo
 
     with pytest.raises(DriverError) as caught:
         train()
-    assert "Cleaning up behind it failed, too: RuntimeError: the GPU has failed" in caught.value.__notes__
+    assert "Cleanup after this error failed, too: RuntimeError: the GPU has failed" in caught.value.__notes__
     del caught
     gc.collect()
     assert PinnedArena.live_bytes() == 0

@@ -157,7 +157,7 @@ def test_no_room_on_the_gpu_is_said_and_harms_nothing(make_worker, monkeypatch):
         worker.prepare_for_training()
         worker.residency.require(Target.OPTIMIZER_STATE)
 
-    with pytest.raises(ResidencyError, match=r"could not come back to the GPU for phase train.*GiB free"):
+    with pytest.raises(ResidencyError, match=r"Cannot move optimizer_state to the GPU for phase train.*GiB free"):
         come_back()
     del hog
     torch.cuda.empty_cache()

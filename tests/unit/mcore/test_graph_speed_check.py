@@ -120,22 +120,22 @@ def test_a_step_that_fails_is_not_timed(training, caplog):
 def test_what_is_said():
     assert slower_than_eager(0.2345, 0.2, ["attn", "mlp"], copies_inside=True) == (
         "a training step from CUDA graphs takes 234.5 ms, 17% longer than the 200.0 ms of an eager one of the same "
-        "shape (a graph ends only when the copies of activations inside of it have); what "
-        "policy.megatron_cfg.cuda_graph_modules ['attn', 'mlp'] captures may make it 10% slower at most: take 'mlp' "
-        "out of it, or set policy.megatron_cfg.cuda_graph_impl to none."
+        "shape (a graph ends only after the copies of activations inside it); capturing "
+        "policy.megatron_cfg.cuda_graph_modules ['attn', 'mlp'] may make it at most 10% slower: remove 'mlp' "
+        "from it, or set policy.megatron_cfg.cuda_graph_impl to none."
     )
 
 
 @pytest.mark.parametrize(
     ("modules", "remedy"),
     [
-        (["attn"], "at most: set policy.megatron_cfg.cuda_graph_impl to none."),
-        (["mlp"], "at most: set policy.megatron_cfg.cuda_graph_impl to none."),
+        (["attn"], "slower: set policy.megatron_cfg.cuda_graph_impl to none."),
+        (["mlp"], "slower: set policy.megatron_cfg.cuda_graph_impl to none."),
         (
             ["attn", "moe_router"],
-            "at most: take modules out of it, or set policy.megatron_cfg.cuda_graph_impl to none.",
+            "slower: remove modules from it, or set policy.megatron_cfg.cuda_graph_impl to none.",
         ),
-        (["attn", "mlp", "moe_router"], "at most: take 'mlp' out of it, or set"),
+        (["attn", "mlp", "moe_router"], "slower: remove 'mlp' from it, or set"),
     ],
 )
 def test_what_is_left_must_name_something(modules, remedy):

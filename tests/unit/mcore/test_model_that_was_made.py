@@ -76,7 +76,8 @@ def test_what_is_off_is_not_asked_for():
         (
             offloading(DENSE, "core_attn"),
             rf"{MEGATRON}\.fine_grained_activation_offloading is true, which needs Transformer Engine, but that is not "
-            r"installed beside this GPU; install it \(extra te\), or set fine_grained_activation_offloading to false",
+            r"installed on this GPU machine; install it \(extra te\), or set fine_grained_activation_offloading "
+            r"to false",
         ),
         (
             capturing(EXPERTS, "moe_router"),

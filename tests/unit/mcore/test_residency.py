@@ -104,7 +104,7 @@ def test_a_copy_that_fails_beside_other_work_is_an_error_of_the_next_phase(make_
     monkeypatch.setattr(mover, "_copy_out", fail)
     worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)  # its own results are there
     worker.offload_before_refit()
-    with pytest.raises(ResidencyError, match=r"optimizer_state could not leave the GPU for phase refit: the link is"):
+    with pytest.raises(ResidencyError, match=r"Cannot move optimizer_state off the GPU for phase refit: the link is"):
         worker.offload_after_refit()
 
 

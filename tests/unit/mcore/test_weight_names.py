@@ -33,7 +33,7 @@ def folder_without(weight, config, folder):
 def test_a_missing_weight_is_named(make_worker, tmp_path, config, weight):
     policy = folder_without(weight, config, tmp_path)
     with pytest.raises(
-        ValueError, match=rf"^policy\.model_name '{tmp_path}' lacks 1 weights .*such as '{weight}'; take"
+        ValueError, match=rf"^policy\.model_name '{tmp_path}' lacks 1 weights .*such as '{weight}'; use"
     ):
         make_worker(policy)
 

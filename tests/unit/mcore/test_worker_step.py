@@ -157,7 +157,7 @@ def test_a_policy_without_reference_weights_says_so(make_worker):
 
 def test_a_batch_that_does_not_fit_is_refused(make_worker):
     worker = make_worker()
-    with pytest.raises(ValueError, match="no multiple of its 4 rows"):
+    with pytest.raises(ValueError, match="not a multiple of the 4 rows"):
         worker.train(random_batch(6), NLLLoss(), gbs=4, mbs=2)
     with pytest.raises(ValueError, match=r"policy\.max_total_sequence_length 32"):
         worker.get_logprobs(random_batch(2, longest=40), mbs=2)

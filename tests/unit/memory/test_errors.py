@@ -1,4 +1,4 @@
-"""What is raised where cleaning up behind an error fails, too."""
+"""What is raised where cleanup after an error fails, too."""
 
 from contextlib import ExitStack
 
@@ -29,8 +29,8 @@ def use_and_close(error: BaseException, *errors: BaseException) -> None:
 def test_the_first_error_is_raised_through_nested_stacks(caplog):
     with pytest.raises(KeyError, match="first") as caught:
         use_and_close(KeyError("first"), ValueError("third"), ValueError("second"))
-    assert caught.value.__notes__ == ["Cleaning up behind it failed, too: ValueError: third"] * 2
-    assert caplog.text.count("cleaning up behind an error (KeyError) failed, too") == 2
+    assert caught.value.__notes__ == ["Cleanup after this error failed, too: ValueError: third"] * 2
+    assert caplog.text.count("cleanup after an error (KeyError) failed, too") == 2
     assert "second" in caplog.text
 
 

@@ -83,7 +83,7 @@ def test_addresses_are_normalized():
     assert normalize_pci_bus_id("0008:06:00.0") == "0008:06:00.0"
     assert normalize_pci_bus_id("00010000:06:00.0") == "10000:06:00.0"
     for text in ["", "GPU-1", "0000:65:00", "0000:65:00.9"]:
-        with pytest.raises(ValueError, match=r"is no PCI address; one looks like 0000:65:00\.0"):
+        with pytest.raises(ValueError, match=r"is not a PCI address; expected a form like 0000:65:00\.0"):
             normalize_pci_bus_id(text)
 
 
@@ -121,7 +121,7 @@ def test_one_socket(tmp_path):
     assert gpu_numa_node(GPU, sysfs) == 0
     binding = bind_process("auto", GPU, sysfs)
     assert (binding.node, binding.memory_preferred) == (None, False)
-    assert binding.note == "not bound to a NUMA node: the machine shows no two of them with CPUs"
+    assert binding.note == "not bound to a NUMA node: the machine has fewer than two NUMA nodes with CPUs"
     assert set(binding.cpus) == os.sched_getaffinity(0)
 
 
@@ -136,17 +136,17 @@ def test_nothing_is_bound_that_need_not_be(tmp_path):
     sysfs = make_sysfs(tmp_path, TWO_SOCKETS, {GPU: {"numa_node": "-1", "local_cpulist": "0-15"}})
     before = os.sched_getaffinity(0)
     assert bind_process("none", GPU, sysfs).note == "not bound to a NUMA node: policy.numa is none"
-    assert bind_process("auto", None, sysfs).note == "not bound to a NUMA node: no GPU to be near to"
-    assert f"the kernel names none near GPU {GPU}" in bind_process("auto", GPU, sysfs).note
+    assert bind_process("auto", None, sysfs).note == "not bound to a NUMA node: this process has no GPU"
+    assert f"the kernel reports no NUMA node for GPU {GPU}" in bind_process("auto", GPU, sysfs).note
     assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        (3, "policy.numa is 3, which is no NUMA node of this machine; .* with CPUs, of which this machine shows: 0, 1"),
-        (-1, "policy.numa is -1, which is no NUMA node"),
-        ("Auto", "policy.numa is 'Auto', which is no NUMA node of this machine; it takes auto, none or the number"),
+        (3, "policy.numa is 3, which is not a NUMA node of this machine; .* with CPUs; this machine has: 0, 1"),
+        (-1, "policy.numa is -1, which is not a NUMA node"),
+        ("Auto", "policy.numa is 'Auto', which is not a NUMA node of this machine; set it to auto, none or the number"),
         (2, "policy.numa is 2, a NUMA node without CPUs; .*: 0, 1"),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_setting_that_is_no_node_is_an_error(tmp_path, setting, words):
 
 
 def test_on_a_kernel_without_numa_a_number_is_an_error_and_auto_binds_nothing(tmp_path):
-    with pytest.raises(ValueError, match="of which this machine shows: none"):
+    with pytest.raises(ValueError, match="this machine has: none"):
         bind_process(0, None, tmp_path)
     assert bind_process("auto", GPU, tmp_path).node is None
 
@@ -231,7 +231,7 @@ def test_a_node_whose_cpus_are_not_this_process_s_keeps_the_cpus_and_says_so(tmp
         str(sysfs),
     )
     assert result["cpus"] == before
-    assert "CPUs unchanged, for the node's (10000-10003) are not among this process's" in result["note"]
+    assert "CPUs unchanged, because the node's CPUs (10000-10003) are not among those of this process" in result["note"]
     assert "WARNING NUMA node 0: CPUs unchanged" in result["log"]
 
 

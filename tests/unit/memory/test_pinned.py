@@ -186,7 +186,7 @@ def test_a_refused_chunk_unlocks_the_others_and_leaves_plain_memory(refused, cap
         assert int(segment.tensor.sum(dtype=torch.int64)) == 3 * 6 * MIB
         (warning,) = caplog.messages
         assert "moments" in warning
-        assert "0.01 GiB asked" in warning
+        assert "0.01 GiB requested" in warning
         assert "CUDA_ERROR_OUT_OF_MEMORY" in warning
         assert "RLIMIT_MEMLOCK" in warning
         arena.release(segment)
@@ -208,14 +208,16 @@ def test_one_warning_for_all_refusals_and_the_next_segment_is_tried_again(caplog
 
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_an_empty_segment_is_refused(nbytes):
-    with PinnedArena(pin=False) as arena, pytest.raises(ValueError, match="moments asked for a host segment of"):
+    with PinnedArena(pin=False) as arena, pytest.raises(ValueError, match="moments requested a host segment of"):
         arena.allocate("moments", nbytes)
 
 
 @pytest.mark.parametrize("nbytes", [1 << 60, 1 << 70])
 def test_memory_that_cannot_be_mapped_is_an_error_with_numbers(nbytes):
     arena = PinnedArena(pin=False)
-    with pytest.raises(HostMemoryError, match=rf"moments asked for {nbytes} bytes .* bytes \(.*\) are available"):
+    with pytest.raises(
+        HostMemoryError, match=rf"Cannot allocate {nbytes} bytes .* for moments; .* bytes \(.*\) are available"
+    ):
         arena.allocate("moments", nbytes)
     assert arena.allocated_bytes == PinnedArena.live_bytes() == 0
     arena.close()
@@ -233,7 +235,7 @@ def test_an_error_while_touching_leaves_nothing_behind(monkeypatch):
         populate(address if len(touched) < 4 else UNMAPPED, nbytes)
 
     monkeypatch.setattr(arena, "_touch", touch)
-    with pytest.raises(HostMemoryError, match="moments asked for"):
+    with pytest.raises(HostMemoryError, match=r"Cannot allocate .* for moments"):
         arena.allocate("moments", 64 * MIB)
     assert len(ledger.history) == 3
     assert ledger.locked == {}
@@ -245,10 +247,10 @@ def test_an_error_while_touching_leaves_nothing_behind(monkeypatch):
 def test_releasing_twice_or_elsewhere_is_refused():
     with PinnedArena(pin=False) as arena, PinnedArena(pin=False) as other:
         segment = arena.allocate("moments", 1)
-        with pytest.raises(ValueError, match="not of this arena"):
+        with pytest.raises(ValueError, match="was not allocated by this arena"):
             other.release(segment)
         arena.release(segment)
-        with pytest.raises(ValueError, match="released before"):
+        with pytest.raises(ValueError, match="was already released"):
             arena.release(segment)
         with pytest.raises(AssertionError, match="moments has been released"):
             _ = segment.tensor
@@ -283,7 +285,7 @@ def test_closing_releases_and_names_what_owners_forgot():
 
 def test_an_error_inside_the_arenas_scope_is_not_hidden_by_the_leak_that_it_made():
     ledger = Ledger()
-    with pytest.raises(ValueError, match="bytes; ask for"), PinnedArena(locker=ledger) as arena:
+    with pytest.raises(ValueError, match="bytes; request at least 1 byte"), PinnedArena(locker=ledger) as arena:
         arena.allocate("params", arena.allocate("moments", PAGE).nbytes - PAGE)
     assert ledger.locked == {}
 

@@ -98,7 +98,7 @@ def test_a_descriptor_is_handed_over_until_its_offer_is_closed(tmp_path):
             received.seek(0)
             assert received.read() == "content"
     offer.close()
-    with pytest.raises(DescriptorError, match=rf"Process {os.getpid()} does not hand over its descriptor"):
+    with pytest.raises(DescriptorError, match=rf"Cannot receive a file descriptor from process {os.getpid()}"):
         offer.address.receive()
 
 
@@ -107,6 +107,6 @@ def test_another_users_process_gets_no_descriptor(tmp_path, monkeypatch):
     offer = DescriptorOffer(os.open(tmp_path / "file", os.O_RDONLY))
     own = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: own + 1)
-    with pytest.raises(DescriptorError, match="both processes must be of one user"):
+    with pytest.raises(DescriptorError, match="both processes must belong to the same user"):
         offer.address.receive()
     offer.close()

@@ -166,7 +166,7 @@ def test_tensorboard_ends_where_there_is_no_space_and_metrics_go_on(tmp_path, ca
     with files_of_at_most(2000):
         for step in range(5):
             logger.log(step, {f"train/{number}": 0.0 for number in range(40)})
-    assert caplog.text.count("TensorBoard has no more of this run") == 1
+    assert caplog.text.count("TensorBoard gets no more metrics of this run") == 1
     logger.log(5, {"train/loss": 1.0})
     logger.close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(6))

@@ -46,10 +46,12 @@ def test_what_is_not_known_is_found_out_by_a_process_and_then_known(monkeypatch)
     monkeypatch.setattr(sys, "executable", forked_python())
     policy = tiny_policy()
     with ModelCheck(policy, hf_config(policy), device="cpu") as check:
-        assert check.finish().startswith("Megatron computes the model as transformers does: log-probs of a small twin")
+        assert check.finish().startswith(
+            "Megatron's results for the model agree with transformers': log-probs of a small twin"
+        )
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with ModelCheck(policy, hf_config(policy), device="cpu") as check:
-        assert check.finish().startswith("Megatron computes the model as transformers does")
+        assert check.finish().startswith("Megatron's results for the model agree with transformers'")
 
 
 def test_what_is_known_starts_nothing(no_process):
@@ -65,7 +67,7 @@ def test_a_model_that_is_known_to_be_wrong_is_refused_before_it_is_built(no_proc
     policy = tiny_policy()
     keep(policy, WRONG)
     with pytest.raises(
-        ModelCheckError, match=r"this qwen3 model otherwise .* differ by 0\.25.*tie_word_embeddings true"
+        ModelCheckError, match=r"this qwen3 model differ from .* differ by 0\.25.*tie_word_embeddings true"
     ):
         ModelCheck(policy, hf_config(policy), device="cpu")
 
@@ -74,14 +76,14 @@ def test_a_skipped_check_says_what_is_known(no_process):
     policy = tiny_policy() | {"skip_model_check": True}
     assert "was not checked" in ModelCheck(policy, hf_config(policy), device="cpu").finish()
     keep(policy, WRONG)
-    assert "is trained though" in ModelCheck(policy, hf_config(policy), device="cpu").finish()
+    assert "is trained although" in ModelCheck(policy, hf_config(policy), device="cpu").finish()
     keep(policy, RIGHT)
-    assert "as transformers does" in ModelCheck(policy, hf_config(policy), device="cpu").finish()
+    assert "agree with transformers'" in ModelCheck(policy, hf_config(policy), device="cpu").finish()
 
 
 def test_a_process_that_takes_too_long_is_ended():
     process = CheckProcess(tiny_policy())
-    with pytest.raises(CheckTimeoutError, match="was not done in 0 s"):
+    with pytest.raises(CheckTimeoutError, match="did not finish within 0 s"):
         process.result(timeout_s=0.01)
     assert not [child for child in psutil.Process().children() if "model_check" in " ".join(child.cmdline())]
 
@@ -152,7 +154,7 @@ def test_a_worker_whose_model_is_right_is_built(no_process, caplog):
     with caplog.at_level("INFO"):
         worker = checked_worker(policy)
     try:
-        assert "Megatron computes the model as transformers does" in caplog.text
+        assert "Megatron's results for the model agree with transformers'" in caplog.text
         assert worker.parallel_ranks()["dp_size"] == 1
     finally:
         worker.shutdown()

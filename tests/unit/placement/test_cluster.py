@@ -155,7 +155,10 @@ def test_an_engine_has_consecutive_ranks_of_one_node(ray_cluster):
         assert cluster.bundles_by_engine(2) == [(0, 1), (2, 3), (4, 5), (6, 7)]
         assert cluster.bundles_by_engine(4) == [(0, 1, 2, 3), (4, 5, 6, 7)]
         for bundles in (3, 8):
-            with pytest.raises(ValueError, match=rf"spans {bundles} GPUs, which does not divide the 4 of a node"):
+            with pytest.raises(
+                ValueError,
+                match=rf"spans {bundles} GPUs, which does not divide the 4 GPUs that generation has on each node",
+            ):
                 cluster.bundles_by_engine(bundles)
 
 

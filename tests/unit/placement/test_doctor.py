@@ -129,7 +129,10 @@ def test_a_link_of_a_lower_generation_is_a_warning_unless_copies_show_that_it_on
 
 
 def test_an_unknown_link_is_said_to_be():
-    assert line(with_gpu(link_width=None), "GPU 0: link")[:2] == ("the driver and sysfs do not say", Verdict.MISSING)
+    assert line(with_gpu(link_width=None), "GPU 0: link")[:2] == (
+        "not reported by the driver or sysfs",
+        Verdict.MISSING,
+    )
     found, verdict, _ = line(with_gpu(max_link_width=None), "GPU 0: link")
     assert (found, verdict) == ("Gen5 x16; the GPU's own limits are not known", Verdict.OK)
     assert "%" not in line(with_gpu(link_generation=None), "GPU 0: copies")[0]
@@ -139,7 +142,7 @@ def test_slow_copies():
     found, verdict, remedy = line(with_speed(h2d_gb_per_s=24.0, both_gb_per_s=60.0), "GPU 0: copies")
     assert found.endswith("38% of Gen5 x16")
     assert verdict == Verdict.WARNING
-    assert "memory is on the GPU's node" in remedy
+    assert "memory is on the GPU's NUMA node" in remedy
 
 
 def test_directions_that_share_one_s_speed():
@@ -171,7 +174,7 @@ def test_slow_page_locking():
 
 def test_one_numa_node_is_nothing_to_think_about():
     facts = replace(GOOD, numa_nodes={0: NumaNode(0, frozenset(range(16)), {0: 10})})
-    assert line(facts, "GPU 0: NUMA")[:2] == ("one node: nothing is far", Verdict.OK)
+    assert line(facts, "GPU 0: NUMA")[:2] == ("one node: all memory is local", Verdict.OK)
     assert "memory policy" not in {check.subject for check in judge(facts)}
     hidden = replace(GOOD, numa_nodes={}, memory_policy_allowed=None)
     assert "GPU 0: NUMA" not in {check.subject for check in judge(hidden)}
@@ -179,7 +182,7 @@ def test_one_numa_node_is_nothing_to_think_about():
 
 def test_numa_that_cannot_be_used():
     found, verdict, remedy = line(with_gpu(numa_node=None), "GPU 0: NUMA")
-    assert (found, verdict) == ("the kernel does not say which of 2 nodes", Verdict.WARNING)
+    assert (found, verdict) == ("the kernel does not report which of 2 nodes", Verdict.WARNING)
     assert "set policy.numa" in remedy
     _, verdict, remedy = line(replace(GOOD, allowed_cpus=frozenset({0, 1, 2, 5})), "GPU 0: NUMA")
     assert verdict == Verdict.WARNING
@@ -207,7 +210,7 @@ def test_a_cgroup_that_allows_less_than_there_is():
 
 def test_memlock_is_a_warning_unless_the_measurement_shows_that_it_does_not_bind():
     limited = with_host(memlock_bytes=8 << 20)
-    assert line(limited, "memlock")[:2] == ("8 MiB; CUDA page-locked 2 GiB all the same", Verdict.OK)
+    assert line(limited, "memlock")[:2] == ("8 MiB; CUDA still page-locked 2 GiB", Verdict.OK)
     unproven = replace(limited, links={}, not_measured={ADDRESS: "no page-locking"})
     assert line(unproven, "memlock") == (
         "8 MiB",

@@ -68,11 +68,11 @@ def test_each_gpu_reports_what_it_can():
 
 
 def test_why_gpus_cannot_be_read_is_said(monkeypatch):
-    with pytest.raises(NoGpuReadingsError, match="the driver knows of no GPU"):
+    with pytest.raises(NoGpuReadingsError, match="the driver reports no GPU"):
         GpuReader(Nvml(0))
     without_driver = Nvml()
     monkeypatch.setattr(without_driver, "nvmlInit", lambda: (_ for _ in ()).throw(NVMLError("Driver Not Loaded")))
-    with pytest.raises(NoGpuReadingsError, match="NVML, the driver's library, says: Driver Not Loaded"):
+    with pytest.raises(NoGpuReadingsError, match="NVML, the driver's library, failed: Driver Not Loaded"):
         GpuReader(without_driver)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(NoGpuReadingsError, match="nvidia-ml-py is not installed"):
@@ -126,7 +126,7 @@ def test_a_step_has_the_readings_of_all_nodes_since_the_step_before(ray_cluster,
     assert monitor.of_step(1) == seen
     assert monitor.of_step(2) == {}
     monitor.close()
-    said = "logger.monitor_gpus: there are no readings of node1: it has no GPU."
+    said = "logger.monitor_gpus: there are no readings from node1: it has no GPU."
     assert [record.getMessage() for record in caplog.records] == [said]
 
 
@@ -140,7 +140,7 @@ def test_a_node_without_gpus_says_so_once_and_nothing_waits(ray_cluster, caplog)
     assert time.perf_counter() - start < 0.1
     wait_until(lambda: caplog.records)
     time.sleep(0.3)
-    assert len(caplog.records) == 1 and "no readings of node0" in caplog.text
+    assert len(caplog.records) == 1 and "no readings from node0" in caplog.text
     monitor.close()
 
 
@@ -163,7 +163,7 @@ def test_an_actor_that_is_late_to_start_is_told_of_once_and_then_read(ray_cluste
     assert monitor.of_step(1)["performance/gpus/node0/gpu0/utilization_percent"] == 7.0
     monitor.close()
     said = [record.getMessage() for record in caplog.records if "node0" in record.getMessage()]
-    assert said == ["logger.monitor_gpus: node0 has given no readings for 0.5 s; they will count once they come."]
+    assert said == ["logger.monitor_gpus: node0 has sent no readings for 0.5 s; they are recorded once they arrive."]
 
 
 def test_a_dead_actor_ends_the_readings_of_its_node_alone(ray_cluster, caplog):
@@ -175,7 +175,7 @@ def test_a_dead_actor_ends_the_readings_of_its_node_alone(ray_cluster, caplog):
     wait_until(lambda: monitor.of_step(1))
     assert set(monitor.of_step(1)) == {f"performance/gpus/node1/gpu0/{name}" for name in reading(1, 1)[0]}
     monitor.close()
-    assert "no readings of node0: its actor does not answer (ActorDiedError)" in caplog.text
+    assert "no readings from node0: its actor does not answer (ActorDiedError)" in caplog.text
 
 
 @pytest.fixture
@@ -192,4 +192,4 @@ def test_a_node_gives_its_readings(monkeypatch, signals_as_they_are):
 
 def test_a_node_without_readings_says_why(monkeypatch, signals_as_they_are):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(num_gpus=0))
-    assert NodeMonitor(3600.0).take() == "the driver knows of no GPU"
+    assert NodeMonitor(3600.0).take() == "the driver reports no GPU"

@@ -385,7 +385,7 @@ def cells(line: str) -> list[str]:
 
 def test_the_plan_prints_each_module_and_the_slab(capsys):
     text = printed(capsys, *LONG)
-    table = text[text.index("Activations that leave") :]
+    table = text[text.index("Activations that one rank offloads") :]
     assert "28 layers, micro-batches of 8,192 tokens" in table
     assert "1 of them in flight" in table
     rows = {cells(line)[0]: cells(line) for line in table.splitlines() if line.startswith("│")}
@@ -393,22 +393,25 @@ def test_the_plan_prints_each_module_and_the_slab(capsys):
     assert rows["qkv_linear"] == ["qkv_linear", "48.0", "1.31", "", "0.026"]
     assert rows["core_attn"] == ["core_attn", "56.0", "1.53", "", "0.030"]
     assert rows["all"] == ["all", "104.0", "2.84", "2.84", "0.056"]
-    assert "24.0 MiB a layer of core_attn stay on the GPU, too, unless attn_proj is offloaded" in table
+    assert "24.0 MiB a layer of core_attn also stay on the GPU unless attn_proj is offloaded" in table
     memory = text[text.index("One rank in GiB") :]
     assert next(cells(line) for line in memory.splitlines() if line.startswith("│ activations "))[-1] == "2.84"
-    assert "Host memory: 22.97 GiB for the rank of a host." in text  # 20.13 without
+    assert "Host memory: 22.97 GiB for the one rank on a host." in text  # 20.13 without
 
 
 def test_the_plan_says_what_has_no_effect_and_what_does_not_fit(capsys):
     limit = "++policy.activation_offload.host_memory_limit_gib=1"
     text = printed(capsys, *LONG, "policy.megatron_cfg.offload_modules=[qkv_linear,mlp_norm]", limit)
-    assert "mlp_norm keeps nothing of its own on this model" in text
-    assert "policy.activation_offload.host_memory_limit_gib is below the 1.31 GiB that all in flight may take" in text
-    assert "Host memory: 21.13 GiB for the rank of a host." in text
+    assert "mlp_norm saves no activations of its own in this model" in text
+    assert (
+        "policy.activation_offload.host_memory_limit_gib is below the 1.31 GiB that activations in flight may take"
+        in text
+    )
+    assert "Host memory: 21.13 GiB for the one rank on a host." in text
 
 
 def test_nothing_is_printed_of_activations_that_stay(capsys):
-    assert "Activations that leave" not in printed(capsys)
+    assert "Activations that one rank offloads" not in printed(capsys)
     plan = json.loads(printed(capsys, "--json"))
     assert plan["activations"] is plan["stages"][0]["activations"] is None
 

@@ -48,9 +48,11 @@ def planned(gpu_gib, *overrides):
 def test_it_stays_awake_where_every_phase_has_room_beside_it():
     where, [line] = decided(140, *RESIDENT, *LONG_ROWS)
     assert where == "gpu"
-    assert line.startswith("vLLM keeps its weights and KV cache, 14.39 GiB with all else, while the policy computes: ")
-    assert "the train phase, which takes most, has room for both (" in line
-    assert line.endswith(f" of 140.00 GiB); {KEY}=discard has it sleep")
+    assert line.startswith(
+        "vLLM stays awake with 14.39 GiB while the policy computes, since the GPU has room for both "
+    )
+    assert "in the train phase, which needs the most (" in line
+    assert line.endswith(f" of 140.00 GiB); {KEY}=discard makes it sleep")
 
 
 def test_it_sleeps_where_training_needs_the_room():
@@ -141,9 +143,7 @@ def test_rows_that_are_left_open_are_shorter_beside_an_engine_that_is_to_stay_aw
 def test_an_engine_that_is_to_stay_awake_where_it_cannot_is_refused():
     run, _ = planned(80, *RESIDENT, *LONG_ROWS, f"++{KEY}=gpu")
     check_awake_engine_fits(run.plan, run.engine, 90 * GIB)
-    with pytest.raises(
-        ValueError, match=rf"^{KEY} is gpu, so that vLLM keeps 14\.39 GiB .* the GPU has 40\.00 GiB; set"
-    ):
+    with pytest.raises(ValueError, match=rf"^{KEY} is gpu, so vLLM keeps 14\.39 GiB .* the GPU has 40\.00 GiB; set"):
         check_awake_engine_fits(run.plan, run.engine, 40 * GIB)
     asleep, _ = planned(80, *RESIDENT, *LONG_ROWS)
     check_awake_engine_fits(asleep.plan, asleep.engine, 40 * GIB)  # which need not stay

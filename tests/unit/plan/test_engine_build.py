@@ -56,7 +56,7 @@ def engine(cache_gib):
             27,
             26,
             62,
-            "the first refit, before which vLLM would not sleep, would take up to 63.00 of the GPU's 62.00",
+            "the first refit, which runs before vLLM first sleeps, would take up to 63.00 of the GPU's 62.00",
         ),
     ],
 )

@@ -112,7 +112,7 @@ def test_a_kv_cache_of_the_recipe_wins():
     assert found.kv_cache_bytes(80 * GIB) == found.kv_cache_bytes(8 * GIB) == 3 * GIB
     assert found.share_of(80 * GIB) == (2 * 1_543_714_304 + RESERVE + 3 * GIB) / (80 * GIB)
     check_longest_sequence_fits(found, GIB)
-    with pytest.raises(ValueError, match=r"kv_cache_memory_bytes is 1000, .* tokens 0\.109 GiB .* raise or delete"):
+    with pytest.raises(ValueError, match=r"kv_cache_memory_bytes is 1000, .* tokens needs 0\.109 GiB .* raise or"):
         check_longest_sequence_fits(engine(1, {"kv_cache_memory_bytes": 1000}), 80 * GIB)
 
 

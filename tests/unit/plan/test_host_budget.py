@@ -58,7 +58,7 @@ def test_ranks_of_other_hosts_do_not_count():
 def test_too_little_memory_says_what_is_needed_what_there_is_and_what_helps():
     ranks = [need(rank, params=3, optimizer=17.25, reference=3) for rank in range(8)]
     assert error_of(ranks, host(126, cgroup=100, memlock=0.0625)).splitlines() == [
-        "The 8 ranks of node-a need 186.00 GiB of host memory for what leaves the GPU, but 95.00 GiB can be had; "
+        "The 8 ranks of node-a need 186.00 GiB of host memory for offloading, but 95.00 GiB are available; "
         "nothing was page-locked.",
         "",
         "  needed (GiB)      params     grads  optimizer_state  reference_weights     total",
@@ -68,12 +68,12 @@ def test_too_little_memory_says_what_is_needed_what_there_is_and_what_helps():
         ],
         "  all                24.00         0           138.00              24.00    186.00",
         "",
-        "  there is (GiB)",
+        "  available (GiB)",
         "        126.00  MemAvailable",
         "        100.00  free under the cgroup's limit",
         "        0.0625  memlock of each process",
         "         -5.00  margin",
-        "         95.00  can be had",
+        "         95.00  usable for offloading",
         "",
         "  91.00 GiB are missing; any of these helps",
         "    frees 138.00 GiB, enough: policy.offload_optimizer_for_refit=false "
@@ -81,14 +81,14 @@ def test_too_little_memory_says_what_is_needed_what_there_is_and_what_helps():
         "    frees 48.00 GiB, not enough alone: ++policy.residency.table.generate.params=keep "
         "loss_fn.reference_policy_kl_penalty=0 (they stay on the GPU)",
         "    frees 24.00 GiB, not enough alone: loss_fn.reference_policy_kl_penalty=0 (no reference weights are kept)",
-        "    policy.megatron_cfg.optimizer.use_distributed_optimizer=true with more ranks, by cluster.num_nodes: it "
+        "    policy.megatron_cfg.optimizer.use_distributed_optimizer=true with more ranks (cluster.num_nodes): it "
         "shards optimizer state over them",
     ]
 
 
 def test_only_what_would_free_something_is_advised():
     error = error_of([need(params=200)], host())
-    assert error.startswith("The rank of node-a needs 200.00 GiB of host memory for what leaves the GPU, but 95.00 GiB")
+    assert error.startswith("The rank of node-a needs 200.00 GiB of host memory for offloading, but 95.00 GiB")
     assert "frees 200.00 GiB, enough: ++policy.residency.table.generate.params=keep (they stay on the GPU)" in error
     assert "optimizer" not in error.partition("any of these helps")[2]
     assert "kl_penalty" not in error
@@ -97,7 +97,7 @@ def test_only_what_would_free_something_is_advised():
 def test_activations_count_and_have_a_remedy_of_their_own():
     ranks = [RankNeed(rank, "node-a", {Target.PARAMS: 40 * GIB}, {"activations": 10 * GIB * rank}) for rank in range(2)]
     check_host_budget(ranks, {"node-a": host()}, 50 * GIB)
-    assert error_of(ranks, limit=49).startswith("Rank 1 needs 50.00 GiB of host memory for what leaves its GPU")
+    assert error_of(ranks, limit=49).startswith("Rank 1 needs 50.00 GiB of host memory for offloading")
     error = error_of(ranks, host(90)).splitlines()
     assert error[2:6] == [
         "  needed (GiB)      params     grads  optimizer_state  reference_weights  activations     total",
@@ -107,7 +107,7 @@ def test_activations_count_and_have_a_remedy_of_their_own():
     ]
     assert error[-1] == (
         "    frees 10.00 GiB, enough: a lower policy.activation_offload.host_memory_limit_gib or fewer "
-        "policy.megatron_cfg.offload_modules (so much at most; activations that do not fit stay on the GPU)"
+        "policy.megatron_cfg.offload_modules (frees this much at most; activations that do not fit stay on the GPU)"
     )
 
 
@@ -121,9 +121,9 @@ def test_a_rank_may_not_exceed_the_recipes_limit_on_any_host():
     check_host_budget([need(optimizer=8)], {}, 8 * GIB)
     error = error_of([need(0, optimizer=8), need(3, optimizer=8.3)], limit=8)
     assert error.startswith(
-        "Rank 3 needs 8.30 GiB of host memory for what leaves its GPU, but policy.residency.host_memory_limit_gib is 8."
+        "Rank 3 needs 8.30 GiB of host memory for offloading, but policy.residency.host_memory_limit_gib is 8."
     )
-    assert "    policy.residency.host_memory_limit_gib=9, or null for what the host has" in error
+    assert "    policy.residency.host_memory_limit_gib=9, or null to use what the host has" in error
     assert "there is" not in error
 
 

@@ -269,16 +269,28 @@ def test_layers_of_experts_that_are_not_the_models_own_are_refused():
     policy["megatron_cfg"]["moe_layer_freq"] = [0, 1, 1, 1]
     shard_facts(policy["hf_config"] | {"tie_word_embeddings": True}, policy, world_size=1, has_reference=False)
     policy["megatron_cfg"]["moe_layer_freq"] = 2
-    with pytest.raises(ValueError, match=r"moe_layer_freq is 2, but by mlp_only_layers and .* in 3 of its 4 layers"):
+    with pytest.raises(
+        ValueError, match=r"moe_layer_freq is 2, but mlp_only_layers and .* in 3 of the model's 4 layers"
+    ):
         shard_facts(policy["hf_config"], policy, world_size=1, has_reference=False)
 
 
 @pytest.mark.parametrize(
     ("hf_config", "megatron", "world_size", "message"),
     [
-        (TINY_QWEN3 | {"model_type": "gpt_neox"}, {}, 1, "model_type is 'gpt_neox', whose sizes are not known here"),
-        ({"hidden_size": 64}, {}, 1, "model_type is null, whose sizes are not known here; known are 'llama', "),
-        (TINY_QWEN3, {"moe_shared_expert_intermediate_size": 64}, 1, "moe_shared_expert_intermediate_size is 64, with"),
+        (
+            TINY_QWEN3 | {"model_type": "gpt_neox"},
+            {},
+            1,
+            "model_type is 'gpt_neox', and the plan knows the sizes only of",
+        ),
+        ({"hidden_size": 64}, {}, 1, "model_type is null, and the plan knows the sizes only of 'llama', "),
+        (
+            TINY_QWEN3,
+            {"moe_shared_expert_intermediate_size": 64},
+            1,
+            "moe_shared_expert_intermediate_size is 64, and the plan",
+        ),
         (TINY_QWEN3 | {"vocab_size": None}, {}, 1, "has no vocab_size; give policy.hf_config.vocab_size"),
         (TINY_QWEN3, {"tensor_model_parallel_size": 8}, 8, "_parallel_size is 8, which does not divide the model's 4"),
         (TINY_QWEN3, {"pipeline_model_parallel_size": 3}, 3, "_parallel_size is 3, but 4 of the model's 4 layers"),
@@ -304,5 +316,5 @@ def test_fields_that_are_not_followed_are_megatrons():
 
 
 def test_an_unknown_architecture_is_an_error_of_its_own_kind():
-    with pytest.raises(UnknownArchitectureError, match="The worker will know the exact sizes"):
+    with pytest.raises(UnknownArchitectureError, match="The worker determines the exact sizes"):
         shard_facts({"model_type": "mamba"}, policy_of("qwen3"), world_size=1, has_reference=False)

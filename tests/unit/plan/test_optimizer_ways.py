@@ -126,7 +126,7 @@ def test_the_fastest_that_fits(gib, name):
     chosen = fastest_that_fits(ways, gib * GIB, host(500))
     assert (chosen and chosen.way.name) == name
     assert reason(ways, gib * GIB, host(500)).startswith(
-        f"For a GPU of {gib}.00 GiB take {name}" if name else "No way fits a GPU"
+        f"For a GPU of {gib}.00 GiB use {name}" if name else "No option fits a GPU"
     )
 
 
@@ -144,10 +144,10 @@ def test_the_fastest_that_fits(gib, name):
             34.5,
             126,
             None,
-            "CPU optimizer, 1 needs 122.05 GiB of host memory, this machine gives 119.70)",
+            "CPU optimizer, 1 needs 122.05 GiB of host memory, but this machine has 119.70)",
         ),
-        (39.5, 60, None, "streamed needs 76.28 GiB of host memory, this machine gives 57.00; CPU optimizer, 1 needs"),
-        (8, 60, None, "for the smallest of them"),
+        (39.5, 60, None, "streamed needs 76.28 GiB of host memory, but this machine has 57.00; CPU optimizer, 1 needs"),
+        (8, 60, None, "for the smallest option"),
     ],
 )
 def test_the_memory_of_the_host_is_looked_at_too(gpu, memory, name, why):
@@ -192,7 +192,7 @@ def test_a_way_that_the_recipe_cannot_have_says_why(capsys):
     assert ways["streamed"].refusal.startswith(f"{OPTIMIZER}.exp_avg_dtype: must be float32 with policy.residency")
     text = printed(capsys, BENCHMARK, *scaled, "--gpu-memory", "16", *ELSEWHERE)
     assert f"not with this recipe: streamed: {OPTIMIZER}.exp_avg_dtype: must be float32" in " ".join(text.split())
-    assert "No way fits a GPU of 16.00 GiB, which lacks " in text
+    assert "No option fits a GPU of 16.00 GiB, which lacks " in text
 
 
 def test_a_recipe_without_the_section_of_residency_has_every_way():
@@ -203,7 +203,7 @@ def test_the_report_names_the_way_its_reason_and_its_overrides(capsys):
     text = printed(capsys, BENCHMARK, "--gpu-memory", "16", *ELSEWHERE)
     assert row(text, "streamed")[-1] == "yes"
     assert row(text, "resident")[-1] == "lacks 11.20"
-    assert "For a GPU of 16.00 GiB take streamed, since it is the fastest that fits" in text
+    assert "For a GPU of 16.00 GiB use streamed, since it is the fastest that fits" in text
     assert text.rstrip().endswith(STREAMED)
     values = json.loads(printed(capsys, BENCHMARK, "--gpu-memory", "16", *ELSEWHERE, "--json"))["optimizer_state_ways"]
     assert values["chosen"] == "streamed"
@@ -217,13 +217,13 @@ def test_the_report_names_ways_for_which_the_host_is_too_small(capsys):
     text = printed(capsys, BENCHMARK, "--gpu-memory", "16", "--host-memory", "16")
     assert row(text, "resident")[-1] == "lacks 11.20"
     assert row(text, "streamed")[-1] == "host lacks 5.13"
-    assert "streamed needs 20.13 GiB of host memory, a machine of 16 GiB gives 15.00" in " ".join(text.split())
+    assert "streamed needs 20.13 GiB of host memory, but a machine of 16 GiB has 15.00" in " ".join(text.split())
     values = json.loads(printed(capsys, BENCHMARK, "--gpu-memory", "16", "--host-memory", "16", "--json"))
     assert values["optimizer_state_ways"]["chosen"] is None
 
 
 def test_the_report_says_where_the_cpus_speed_is_from(capsys, tmp_path):
-    assert "its kernels at 3.9 G parameters a s, assumed for 16 threads a rank" in printed(
+    assert "its kernels step 3.9 G parameters per s, assumed for 16 threads a rank" in printed(
         capsys, BENCHMARK, *ELSEWHERE
     )
     assert "that a rank has here, from a measurement with 16 threads" in printed(capsys, BENCHMARK)
@@ -231,8 +231,8 @@ def test_the_report_says_where_the_cpus_speed_is_from(capsys, tmp_path):
     steps = {"step": 1} | {f"residency/cpu_optimizer/{name}": value for name, value in metrics.items()}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(steps) + "\n")
     text = " ".join(printed(capsys, BENCHMARK, "--link-of", str(tmp_path)).split())
-    assert "seconds at 55 GB/s, assumed" in text
-    assert f"its kernels at 2.15 G parameters a s, measured by the run in {tmp_path}" in text
+    assert "times in s at 55 GB/s, assumed" in text
+    assert f"its kernels step 2.15 G parameters per s, measured by the run in {tmp_path}" in text
 
 
 def test_the_link_of_an_earlier_run(capsys, tmp_path):
@@ -241,9 +241,9 @@ def test_the_link_of_an_earlier_run(capsys, tmp_path):
     both_ways = {"residency/train/optimizer_state/gb_per_s": 80.0, "residency/train/optimizer_state/share_of_link": 1}
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1} | metrics | both_ways) + "\n")
     text = printed(capsys, BENCHMARK, "--link-of", str(tmp_path))
-    assert "seconds at 40 GB/s, measured by the run in" in text
+    assert "times in s at 40 GB/s, measured by the run in" in text
     assert main(["plan", BENCHMARK, "--link-of", str(tmp_path / "none")]) == 2
-    assert "has no share_of_link" in capsys.readouterr().err
+    assert "has neither a share_of_link" in capsys.readouterr().err
 
 
 def test_what_graphs_of_a_refit_keep_counts_beside_every_way():

@@ -30,20 +30,21 @@ def test_the_tables_say_where_everything_is_and_what_it_costs(capsys):
     assert row(residency, "params") == ["params", "gpu", "gpu", "gpu", "keep"]
     assert row(residency, "reference_weights") == ["reference_weights", "host", "swapped in", "host", "host"]
     assert (
-        "params in generate: written by policy.residency.table.generate.params "
+        "params in generate: set by policy.residency.table.generate.params "
         "(command line: ++policy.residency.table.generate.params=keep)"
     ) in text
-    assert "optimizer_state in logprob: written by policy.offload_optimizer_for_logprob (" in text
+    assert "optimizer_state in logprob: set by policy.offload_optimizer_for_logprob (" in text
     assert "One rank in GiB: 1,543,714,304 parameters" in text
     assert row(memory, "optimizer_state") == ["optimizer_state", "14.38", "0", "14.38", "0", "0", "14.38"]
     assert row(memory, "params") == ["params", "2.88", "2.88", "2.88", "2.88", "2.88", "2.88"]
     assert row(traffic, "logprob to train") == ["logprob to train", "optimizer_state", "0", "14.38", "0.281"]
     assert "at 55 GB/s (page-locked)" in text
-    assert "Host memory: 20.13 GiB for the rank of a host." in text
-    assert "This machine can give " in text
+    assert "Host memory: 20.13 GiB for the one rank on a host." in text
+    assert "This machine has " in text
     elsewhere = " ".join(printed(capsys, BENCHMARK, "--host-memory", "20").split())
     assert (
-        "A machine of 20 GiB can give 19.00 GiB (all of its memory, less a margin of 1.00 GiB): it would not fit there."
+        "A machine of 20 GiB has 19.00 GiB for offloading (all of its memory, minus a margin of 1.00 GiB): the plan "
+        "does not fit."
     ) in elsewhere
     values = json.loads(printed(capsys, BENCHMARK, "--host-memory", "22", "--json"))["host"]
     assert values == {"name": "a machine of 22 GiB", "usable_bytes": 22 * 2**30 - int(1.1 * 2**30), "fits": True}
@@ -67,7 +68,7 @@ def test_the_engines_weights_and_kv_cache_are_shown_beside_the_policys_targets(c
     params, state, everything = (float(row(memory, name)[generate]) for name in ("params", "optimizer_state", "all"))
     assert everything == pytest.approx(params + state + 2.88 + cache + 0.0273, abs=0.02)
     assert row(residency, "params")[-1] == "gpu"  # there is room
-    assert "params in generate: written by policy.residency.table.generate.params (by the plan, for this GPU)" in text
+    assert "params in generate: set by policy.residency.table.generate.params (chosen by the plan for this GPU)" in text
     assert "2.88 GiB a rank, stay on the GPU during generation, since they fit" in text
     moved = printed(capsys, *vllm, "++policy.residency.table.generate.params=host")
     assert row(moved, "params")[-1] == "host"
@@ -83,19 +84,19 @@ def test_the_engines_weights_and_kv_cache_are_shown_beside_the_policys_targets(c
 
 def test_the_tokens_of_packed_rows_that_a_gpu_has_room_for(capsys):
     text = printed(capsys, BENCHMARK, "--gpu-memory", "139.8")
-    assert "packed rows of training have up to 32,768 tokens: beside 20.13 GiB of training state they take" in text
+    assert "packed rows of training have up to 32,768 tokens: they take an estimated " in text
     values = json.loads(printed(capsys, BENCHMARK, "--gpu-memory", "79.6", "--json"))
     assert 16384 <= values["sequence_packing"]["train_mb_tokens"] < 32768
     assert values["sequence_packing"]["logprob_mb_tokens"] == 32768
     text = printed(capsys, BENCHMARK)
     assert "packed rows of training have up to 2,048 tokens, max_total_sequence_length times the micro-batch" in text
-    assert "--gpu-memory GIB names the tokens for a GPU of that size" in text
+    assert "--gpu-memory GIB shows the tokens for a GPU of that size" in text
 
 
 def test_a_gpu_without_room_for_a_row_is_shown_with_the_ways(capsys):
     text = " ".join(printed(capsys, BENCHMARK, "--gpu-memory", "23", "--host-memory", "64").split())
     assert "train_mb_tokens is auto, but a GPU of 23.00 GiB lacks an estimated 2.27 GiB for rows of 512 tokens" in text
-    assert "For a GPU of 23.00 GiB take streamed" in text
+    assert "For a GPU of 23.00 GiB use streamed" in text
 
 
 def test_streamed_optimizer_state_has_its_window_and_the_time_of_its_step(capsys):
@@ -112,9 +113,9 @@ def test_streamed_optimizer_state_has_its_window_and_the_time_of_its_step(capsys
 
 def test_pageable_memory_is_slower_and_the_page_says_what_is_faster(capsys):
     text = printed(capsys, BENCHMARK, "policy.use_pinned_optimizer_offload=false", "--link", "40")
-    assert "What crosses the link in a step, at 40 GB/s (page-locked)," in text
+    assert "Copies over the link in a step, at 40 GB/s (page-locked)," in text
     assert "optimizer_state at 10 GB/s (pageable)" in text
-    assert "policy.use_pinned_optimizer_offload=true moves optimizer_state at the speed of the link" in text
+    assert "policy.use_pinned_optimizer_offload=true copies optimizer_state at the page-locked speed" in text
     assert row(text, "logprob to train")[-1] == "1.544"  # 15.4 GB
     assert row(text, "refit to generate")[-1] == "0.077"  # 3.1 GB of params
 
@@ -127,7 +128,7 @@ def test_a_link_that_is_no_faster_than_pageable_copies_makes_no_difference(capsy
 
 def test_sft_needs_no_host_memory_and_no_faster_way(capsys):
     text = printed(capsys, str(CONFIGS / "sft_tiny_cpu.yaml"))
-    assert "Host memory: 0 GiB for the rank of a host." in text
+    assert "Host memory: 0 GiB for the one rank on a host." in text
     assert "policy.use_pinned_optimizer_offload=true" not in text
 
 
@@ -167,7 +168,7 @@ def test_the_largest_stage_is_shown_and_the_others_named(capsys):
         (["--link", "0"], "--link is a speed in GB/s above 0; found 0"),
         (["--link", "nan"], "--link is a speed in GB/s above 0; found nan"),
         (["--link", "inf"], "--link is a speed in GB/s above 0; found inf"),
-        (["policy.hf_config.model_type=olmoe"], "The model's model_type is 'olmoe', whose sizes are not known here"),
+        (["policy.hf_config.model_type=olmoe"], "The model's model_type is 'olmoe', and the plan knows the sizes only"),
     ],
 )
 def test_what_cannot_be_planned_is_one_error(capsys, arguments, message):
@@ -180,7 +181,7 @@ def test_a_model_of_unknown_sizes_still_has_a_table(capsys):
     assert main(["plan", BENCHMARK, unknown]) == 2
     written = capsys.readouterr()
     assert row(written.out, "reference_weights") == ["reference_weights", "host", "swapped in", "host", "host"]
-    assert "optimizer_state in logprob: written by policy.offload_optimizer_for_logprob (" in written.out
+    assert "optimizer_state in logprob: set by policy.offload_optimizer_for_logprob (" in written.out
     assert "GiB" not in written.out
     assert written.err.endswith("before it page-locks anything.\n")
     assert main(["plan", BENCHMARK, unknown, "--json", "loss_fn.reference_policy_kl_penalty=0.0"]) == 2

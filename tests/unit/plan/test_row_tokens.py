@@ -94,9 +94,13 @@ def test_beside_vllm_its_context_and_graphs_and_those_of_a_refit_count():
 
 def test_the_lines_say_what_is_taken():
     train, logprob, [of_train, of_logprob] = chosen(40)
-    assert of_train.startswith(f"packed rows of training have up to {train:,} tokens: beside 20.13 GiB of training ")
-    assert of_train.endswith("GPU's 40.00 GiB; policy.sequence_packing.train_mb_tokens sets another number")
-    assert of_logprob.startswith(f"packed rows of log-prob passes have up to {logprob:,} tokens: beside 20.13 GiB of")
+    assert of_train.startswith(f"packed rows of training have up to {train:,} tokens: they take an estimated ")
+    end = "of the GPU's 40.00 GiB, and training state takes 20.13 GiB; policy.sequence_packing."
+    assert of_train.endswith(f"{end}train_mb_tokens sets another number")
+    assert of_logprob.startswith(
+        f"packed rows of log-prob passes have up to {logprob:,} tokens: they take an estimated "
+    )
+    assert of_logprob.endswith(f"{end}logprob_mb_tokens sets another number")
     assert logprob > train
 
 

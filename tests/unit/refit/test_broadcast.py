@@ -100,9 +100,9 @@ def test_what_an_engine_refuses_stops_the_refit(receivers):
 
 def test_an_engine_that_does_not_answer_is_named_after_the_timeout(receivers):
     weights = [("a", torch.ones(1)), ("late", torch.ones(1))]
-    with pytest.raises(RefitTimeoutError, match=r"waits since 1 s for engine 0 with the weight late"):
+    with pytest.raises(RefitTimeoutError, match=r"has waited 1 s for engine 0 with the weight late"):
         connect(receivers[:1], weights, bucket_bytes=4, timeout_s=1).send(iter(weights))
-    with pytest.raises(RefitTimeoutError, match=r"no answer from engine 0 after 1 s; see the engine's log"):
+    with pytest.raises(RefitTimeoutError, match=r"no answer from engine 0 within 1 s; check the engine's log"):
         connect(receivers[:1], weights, timeout_s=1)  # it is at that weight still
 
 
@@ -119,7 +119,7 @@ def test_an_engine_that_dies_is_named_with_the_weights_that_it_was_at(receivers)
     [
         ("ends", 60, EngineLostError, "has lost absentee with the weight ends: its process or its node"),
         ("fails", 60, ValueError, "at absentee with the weight fails: ValueError: no memory"),
-        ("waits", 2, RefitTimeoutError, r"waits since \d s for .*absentee with the weight waits"),
+        ("waits", 2, RefitTimeoutError, r"has waited \d s for .*absentee with the weight waits"),
     ],
     ids=["ends", "fails", "waits"],
 )

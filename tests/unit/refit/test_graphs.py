@@ -141,7 +141,7 @@ def test_addresses_that_never_stay_have_refits_streamed(engine, make_sender, dev
             sender.send(weights)
             assert look(engine)["sums"] == weights.sums()
     assert recorder.num_recordings == 2
-    assert "streamed, not replayed from CUDA graphs: the weights have other addresses in each refit" in caplog.text
+    assert "streamed, not replayed from CUDA graphs: the weights' addresses change in each refit" in caplog.text
     assert sender.metrics["graphs"] == 0
     assert look(engine)["num_senders"] == 0
 
@@ -208,7 +208,7 @@ def test_graphs_that_gain_too_little_are_given_back_on_both_sides(engine, make_s
     sender = make_sender(weights, min_gain_s=0.005, clock=itertools.count(0, 0.001).__next__)
     with caplog.at_level(logging.INFO):
         sender.send(weights)
-    assert "takes 5.0 ms instead of 1.0 ms, and would have to save 5 ms" in caplog.text
+    assert "takes 5.0 ms instead of 1.0 ms, and must save at least 5 ms" in caplog.text
     found = look(engine)
     assert found["sums"] == weights.sums()
     assert (found["num_senders"], found["num_open"], num_open_buffers()) == (0, 0, 0)
@@ -279,7 +279,7 @@ def test_a_graph_that_exports_anything_else_is_found(engine, make_sender, device
 def test_a_bucket_that_an_engine_has_never_had_is_refused(engine):
     bucket = fixed_buckets.FixedBucket("a sender", 3, 0, HostRangeHandle(None), True)
     with pytest.raises(
-        SharedBufferError, match="Bucket 3 of a refit comes by its number alone, but this engine has ne"
+        SharedBufferError, match="Bucket 3 of a refit was sent by its number only, but this engine has ne"
     ):
         ray.get(engine.load_weights.remote(bucket))
 
@@ -301,7 +301,7 @@ def test_a_load_that_cannot_be_recorded_is_driven_from_python(monkeypatch, caplo
         tensors[0][1].fill_(value)
         assert loads.load(tensors, load) == {"0"}
         assert parameter.tolist() == [value] * 3
-    assert caplog.text.count("driven from Python, without CUDA graphs: aten._local_scalar_dense waits") == 1
+    assert caplog.text.count("The engine loads weights without CUDA graphs: aten._local_scalar_dense waits") == 1
 
 
 def test_replayed_loads_fill_the_parameters_that_the_recorded_one_did(monkeypatch):

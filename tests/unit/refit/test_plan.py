@@ -58,11 +58,11 @@ def test_an_export_that_keeps_to_its_plan_is_passed_on_as_it_is_drawn():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([MIXED[1], MIXED[0]], r"brings 'b' as torch.bfloat16 \[7, 3\] where the first one had 'a'"),
-        ([("a", torch.zeros(5, 3)), MIXED[1]], r"brings 'a' as torch.float32 \[5, 3\] where .* 'a' .* \[3, 5\]"),
-        ([("a", torch.zeros(3, 5).half()), MIXED[1]], r"brings 'a' as torch.float16"),
-        (MIXED[:1], "brings no further tensor where the first one had 'b'"),
-        (MIXED[:3], "brings 'scalar' .* where the first one had ended"),
+        ([MIXED[1], MIXED[0]], r"yields 'b' as torch.bfloat16 \[7, 3\] where the first one yielded 'a'"),
+        ([("a", torch.zeros(5, 3)), MIXED[1]], r"yields 'a' as torch.float32 \[5, 3\] where .* 'a' .* \[3, 5\]"),
+        ([("a", torch.zeros(3, 5).half()), MIXED[1]], r"yields 'a' as torch.float16"),
+        (MIXED[:1], "yields no further tensor where the first one yielded 'b'"),
+        (MIXED[:3], "yields 'scalar' .* where the first one yielded no further tensor"),
     ],
 )
 def test_an_export_that_leaves_its_plan_is_stopped(weights, message):

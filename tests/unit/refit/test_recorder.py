@@ -10,12 +10,12 @@ from nemo_offload_rl.refit.recorder import CaptureError, CudaRecorder, Repeatabl
 @pytest.mark.parametrize(
     ("work", "why"),
     [
-        (lambda gpu, cpu: gpu[cpu.long()], r"aten\.index.* goes between host memory and the GPU"),
-        (lambda gpu, cpu: gpu * cpu[0], r"aten\.mul.* goes between host memory and the GPU"),
-        (lambda gpu, cpu: cpu.to(gpu.device), r"goes between host memory and the GPU"),
-        (lambda gpu, cpu: gpu.cpu(), r"goes between host memory and the GPU"),
-        (lambda gpu, cpu: cpu.copy_(gpu), r"aten\.copy_.* goes between host memory and the GPU"),
-        (lambda gpu, cpu: gpu.sum().item(), r"aten\._local_scalar_dense.* waits for an answer"),
+        (lambda gpu, cpu: gpu[cpu.long()], r"aten\.index.* uses both host memory and the GPU"),
+        (lambda gpu, cpu: gpu * cpu[0], r"aten\.mul.* uses both host memory and the GPU"),
+        (lambda gpu, cpu: cpu.to(gpu.device), r"uses both host memory and the GPU"),
+        (lambda gpu, cpu: gpu.cpu(), r"uses both host memory and the GPU"),
+        (lambda gpu, cpu: cpu.copy_(gpu), r"aten\.copy_.* uses both host memory and the GPU"),
+        (lambda gpu, cpu: gpu.sum().item(), r"aten\._local_scalar_dense.* waits for a result"),
     ],
 )
 def test_what_a_graph_could_not_repeat_is_refused(work, why):

@@ -226,7 +226,7 @@ def test_a_swap_inside_a_swap_is_refused_before_it_saves_over_the_policys_own(en
     engine, job, first = trained(engines)
     own = weights(job)
     with engine.reference.swapped_in():
-        with pytest.raises(ResidencyError, match="are swapped in; leave"), engine.reference.swapped_in():
+        with pytest.raises(ResidencyError, match="are already swapped in; exit"), engine.reference.swapped_in():
             pass
         assert_equal(weights(job), first)
     assert_all_works(engine, job, first, own)

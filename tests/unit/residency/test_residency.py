@@ -135,7 +135,7 @@ def test_what_has_no_room_leaves_everything_where_it_was():
     residency.enter(Phase.GENERATE)
     targets[Target.OPTIMIZER_STATE].full.add(Placement.GPU)
     log.clear()
-    with pytest.raises(ResidencyError, match=r"optimizer_state could not come back .* no memory for book 7"):
+    with pytest.raises(ResidencyError, match=r"Cannot move optimizer_state to the GPU .* out of memory for book 7"):
         residency.enter(Phase.TRAIN)
     assert moves(log)[-2:] == [(Target.GRADS, Placement.DROPPED), (Target.PARAMS, Placement.HOST)]
     assert [residency.where(target) for target in targets] == [Placement.HOST, Placement.DROPPED, Placement.HOST]
@@ -165,13 +165,15 @@ def test_prefetch_brings_what_the_next_phase_needs_and_does_not_wait():
 
 def test_a_table_without_a_cell_is_refused():
     table = {phase: {Target.PARAMS: Placement.GPU} for phase in (Phase.TRAIN, Phase.LOGPROB, Phase.REFIT)}
-    with pytest.raises(ValueError, match="no cell for params in phase generate"):
+    with pytest.raises(ValueError, match="no placement for params in phase generate"):
         Residency({Target.PARAMS: Shelf([], Target.PARAMS, {Placement.GPU})}, table)
 
 
 def test_a_cell_that_a_target_cannot_have_is_refused():
     table = {phase: {Target.GRADS: Placement.HOST} for phase in Phase}
-    with pytest.raises(ValueError, match="grads cannot be host in phase train; it can be dropped, gpu, keep"):
+    with pytest.raises(
+        ValueError, match="grads does not support placement host in phase train; it supports dropped, gpu, keep"
+    ):
         Residency({Target.GRADS: Shelf([], Target.GRADS, {Placement.GPU, Placement.DROPPED})}, table)
 
 
@@ -217,7 +219,7 @@ def test_an_error_of_cuda_is_said_and_not_repaired():
 
     targets[Target.OPTIMIZER_STATE].start = broken
     log.clear()
-    with pytest.raises(ResidencyError, match=r"optimizer_state could not leave the GPU .* illegal .* cannot go on"):
+    with pytest.raises(ResidencyError, match=r"Cannot move optimizer_state off the GPU .* illegal .* cannot continue"):
         residency.enter(Phase.REFIT)
     assert moves(log) == [(Target.GRADS, Placement.DROPPED)]
 
@@ -249,7 +251,7 @@ def test_what_returns_by_place_is_waited_for_as_in_a_phase():
 def test_place_without_room_puts_back_what_it_moved():
     residency, targets, log = make()
     targets[Target.OPTIMIZER_STATE].full.add(Placement.HOST)
-    with pytest.raises(NoRoomError, match=r"optimizer_state could not leave .* no memory for book 7"):
+    with pytest.raises(NoRoomError, match=r"Cannot move optimizer_state off .* out of memory for book 7"):
         residency.place({Target.PARAMS: Placement.HOST, Target.OPTIMIZER_STATE: Placement.HOST})
     assert moves(log) == [(Target.PARAMS, Placement.HOST), (Target.PARAMS, Placement.GPU)]
     assert [residency.where(target) for target in targets] == [Placement.GPU] * 3
@@ -258,8 +260,12 @@ def test_place_without_room_puts_back_what_it_moved():
 @pytest.mark.parametrize(
     ("target", "placement", "message"),
     [
-        (Target.GRADS, Placement.HOST, "grads cannot be host; it can be dropped, gpu, keep"),
-        (Target.REFERENCE_WEIGHTS, Placement.HOST, "There is no reference_weights to place; the targets are params, "),
+        (Target.GRADS, Placement.HOST, "grads does not support placement host; it supports dropped, gpu, keep"),
+        (
+            Target.REFERENCE_WEIGHTS,
+            Placement.HOST,
+            "Cannot place reference_weights: there is no such target; the targets are params, ",
+        ),
     ],
 )
 def test_a_placement_that_cannot_be_moves_nothing(target, placement, message):
@@ -302,7 +308,7 @@ def test_what_finds_no_room_early_leaves_with_the_phase_whose_error_names_it():
     targets[Target.OPTIMIZER_STATE].full.add(Placement.HOST)
     residency.start_leaving(Phase.REFIT)
     assert residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
-    with pytest.raises(NoRoomError, match=r"optimizer_state could not leave the GPU for phase refit: .* book 7"):
+    with pytest.raises(NoRoomError, match=r"Cannot move optimizer_state off the GPU for phase refit: .* book 7"):
         residency.enter(Phase.REFIT)
     targets[Target.OPTIMIZER_STATE].full.clear()
     residency.enter(Phase.REFIT)

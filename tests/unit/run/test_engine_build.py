@@ -25,14 +25,14 @@ def decided(gpu_gib, *overrides):
 def test_both_are_built_at_once_where_they_fit():
     beside, [line] = decided(140, f"{BYTES}={60 * GIB}")
     assert beside is True
-    assert line.startswith("the policy is built beside vLLM, since there is room for both; ")
-    assert f"{KEY}=false builds it behind" in line
+    assert line.startswith("the policy and vLLM are built at the same time, since the GPU has room for both; ")
+    assert f"{KEY}=false builds the policy after vLLM" in line
 
 
 def test_a_gpu_without_room_for_both_builds_the_policy_behind_vllm():
     beside, [line] = decided(140, f"{BYTES}={100 * GIB}")
     assert beside is False
-    assert line.startswith("the policy is built behind vLLM and not beside it: both would take up to ")
+    assert line.startswith("the policy is built after vLLM, not at the same time: both would take up to ")
     assert line.endswith(" of the GPU's 140.00 GiB")
 
 
@@ -67,4 +67,4 @@ def test_it_follows_the_kv_cache_that_the_plan_gives():
     config = load(RECIPE, ["policy.generation.backend=vllm"]).config
     found, lines = fitted_to_gpus(config, "grpo", 139 * GIB)
     assert found["policy"]["generation"]["vllm_cfg"]["build_beside_policy"] is True
-    assert any("is built beside vLLM" in line for line in lines)
+    assert any("are built at the same time" in line for line in lines)

@@ -166,12 +166,12 @@ def test_a_run_that_does_not_heed_is_cut_off_saying_what_is_lost():
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 143
     assert done.stderr.endswith(
-        "The run did not stop within 0.2 s and is cut off. "
-        "Steps 5 to 7 (7 unfinished) are lost. The same command starts the run afresh.\n"
+        "The run did not stop within 0.2 s and is killed. "
+        "Steps 5 to 7 (7 unfinished) are lost. The same command starts the run from the beginning.\n"
     )
 
 
-AFRESH = "The same command starts the run afresh"
+AFRESH = "The same command starts the run from the beginning"
 STEP_4 = Path("c/step_4")
 
 
@@ -179,13 +179,17 @@ STEP_4 = Path("c/step_4")
     ("progress", "lost", "then"),
     [
         (Progress(), "No step is lost.", f"{AFRESH}."),
-        (Progress(num_done=4, num_saved=4, checkpoint=STEP_4), "No step is lost.", "goes on from c/step_4."),
-        (Progress("run", 4, True, 4, STEP_4), "Step 5 since c/step_4 (unfinished) is lost.", "goes on from c/step_4."),
-        (Progress("run", 5, False, 4, STEP_4), "Step 5 since c/step_4 is lost.", "goes on from c/step_4."),
+        (Progress(num_done=4, num_saved=4, checkpoint=STEP_4), "No step is lost.", "resumes from c/step_4."),
+        (Progress("run", 4, True, 4, STEP_4), "Step 5 since c/step_4 (unfinished) is lost.", "resumes from c/step_4."),
+        (Progress("run", 5, False, 4, STEP_4), "Step 5 since c/step_4 is lost.", "resumes from c/step_4."),
         (Progress("run", 6, True, 4, STEP_4), "Steps 5 to 7 since c/step_4 (7 unfinished) are lost.", "c/step_4."),
         (Progress(num_done=3), "Steps 1 to 3 are lost.", f"{AFRESH}."),
         (Progress(num_done=1, saves=False), "Step 1 is lost.", f"{AFRESH} (checkpointing.enabled is false)."),
-        (Progress("warm start", 3, True), "Steps 1 to 4 (4 unfinished) are lost.", "starts the warm start afresh."),
+        (
+            Progress("warm start", 3, True),
+            "Steps 1 to 4 (4 unfinished) are lost.",
+            "starts the warm start from the beginning.",
+        ),
     ],
 )
 def test_what_is_lost_in_words(progress, lost, then):

@@ -136,7 +136,7 @@ def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, session, monkeypat
     monkeypatch.setattr("nemo_offload_rl.run.job.plot_step", fail)
     overrides = ("sft.max_num_steps=1", "checkpointing.enabled=false")
     assert make_job(tmp_path, *overrides).run(session) == Ending(StopReason.STEPS, is_saved=True)
-    assert "There is no picture of the timeline: an axis has no length." in shown(session)
+    assert "The picture of the timeline could not be drawn: an axis has no length." in shown(session)
     assert (tmp_path / "logs" / "exp_001" / "sft.png").is_file()
 
 
@@ -171,7 +171,7 @@ def test_row_tokens_are_chosen_once_told_and_kept_in_checkpoints(tmp_path, monke
 
     text = run_on_gpus(2)
     tokens = built[0]
-    assert f"packed rows of training have up to {tokens:,} tokens: beside" in text
+    assert f"packed rows of training have up to {tokens:,} tokens: they take" in text
     written = yaml.safe_load((tmp_path / "checkpoints" / "step_2" / "recipe.yaml").read_text())
     assert written["policy"]["sequence_packing"]["train_mb_tokens"] == tokens > 16
     assert "with other values than before: sft.max_num_steps." in run_on_gpus(4)
@@ -237,7 +237,7 @@ def test_a_signal_behind_the_last_step_exports_nothing(tmp_path, session):
     with session.interrupt, pytest.raises(Stopped):
         replace(job, preparation=replace(job.preparation, build=build)).run(session)
     assert str(session.interrupt.progress) == (
-        f"No step is lost. The same command goes on from {tmp_path / 'checkpoints' / 'step_4'}."
+        f"No step is lost. The same command resumes from {tmp_path / 'checkpoints' / 'step_4'}."
     )
 
 
@@ -259,7 +259,9 @@ def test_an_interrupted_warm_start_has_lost_its_steps(tmp_path, session):
         changed = replace(job, preparation=replace(job.preparation, build=build))
         assert run_warm_start(changed, tmp_path / "warm_start", session) is None
     assert session.interrupt.exit_status == 1
-    assert str(session.interrupt.progress).startswith("Step 1 is lost. The same command starts the warm start afresh")
+    assert str(session.interrupt.progress).startswith(
+        "Step 1 is lost. The same command starts the warm start from the beginning"
+    )
 
 
 def test_a_warm_start_is_run_once_for_a_recipe(tmp_path, session):
@@ -325,10 +327,10 @@ def cut(path):
 
 
 DAMAGES = {
-    "a bit of the weights": ("policy/state.pt", flip_a_bit, "policy/state.pt has other contents than were written"),
-    "weights cut off": ("policy/state.pt", cut, r"policy/state.pt has \d+ bytes, and \d+ were written"),
+    "a bit of the weights": ("policy/state.pt", flip_a_bit, "policy/state.pt has changed since it was written"),
+    "weights cut off": ("policy/state.pt", cut, r"policy/state.pt has \d+ bytes, expected \d+"),
     "no weights": ("policy/state.pt", Path.unlink, "policy/state.pt is missing"),
-    "a bit of the state": ("training_state.json", flip_a_bit, "training_state.json has other contents"),
+    "a bit of the state": ("training_state.json", flip_a_bit, "training_state.json has changed"),
     "no recipe": ("recipe.yaml", Path.unlink, "recipe.yaml is missing"),
     "a bit of the manifest": ("manifest.json", flip_a_bit, "manifest.json is not what was written"),
     "manifest cut off": ("manifest.json", cut, "manifest.json is not what was written"),
@@ -343,9 +345,7 @@ def test_a_damaged_checkpoint_is_named_with_its_file_and_the_way_to_the_older_on
         content = (newest / name).read_bytes()
         spoil(newest / name)
         # Contents of what ranks wrote are seen by ranks alone, which the driver asks before they load.
-        notice = (
-            partial(job.run, session) if "other contents" in what else partial(job.check_checkpoint, session.console)
-        )
+        notice = partial(job.run, session) if "has changed" in what else partial(job.check_checkpoint, session.console)
         with pytest.raises(DamagedCheckpointError, match=what) as caught:
             notice()
         (newest / name).write_bytes(content)
@@ -368,14 +368,14 @@ def test_a_run_can_go_on_from_the_newest_checkpoint_that_is_whole(runs, two_chec
     assert names == {"step_2", "step_4", "step_6", "damaged_step_4"}
     told = " ".join(shown(session).split())
     assert re.search(what, told)
-    assert f"It is kept as {checkpoints / 'damaged_step_4'}, and the run goes on from step_2." in told
+    assert f"It is kept as {checkpoints / 'damaged_step_4'}, and the run resumes from step_2." in told
 
 
 def test_no_run_starts_anew_because_all_checkpoints_are_damaged(two_checkpoints, session):
     for step in (2, 4):
         flip_a_bit(two_checkpoints / "checkpoints" / f"step_{step}" / "policy" / "state.pt")
     with pytest.raises(
-        DamagedCheckpointError, match=r"No checkpoint is whole: .*step_4 is .*step_2 is .*start anew with"
+        DamagedCheckpointError, match=r"Every checkpoint is damaged: .*step_4 is .*step_2 is .*start from the beginning"
     ):
         make_job(two_checkpoints, "++checkpointing.on_damaged=previous").run(session)
     assert len(list((two_checkpoints / "checkpoints").iterdir())) == 2
@@ -419,7 +419,7 @@ def test_metrics_and_the_last_state_that_found_no_space_are_told_at_the_end(tmp_
     assert not list((tmp_path / "checkpoints").iterdir())
     told = " ".join(shown(session).split())
     assert "Step 2 is not saved" in told
-    assert "its last state, of step 4, is not on disk: none is there" in told
+    assert "without a checkpoint of its last step, 4: there is no checkpoint" in told
 
 
 def test_an_export_for_which_there_is_no_space_is_said_in_a_sentence(tmp_path, session, drawn):

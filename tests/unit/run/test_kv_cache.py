@@ -32,7 +32,7 @@ def test_an_engine_gets_it_in_bytes():
     share = policy["generation"]["vllm_cfg"]["gpu_memory_utilization"]
     assert 0 < nbytes < share * 80 * GIB - 2 * 1_543_714_304
     assert line.startswith(f"vLLM's KV cache has {nbytes / GIB:.2f} GiB of each GPU, ")
-    assert "gpu_memory_utilization less 2.88 GiB of weights" in line
+    assert "gpu_memory_utilization minus 2.88 GiB of weights" in line
     larger, _ = given(90, *LONG)
     grown = engine_arguments(larger, Path("/folder"))["kv_cache_memory_bytes"]
     assert grown - nbytes == pytest.approx(share * 10 * GIB, abs=1)
@@ -43,7 +43,7 @@ def test_it_is_no_larger_than_all_sequences_under_way_can_fill():
     nbytes = engine_arguments(policy, Path("/folder"))["kv_cache_memory_bytes"]
     # 512 tokens and a further block of 16; keys and values of 28 layers, 2 heads of 128, in bfloat16.
     assert nbytes == (512 * (512 + 16) + 16) * 2 * 28 * 2 * 128 * 2
-    assert "room for all 512 that it has under way at most (max_num_seqs)" in line
+    assert "room for all 512 that vLLM runs at once (max_num_seqs)" in line
     fewer, _ = given(80, "++policy.generation.vllm_kwargs.max_num_seqs=64")
     assert engine_arguments(fewer, Path("/folder"))["kv_cache_memory_bytes"] == (64 * 528 + 16) * 28672
 

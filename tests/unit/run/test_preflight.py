@@ -90,7 +90,7 @@ def test_packed_rows_of_the_longest_sequence_have_to_fit(check, monkeypatch):
 
 def test_activations_of_unknown_sizes_need_a_limit(check):
     message = (
-        rf"cannot be computed \({MEGATRON}.softmax_type is 'learnable', with which the sizes are not known here; they "
+        rf"cannot be computed \({MEGATRON}.softmax_type is 'learnable', and the plan knows the sizes only "
         r".*\); give it in policy\.activation_offload\.host_memory_limit_gib\.$"
     )
     with pytest.raises(ValueError, match=message):
@@ -101,7 +101,7 @@ def test_activations_of_unknown_sizes_need_a_limit(check):
 
 def test_a_model_of_a_hub_that_is_out_of_reach_is_refused(check, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"'org/model', which is no folder and not in the cache of the hub"):
+    with pytest.raises(ValueError, match=r"'org/model', which is neither a folder nor in the cache of the hub"):
         check("policy.model_name=org/model", "policy.hf_config=null")
 
 
@@ -114,15 +114,15 @@ def test_a_models_folder_is_read(check, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ([], "The config of policy.model_name '.*' has a value that cannot be: "),
-        ({"rms_norm_eps": "x"}, "The config of policy.model_name '.*' has a value that cannot be: "),
+        ([], "The config of policy.model_name '.*' has an invalid value: "),
+        ({"rms_norm_eps": "x"}, "The config of policy.model_name '.*' has an invalid value: "),
         ({"num_attention_heads": 0}, "has num_attention_heads 0, which must be at least 1; give policy.hf_config_over"),
         (
             {"num_attention_heads": 4, "head_dim": -1},
             "has head_dim -1, which must be at least 1; give policy.hf_config",
         ),
         ({"num_attention_heads": 4, "vocab_size": -1}, "has vocab_size -1, which must be at least 1; give"),
-        ({"intermediate_size": -1}, "has intermediate_size -1, where an integer of at least 1 must be; give"),
+        ({"intermediate_size": -1}, "has intermediate_size -1, but it must be an integer of at least 1; give"),
     ],
 )
 def test_what_no_model_of_a_folder_can_have_is_said(check, tmp_path, fields, error):
@@ -160,7 +160,7 @@ def test_of_a_cluster_that_is_joined_the_sizes_are_checked(monkeypatch, has_gpus
 def test_a_value_that_the_model_cannot_have_is_said():
     """By transformers itself, of what the recipe's schema lets pass."""
     policy = load(TINY, []).config["policy"]
-    with pytest.raises(ValueError, match=r"policy.hf_config has a value that cannot be: (.|\n)*rms_norm_eps"):
+    with pytest.raises(ValueError, match=r"policy.hf_config has an invalid value: (.|\n)*rms_norm_eps"):
         hf_config(policy | {"hf_config": {"model_type": "qwen3", "rms_norm_eps": "abc"}})
     with pytest.raises(ValueError, match=r"policy.hf_config_overrides.rms_norm_eps has a"):
         hf_config(policy | {"hf_config_overrides": {"rms_norm_eps": "abc"}})
@@ -207,4 +207,4 @@ def test_ray_is_not_started_for_it(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # its checkpoint folder is locked; tests in other processes lock that of the recipe
     overrides = [f"{LIMIT}=0.0001"]
     assert run(TINY, overrides, "grpo") == EXIT_WRONG_RECIPE
-    assert "of host memory for what leaves its GPU, but policy.residency.host_memory" in capsys.readouterr().err
+    assert "of host memory for offloading, but policy.residency.host_memory" in capsys.readouterr().err

@@ -27,8 +27,8 @@ def test_they_stay_where_they_fit_beside_vllm_and_the_process():
     placement, lines = where_params_are(12.3)  # 40% of it is 4.92 GiB
     assert placement is Placement.GPU
     assert lines == [
-        "the policy's parameters, 2.88 GiB a rank, stay on the GPU during generation, since they fit there beside "
-        "vLLM; policy.residency.table.generate.params=host moves them"
+        "the policy's parameters, 2.88 GiB a rank, stay on the GPU during generation, since they fit there "
+        "together with vLLM; policy.residency.table.generate.params=host offloads them"
     ]
     assert where_params_are(12.1) == (Placement.HOST, [])
     auto = "++policy.residency.table.generate.params=auto"
@@ -52,7 +52,7 @@ def where_state_is(gpu_gib, *overrides):
 def test_optimizer_state_stays_where_it_fits_beside_vllm_too():
     stays = [
         "the policy's optimizer state, 14.38 GiB a rank, stays on the GPU during generation, since it fits there "
-        "beside vLLM; policy.residency.table.generate.optimizer_state=host moves it"
+        "together with vLLM; policy.residency.table.generate.optimizer_state=host offloads it"
     ]
     assert where_state_is(60, AUTO_STATE) == (Placement.UNCHANGED, Placement.UNCHANGED, stays)
     assert where_state_is(60, "policy.residency=auto") == (Placement.UNCHANGED, Placement.UNCHANGED, stays)

@@ -33,10 +33,10 @@ def test_the_summary_names_the_node_that_is_gone():
     assert str(error).startswith(f"Rank 1 on node {NODE} failed in train: NodeLostError: node")
     add_failure_summary(error, None)
     assert error.__notes__ == [
-        "What the workers printed is in Ray's session folder on their node (/tmp/ray/session_latest/logs, unless Ray "
+        "The output of the workers is in Ray's session folder on their node (/tmp/ray/session_latest/logs, unless Ray "
         "has another).",
         f"The run failed: rank 1 of the policy, on node {NODE}, failed in train: node {NODE} has not answered for 30 "
-        "s: its machine, its network or the Ray there has ended.",
+        "s: its machine, its network or its Ray process has failed.",
     ]
 
 

@@ -57,7 +57,7 @@ def test_pairs_by_the_names_of_their_datasets(tmp_path):
     train, validation = read_pairs({"train": ranked, "shuffle": False}, seed=0)
     assert train.next_batch(1) == [expected]
     assert validation == []
-    with pytest.raises(DataError, match=r"data\.train\.split is 'train', but .*rows\.jsonl is no folder"):
+    with pytest.raises(DataError, match=r"data\.train\.split is 'train', but .*rows\.jsonl is not a folder"):
         read_pairs({"train": binary | {"split": "train"}, "shuffle": False}, seed=0)
 
 

@@ -224,7 +224,7 @@ def test_a_last_state_that_is_not_on_disk_is_told(tmp_path, caplog):
     )  # fmt: skip
     assert last.train() is StopReason.STEPS
     assert not last.is_saved
-    text = "The run ends, and its last state, of step 10, is not on disk: the newest that is there is of step 9."
+    text = "The run ends without a checkpoint of its last step, 10: the newest checkpoint is of step 9."
     assert caplog.messages[-1] == text
 
 
@@ -516,7 +516,7 @@ def test_a_crash_while_one_is_written_leaves_the_one_before_whole(tmp_path):
     assert (tmp_path / "tmp_step_6").is_dir()
     assert str(interrupt.progress) == (
         f"Steps 4 to 8 since {tmp_path}/step_3 (8 unfinished) are lost. "
-        f"The same command goes on from {tmp_path}/step_3."
+        f"The same command resumes from {tmp_path}/step_3."
     )
     checkpoints.remove_unfinished()
     assert saved(tmp_path) == [3]
@@ -533,4 +533,4 @@ def test_a_full_disk_is_met_later_and_the_next_save_tries_again(tmp_path, caplog
     assert not last.is_saved
     said = [record.getMessage().split(":")[0] for record in caplog.records]
     assert said == ["Step 6 is not saved", "Step 10 is not saved", "Step 10 is not saved", said[-1]]
-    assert "its last state, of step 10, is not on disk" in said[-1]
+    assert "without a checkpoint of its last step, 10" in said[-1]

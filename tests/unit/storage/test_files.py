@@ -77,7 +77,7 @@ def test_each_file_of_a_rank_is_checked_by_one_rank_whatever_their_number(folder
 
 
 def test_a_manifest_is_not_written_over_what_was_cut_off_meanwhile(folder):
-    with pytest.raises(DamagedError, match="weights has 7 bytes, and 9 were written, right after"):
+    with pytest.raises(DamagedError, match="weights has 7 bytes, expected 9, right after"):
         write_manifest(folder, {"policy/weights": FileSum(9, "", 0)})
     with pytest.raises(DamagedError, match="gone is missing right after"):
         write_manifest(folder, {"gone": FileSum(9, "", 0)})
@@ -89,7 +89,7 @@ def test_damage_is_found_file_by_file(folder):
     assert find_damage(folder, files) == []
     (folder / "state").write_bytes(b"stabe")
     (line,) = find_damage(folder, files)
-    assert line.startswith("state has other contents than were written (xxh3_128 ")
+    assert line.startswith("state has changed since it was written (xxh3_128 ")
     (folder / "policy" / "weights").unlink()
     assert find_damage(folder, files)[0] == "policy/weights is missing"
     with pytest.raises(DamagedCheckpointError, match=r"weights is missing \(and 1 more of its files are damaged\)\.$"):
@@ -113,7 +113,7 @@ def test_other_checksums_are_said(folder):
     write_manifest(folder, {})
     path = folder / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"algorithm": "md5"}))
-    with pytest.raises(DamagedError, match="checksums by md5, and only xxh3_128"):
+    with pytest.raises(DamagedError, match="md5 checksums, but this version reads only xxh3_128"):
         read_manifest(folder)
 
 

@@ -77,8 +77,8 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
     first.communicate()
     assert (tmp_path / LOCK_FILE).is_file()
     with FolderLock(tmp_path, WHAT) as lock:
-        assert f"of process {first.pid} of host" in lock.notice
-        assert "which has ended, is taken over" in lock.notice
+        assert f"its owner, process {first.pid} of host" in lock.notice
+        assert "Taking over the lock " in lock.notice
 
 
 def sign(folder: Path, owner: Owner) -> None:
@@ -101,7 +101,10 @@ def test_a_process_that_lives_is_an_owner_also_where_the_system_holds_no_lock(tm
 
 def test_the_lock_of_another_host_is_removed_by_hand(tmp_path):
     sign(tmp_path, replace(Owner.this_process(), host="elsewhere", pid=7))
-    with pytest.raises(LockedError, match=r"process 7 of host elsewhere .*cannot be seen.*remove the lock: ") as caught:
+    with pytest.raises(
+        LockedError,
+        match=r"process 7 of host elsewhere .*cannot see whether that run is still alive.*remove the lock: ",
+    ) as caught:
         FolderLock(tmp_path, WHAT).acquire()
     assert str(caught.value).endswith(f"rm {tmp_path / LOCK_FILE}")
 

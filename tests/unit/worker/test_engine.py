@@ -27,7 +27,7 @@ def test_the_least_that_a_rank_sees_of_its_machine_counts():
     half = {Target.OPTIMIZER_STATE: 30 * GIB}
     check_ranks([(half, {}, host("a", 80)), (half, {}, host("a", 100))], None)
     for seen in ((50, 100), (100, 50)):
-        with pytest.raises(HostBudgetError, match=r"but 47\.50 GiB can be had"):
+        with pytest.raises(HostBudgetError, match=r"but 47\.50 GiB are available"):
             check_ranks([(half, {}, host("a", available)) for available in seen], None)
 
 

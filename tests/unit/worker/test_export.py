@@ -18,6 +18,6 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     weights.write_bytes(b"weights")
     write_manifest(checkpoint, {})
     weights.write_bytes(b"weighty")
-    with pytest.raises(DamagedCheckpointError, match=r"step_1 is damaged: policy/__0_0\.distcp has other"):
+    with pytest.raises(DamagedCheckpointError, match=r"step_1 is damaged: policy/__0_0\.distcp has changed"):
         export_checkpoint(checkpoint, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()

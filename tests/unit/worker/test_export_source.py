@@ -46,7 +46,7 @@ def test_what_is_no_checkpoint_is_said_with_what_to_give_instead(checkpoint, tmp
     assert f"{recipe} is a file; give a checkpoint's folder" in error_of(recipe, new)
     error = error_of(results, new)
     assert "it has no recipe.yaml and no policy/metadata.json and no" in error
-    assert f"give one of those that it holds, such as {checkpoint}." in error  # the newest
+    assert f"give one of the checkpoints in it, such as {checkpoint}." in error  # the newest
     assert "it is a Hugging Face folder already" in error_of(model, new)
     assert "give a checkpoint's folder, such as .../step_100." in error_of(tmp_path / "results" / "step_9", new)
 
@@ -66,9 +66,9 @@ def test_a_folder_that_holds_something_else_is_not_written_to(checkpoint, tmp_pa
     ("name", "text", "message"),
     [
         ("recipe.yaml", "a: [1\n", "recipe.yaml cannot be read: "),
-        ("recipe.yaml", "a: 1\n", "recipe.yaml is not what a run writes there: it has no policy"),
+        ("recipe.yaml", "a: 1\n", "recipe.yaml was not written by a run: it has no policy"),
         ("policy/hf_config/config.json", "{", "config.json cannot be read: "),
-        ("policy/hf_config/config.json", "[]", "config.json is not what a run writes there: it has no model_type"),
+        ("policy/hf_config/config.json", "[]", "config.json was not written by a run: it has no model_type"),
     ],
 )
 def test_a_part_that_is_damaged_is_named(checkpoint, tmp_path, name, text, message):

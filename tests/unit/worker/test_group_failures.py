@@ -86,7 +86,7 @@ def test_a_rank_without_gpu_memory_is_told_in_the_last_line_with_the_remedy(fres
         "The run failed: rank 1 of the policy failed in load_checkpoint: OutOfMemoryError: CUDA out of memory. "
         "Tried to allocate 2.00 GiB. Lower policy.train_micro_batch_size"
     )
-    assert "where vLLM stays awake, policy.residency.generation_weights=discard" in last_line(caught.value)
+    assert "if vLLM stays awake, set policy.residency.generation_weights=discard" in last_line(caught.value)
 
 
 def test_an_exception_that_cannot_be_pickled_still_arrives(fresh_group):

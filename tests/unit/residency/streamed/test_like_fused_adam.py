@@ -108,5 +108,5 @@ def test_numbers_are_those_of_resident_state(store_param_remainders):
 
 def test_moments_with_a_scale_for_the_whole_tensor_are_refused():
     model, optimizer = make(exp_avg_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"keeps exp_avg in torch.bfloat16, with a scale for the whole tensor"):
+    with pytest.raises(ValueError, match=r"stores exp_avg in torch.bfloat16, with one scale for the whole tensor"):
         attach([model], optimizer, PinnedArena(), table=STREAMED_TABLE, ranges=small_chunks)

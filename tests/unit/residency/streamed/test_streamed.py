@@ -130,7 +130,7 @@ def test_ranges_whose_addresses_change_work_alike(streaming):
 def test_no_memory_for_the_window_is_said_at_the_start_and_later(streaming):
     trouble = Trouble()
     trouble.chunks_left = 0
-    with pytest.raises(OutOfGpuMemoryError, match="no memory for"):
+    with pytest.raises(OutOfGpuMemoryError, match="Cannot allocate"):
         attach([make_job().model], make_job().optimizer, PinnedArena(), table=STREAMED_TABLE, ranges=trouble)
 
 
@@ -142,7 +142,7 @@ def test_a_window_that_does_not_come_back_harms_nothing(streaming):
     engine.residency.enter(Phase.REFIT)
     trouble.chunks_left = 0
     engine.residency.enter(Phase.TRAIN)
-    with pytest.raises(NoRoomError, match="no memory for the window"):
+    with pytest.raises(NoRoomError, match="out of memory for the window"):
         engine.residency.require(Target.OPTIMIZER_STATE)
     trouble.chunks_left = None
     engine.residency.enter(Phase.TRAIN)
@@ -272,7 +272,7 @@ def test_an_error_between_optimizers_ends_everything(streaming, late_copies, kin
     with pytest.raises(kind):
         job.step(1)
     job.optimizer.between = Chain.between
-    assert_refused(job, engine, "behind 1 of 2 optimizers: .*half updated")
+    assert_refused(job, engine, "after 1 of 2 optimizers: .*half updated")
 
 
 def test_a_chain_whose_first_optimizer_fails_before_any_update_can_be_stepped_again(streaming, failing):
@@ -322,7 +322,7 @@ def test_checksums_find_what_has_changed_on_the_host(streaming):
     run_steps(job, 2)
     state = job.optimizer.state[job.model[0].weight]["exp_avg"]
     engine.checkpoint_reader()(state)[3, 5] += 1
-    with pytest.raises(CorruptedTransferError, match="came back from the host changed"):
+    with pytest.raises(CorruptedTransferError, match="checksums of optimizer_state differ"):
         job.step(2)
 
 
@@ -364,7 +364,7 @@ def test_groups_of_another_optimizer_leave_hyperparameters_as_they_are(streaming
 
 def test_what_cannot_be_streamed_is_refused_in_words(streaming):
     job = make_job(sgd)
-    with pytest.raises(ValueError, match="what SGD keeps is not known before its first step; use Adam"):
+    with pytest.raises(ValueError, match="the state tensors of SGD are not known before its first step; use Adam"):
         attach([job.model], job.optimizer, PinnedArena(), table=STREAMED_TABLE)
     own_masters = make_job(adamw, torch.bfloat16)
     with pytest.raises(ValueError, match="neither a parameter of the model nor a master"):
