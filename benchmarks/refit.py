@@ -99,7 +99,7 @@ def measure(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Tabl
     overrides = [
         f"policy.generation.backend={arguments.backend}",
         f"policy.refit_buffer_size_gb={largest}",
-        "policy.generation.vllm_cfg.enforce_eager=true",  # it starts in half the time, and loads weights alike
+        "policy.generation.vllm_cfg.enforce_eager=true",  # starts without compiling, and loads weights in the same way
         "policy.max_total_sequence_length=512",
         "policy.sequence_packing.enabled=false",
         *(_APART_KEYS if arguments.apart else ()),
