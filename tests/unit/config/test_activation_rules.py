@@ -116,7 +116,8 @@ BROKEN = {
         (
             [*EXPERTS, FUSER, *offload("fused_group_mlp"), f"+{MEGATRON}.moe_apply_probs_on_input=true"],
             f"{MEGATRON}.moe_apply_probs_on_input: must be false while {MEGATRON}.use_transformer_engine_op_fuser is "
-            "true, since fused experts apply the router's probabilities after the activation; found true",
+            "true, since fused experts apply the router's probabilities after the activation; found true: change "
+            "either",
         ),
     ],
     "recomputed_layers_keep_nothing_to_offload": [

@@ -49,7 +49,8 @@ BROKEN = {
     "graphs_name_modules": [
         (
             [ON, *BF16],
-            f"{MODULES}: must name the modules to capture while {MEGATRON}.cuda_graph_impl is transformer_engine:",
+            f"{MODULES}: must name the modules to capture while {MEGATRON}.cuda_graph_impl is transformer_engine: "
+            "'attn',",
         ),
         ([ON, *BF16], f"found []: name some, or set {MEGATRON}.cuda_graph_impl to none"),
     ],
