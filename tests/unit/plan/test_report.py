@@ -85,6 +85,7 @@ def test_the_engines_weights_and_kv_cache_are_shown_beside_the_policys_targets(c
 def test_the_tokens_of_packed_rows_that_a_gpu_has_room_for(capsys):
     text = printed(capsys, BENCHMARK, "--gpu-memory", "139.8")
     assert "packed rows of training have up to 32,768 tokens: they take an estimated " in text
+    assert "and training state takes 20.13 GiB; " in text
     values = json.loads(printed(capsys, BENCHMARK, "--gpu-memory", "79.6", "--json"))
     assert 16384 <= values["sequence_packing"]["train_mb_tokens"] < 32768
     assert values["sequence_packing"]["logprob_mb_tokens"] == 32768
