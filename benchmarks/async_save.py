@@ -37,7 +37,7 @@ from result_file import TableValue, print_rows, write_result
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.worker.actor import leave_to_no_collection
+from nemo_offload_rl.worker.actor import exempt_from_gc
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 STATES: Mapping[str, Mapping[str, Any]] = {
@@ -167,7 +167,7 @@ def measure(scale: str, state: str, repeats: int, folder: Path) -> list[dict[str
         folder: of the checkpoints; nothing of it is left.
     """
     worker = one_rank_worker(SCALES[scale].policy(state))
-    leave_to_no_collection()  # as a run's rank is
+    exempt_from_gc()  # as a run's rank is
     trial = Trial(worker, SCALES[scale].batch(), folder)
     alone = statistics.median([trial.train() for _ in range(4)][2:])
     arena = worker.engine.context.arena

@@ -63,7 +63,7 @@ class WorkerActor:
         module, _, name = worker_cls.partition(":")
         worker_class = getattr(importlib.import_module(module), name)
         self._worker = worker_class(**arguments, master_addr=address, master_port=port)
-        leave_to_no_collection()
+        exempt_from_gc()
         return self._worker.parallel_ranks()
 
     def take_log(self) -> list[Record]:
@@ -87,7 +87,7 @@ class WorkerActor:
         return WireBatch.pack(result) if isinstance(result, BatchedData) else result
 
 
-def leave_to_no_collection() -> None:
+def exempt_from_gc() -> None:
     """Exempts all objects that are alive from later garbage collections of this process.
 
     A rank's imports and its model are 570,000 objects; a full collection that looks at them stopped a training step or
