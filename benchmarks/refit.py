@@ -11,7 +11,8 @@ python benchmarks/refit.py --cases 1.5B --out docs/results/refit.json python ben
 |---|---|
 | `object_store` | through host memory |
 | `streamed` | through GPU memory, driven from Python |
-| `graphs` | the same, replayed from CUDA graphs; where `replayed` is false, the log says why they could not be |
+| `replayed_loads` | the export driven from Python, the engine's loads replayed from CUDA graphs |
+| `graphs` | both replayed; where `replayed` is false, the log says why the export could not be |
 | `broadcast` | with `--apart`, to an engine on a GPU of its own: two GPUs, over NCCL |
 
 `--scale tiny` sends tiny models, also without a GPU.
@@ -53,6 +54,7 @@ Receivers = Sequence[Receiver]
 WAYS: Mapping[str, Callable[[Receivers, bool], RefitTransport]] = {
     "object_store": lambda receivers, verify: ObjectStoreTransport(receivers, verify),
     "streamed": lambda receivers, verify: CudaIpcTransport(receivers, verify, graphs=False),
+    "replayed_loads": lambda receivers, verify: CudaIpcTransport(receivers, verify, record_export=False),
     "graphs": lambda receivers, verify: CudaIpcTransport(receivers, verify, graphs=True, min_gain_s=-math.inf),
 }
 """How weights go to an engine on the policy's GPU; by its receivers and whether it verifies."""

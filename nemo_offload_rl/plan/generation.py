@@ -44,7 +44,7 @@ class EngineMemory:
         reserve_bytes: estimated memory of activations, logits, CUDA graphs and the process.
         refit_bytes: size of the buckets, on the same GPU, that carry the weights in a refit.
         refit_graph_bytes: the most memory that a refit's CUDA graphs keep on the GPU between refits, in both processes;
-            0 where refits are not replayed.
+            0 without vLLM on the policy's GPUs.
         own_kv_cache_bytes: `policy.generation.vllm_kwargs.kv_cache_memory_bytes`, which overrides `share`; None where
             the recipe does not set it.
         stays_awake: whether the engine keeps all of this memory while the policy computes on the same GPU.

@@ -21,17 +21,18 @@ _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MIB, 20 * MIB
 
 
 def refit_graph_bytes(policy: Mapping[str, Any], architecture: Architecture) -> int:
-    """Returns the most memory that graphs keep on one GPU in both processes; 0 where refits are not replayed.
+    """Returns the most memory that graphs keep on one GPU in both processes; 0 without vLLM on the policy's GPUs.
 
     Args:
         policy: the recipe's `policy` section, validated.
         architecture: the model's sizes.
     """
-    sizes = [policy["megatron_cfg"][f"{kind}_parallel_size"] for kind in _EXCHANGED]
-    if not colocates_vllm(policy) or any(size > 1 for size in sizes):
+    if not colocates_vllm(policy):
         return 0
-    of_export = export_temporaries(architecture, DTYPE_BYTES[policy["precision"]])
-    return pool_bytes(of_export) + pool_bytes(())  # vLLM copies into its parameters, without temporaries
+    of_loads = pool_bytes(())  # vLLM copies into its parameters, without temporaries
+    if any(policy["megatron_cfg"][f"{kind}_parallel_size"] > 1 for kind in _EXCHANGED):
+        return of_loads
+    return pool_bytes(export_temporaries(architecture, DTYPE_BYTES[policy["precision"]])) + of_loads
 
 
 def export_temporaries(architecture: Architecture, dtype_bytes: int) -> list[int]:

@@ -5,20 +5,19 @@ the rank exports the next.
 """
 
 import contextlib
-import time
-from collections import deque
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from nemo_offload_rl.memory.shared_buffer import BufferHandle, SharedBuffer, make_shared_buffer
 from nemo_offload_rl.refit.bucket_memory import explain_refit_oom
-from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import NullSender
+from nemo_offload_rl.refit.filling import ExportedTensors, OpenBucket, send_buckets
 from nemo_offload_rl.refit.graphs import MIN_GAIN_S, GraphSender
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
-from nemo_offload_rl.refit.loads import Loads
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
 from nemo_offload_rl.refit.recorder import CudaRecorder
 
@@ -51,13 +50,15 @@ class CudaIpcTransport:
     Attributes:
         receivers: Each is on the GPU of its first rank.
         verify: Whether senders return the checksums of the weights they have sent.
-        graphs: Whether to replay the export from CUDA graphs if that is possible and faster.
-        min_gain_s: Seconds that graphs must save in a refit to be used.
+        graphs: Whether buckets keep their addresses if that is possible, so that CUDA graphs can be replayed.
+        record_export: Whether, with `graphs`, the export may be replayed as well as the receivers' loads.
+        min_gain_s: Seconds that replaying the export must save in a refit.
     """
 
     receivers: Sequence[Receiver]
     verify: bool
     graphs: bool = True
+    record_export: bool = True
     min_gain_s: float = MIN_GAIN_S
 
     def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
@@ -79,72 +80,39 @@ class CudaIpcTransport:
             receivers,
             streamed,
             verify=self.verify,
-            make_recorder=CudaRecorder,
+            make_recorder=CudaRecorder if self.record_export else None,
             device=current_device(),
             min_gain_s=self.min_gain_s,
         )
 
 
 class CudaIpcSender(RefitSender):
-    """Copies bucket after bucket into buffers that exist only during a refit."""
+    """Copies bucket after bucket into buffers that exist only during a refit, driven from Python."""
 
     def __init__(self, buckets: Sequence[BucketLayout], receivers: Sequence[Receiver], *, verify: bool) -> None:
-        self._buckets = buckets
+        self._layouts = buckets
         self._receivers = receivers
         self._verify = verify
         self._device = current_device()
-        self._verify_s = 0.0
         self.metrics = {}
 
     def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
         """Sends every bucket and returns once all receivers have loaded all of them (see `RefitSender`).
 
         Raises:
-            EngineLostError: If an engine's process has ended.
-            RuntimeError: If an engine has failed, for example because it cannot open a buffer.
-            ValueError: If an engine has refused a weight.
+            OutOfGpuMemoryError: If there is no memory for the buffers; see `send_buckets` for other errors.
         """
-        weights = iter(weights)
-        checksums: dict[str, int] = {}
-        export_s = self._verify_s = 0.0
-        # When an error ends the refit, a receiver may still have a buffer open, which must not be freed yet.
-        with self._buffers() as buffers, (loads := Loads(self._receivers, len(buffers))).settled():
-            began = time.perf_counter()
-            for number, bucket in enumerate(self._buckets):
-                loads.wait_for_room()
-                buffer = buffers[number % len(buffers)]
-                start = time.perf_counter()
-                self._fill(bucket, buffer, weights, checksums)
-                export_s += time.perf_counter() - start
-                loads.start(SharedBucket(bucket, buffer.handle), bucket.tensors)
-            deque(weights, maxlen=0)  # exhaust the export, which checks at its end that there are no more tensors
-            loads.wait()
-            first_kernel_to_loaded_s = time.perf_counter() - began
-        self.metrics = {
-            "export_s": export_s - self._verify_s,
-            "verify_s": self._verify_s,
-            "load_s": loads.seconds,
-            "first_kernel_to_loaded_s": first_kernel_to_loaded_s,
-        }
-        return checksums
-
-    def _fill(
-        self, bucket: BucketLayout, buffer: SharedBuffer, weights: Iterator[NamedTensor], checksums: dict[str, int]
-    ) -> None:
-        for (_, slot), (name, tensor) in zip(bucket.views(buffer.tensor), weights, strict=False):
-            slot.copy_(tensor.detach(), non_blocking=True)
-            if self._verify:
-                start = time.perf_counter()
-                checksums[name] = tensor_checksum(tensor)
-                self._verify_s += time.perf_counter() - start
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the receiver's process reads the buffer next
+        exported = ExportedTensors(weights, verify=self._verify)
+        with self._buckets() as buckets:
+            times = send_buckets(buckets, NUM_BUFFERS, self._receivers, exported)
+        self.metrics = {**times, "export_s": times["export_s"] - exported.verify_s, "verify_s": exported.verify_s}
+        return exported.checksums
 
     @contextlib.contextmanager
-    def _buffers(self) -> Iterator[list[SharedBuffer]]:
+    def _buckets(self) -> Iterator[list[OpenBucket]]:
         sizes = [
-            max(1, *(bucket.num_bytes for bucket in self._buckets[first::NUM_BUFFERS]))
-            for first in range(min(NUM_BUFFERS, len(self._buckets)))
+            max(1, *(layout.num_bytes for layout in self._layouts[first::NUM_BUFFERS]))
+            for first in range(min(NUM_BUFFERS, len(self._layouts)))
         ]
         with contextlib.ExitStack() as stack:
             buffers = []
@@ -152,7 +120,14 @@ class CudaIpcSender(RefitSender):
                 with explain_refit_oom(sum(sizes)):
                     buffers.append(make_shared_buffer(size, self._device))
                 stack.callback(buffers[-1].close)
-            yield buffers
+            yield [
+                OpenBucket(partial(_slots, layout, buffer), layout.tensors, SharedBucket(layout, buffer.handle))
+                for layout, buffer in zip(self._layouts, itertools.cycle(buffers), strict=False)
+            ]
+
+
+def _slots(layout: BucketLayout, buffer: SharedBuffer) -> list[torch.Tensor]:
+    return layout.slots(buffer.tensor)
 
 
 def current_device() -> torch.device:

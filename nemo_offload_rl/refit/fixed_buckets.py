@@ -1,8 +1,11 @@
 """Buckets with the same addresses in every refit, on both sides; their memory is allocated only during a refit."""
 
 import contextlib
+import itertools
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import overload
 
 import torch
@@ -10,6 +13,9 @@ import torch
 from nemo_offload_rl.memory.shared_buffer import SharedBufferError
 from nemo_offload_rl.memory.shared_range import PeerRange, RangeHandle, SharedRange, make_shared_range
 from nemo_offload_rl.refit.bucket_memory import explain_refit_oom
+from nemo_offload_rl.refit.filling import OpenBucket
+from nemo_offload_rl.refit.interface import Receiver
+from nemo_offload_rl.refit.loads import Loads
 from nemo_offload_rl.refit.plan import BucketLayout, NamedTensor
 
 
@@ -39,39 +45,57 @@ class FixedTensors(Sequence[NamedTensor]):
 
 
 class FixedBuckets:
-    """Lays out a sender's buckets in one buffer, or alternately in two.
+    """Lays out a sender's buckets in one buffer, or alternately in two, and introduces them to the receivers.
 
     Args:
         layouts: Layouts of all buckets, in the order in which they are sent.
         num_buffers: Number of buffers; bucket i is in buffer i modulo this.
+        receivers: All of them get every bucket.
         device: The current CUDA device, or the CPU.
 
     Raises:
+        EngineLostError: A receiver's process has ended.
         OutOfGpuMemoryError: The GPU does not have enough memory.
+        RuntimeError: A receiver cannot map the buffers.
         VirtualMemoryUnsupportedError: The GPU's memory cannot be shared in this way.
     """
 
-    def __init__(self, layouts: Sequence[BucketLayout], num_buffers: int, device: torch.device) -> None:
+    def __init__(
+        self, layouts: Sequence[BucketLayout], num_buffers: int, receivers: Sequence[Receiver], device: torch.device
+    ) -> None:
         self.num_buffers = min(num_buffers, len(layouts))
-        self.layouts = layouts
+        self._layouts = layouts
+        self._receivers = receivers
+        self._name = uuid.uuid4().hex
         self._ranges: list[SharedRange] = []
-        self.slots: list[list[torch.Tensor]] = []
-        """For each bucket, its tensors as views of its buffer."""
+        self._slots: list[list[torch.Tensor]] = []  # by bucket
         sizes = [max(1, *(each.num_bytes for each in layouts[first::num_buffers])) for first in range(self.num_buffers)]
         self._nbytes = sum(sizes)
         with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
+            undo.callback(self._free)
             for size in sizes:
                 self._ranges.append(make_shared_range(size, device))
+            buffers = itertools.cycle(self._ranges)
+            self._slots.extend(layout.slots(one.tensor) for layout, one in zip(layouts, buffers, strict=False))
+            with self._allocated() as handles:
+                self._introduce(Introduction(self._name, tuple(layouts), tuple(handles)))
             undo.pop_all()
-        self.slots = [
-            [slot for _, slot in layout.views(self._ranges[number % self.num_buffers].tensor)]
-            for number, layout in enumerate(layouts)
-        ]
 
     @contextlib.contextmanager
-    def mapped(self) -> Iterator[list[RangeHandle]]:
-        """Allocates the buffers' memory during this context, and yields the handle of each buffer."""
+    def mapped(self) -> Iterator[list[OpenBucket]]:
+        """Allocates the buffers' memory during this context, and yields the buckets, at the same addresses each time.
+
+        Raises:
+            OutOfGpuMemoryError: The GPU does not have enough memory.
+        """
+        with self._allocated() as handles:
+            yield [
+                OpenBucket(partial(self._slots.__getitem__, number), layout.tensors, self._message(number, handles))
+                for number, layout in enumerate(self._layouts)
+            ]
+
+    @contextlib.contextmanager
+    def _allocated(self) -> Iterator[list[RangeHandle]]:
         with contextlib.ExitStack() as stack:
             handles = []
             for one in self._ranges:
@@ -80,24 +104,37 @@ class FixedBuckets:
                 stack.callback(one.unmap)
             yield handles
 
-    def bucket(self, sender: str, number: int, handles: Sequence[RangeHandle], *, is_known: bool) -> "FixedBucket":
-        """Makes the object that a receiver gets for a bucket.
-
-        Args:
-            sender: The sender's name.
-            number: The bucket's number.
-            handles: Handles of the mapped buffers.
-            is_known: Whether the receiver has received this bucket before.
-        """
+    def _message(self, number: int, handles: Sequence[RangeHandle]) -> "FixedBucket":
         buffer = number % self.num_buffers
-        is_last = number + self.num_buffers >= len(self.layouts)
-        if is_known:
-            return FixedBucket(sender, number, buffer, handles[buffer], is_last)
-        return FirstFixedBucket(sender, number, buffer, handles[buffer], is_last, self.layouts[number])
+        is_last = number + self.num_buffers >= len(self._layouts)
+        return FixedBucket(self._name, number, buffer, handles[buffer], is_last)
+
+    def _introduce(self, buckets: "Introduction") -> None:
+        try:
+            self._tell(buckets)
+        except RuntimeError:
+            self._tell(LastBucket(self._name))  # the other receivers forget them
+            raise
+
+    def _tell(self, message: "Introduction | LastBucket") -> None:
+        loads = Loads(self._receivers, 1)
+        with loads.settled():
+            loads.start(message)
+            loads.wait()
 
     def close(self) -> None:
-        """Frees the addresses."""
-        self.slots = []
+        """Frees the addresses, here and at the receivers.
+
+        Raises:
+            EngineLostError: A receiver's process has ended; the addresses here are freed all the same.
+        """
+        try:
+            self._tell(LastBucket(self._name))
+        finally:  # a dead engine holds no memory
+            self._free()
+
+    def _free(self) -> None:
+        self._slots.clear()
         while self._ranges:
             self._ranges.pop().close()
 
@@ -106,7 +143,7 @@ class FixedBuckets:
 class _Sender:
     """Holds the state of one sender in a receiver's process."""
 
-    layouts: dict[int, BucketLayout] = field(default_factory=dict)  # by bucket
+    layouts: Sequence[BucketLayout]  # by bucket
     tensors: dict[int, FixedTensors] = field(default_factory=dict)  # by bucket, once it has been received
     ranges: dict[int, PeerRange] = field(default_factory=dict)  # by buffer
     mapped: dict[int, RangeHandle] = field(default_factory=dict)  # by buffer, while it is mapped
@@ -139,7 +176,7 @@ _SENDERS: dict[str, _Sender] = {}
 
 @dataclass(frozen=True)
 class FixedBucket:
-    """Identifies a bucket that the receiver has received before (see `WeightBucket`).
+    """Identifies a bucket of a sender that the receiver knows (see `Introduction`, `WeightBucket`).
 
     Attributes:
         sender: The sender's unique name.
@@ -162,7 +199,7 @@ class FixedBucket:
         It waits at the end for all GPU work that was started in the context.
         """
         sender = _SENDERS.get(self.sender)
-        if sender is None or self.number not in sender.layouts:
+        if sender is None:
             raise SharedBufferError(
                 f"Bucket {self.number} of a refit was sent by its number only, but this engine has never received "
                 "its layout; a restarted engine needs a new transport."
@@ -184,21 +221,36 @@ class FixedBucket:
 
 
 @dataclass(frozen=True)
-class FirstFixedBucket(FixedBucket):
-    """Describes a bucket that the receiver has not received before.
+class Introduction:
+    """Tells a receiver a sender's buckets before the first one, and maps their buffers once (see `WeightBucket`).
 
     Attributes:
-        layout: Positions of its tensors in the buffer.
+        sender: The sender's unique name.
+        layouts: Positions of the tensors in each bucket.
+        handles: Handles of the buffers, whose memory is allocated now.
     """
 
-    layout: BucketLayout
+    sender: str
+    layouts: tuple[BucketLayout, ...]
+    handles: tuple[RangeHandle, ...]
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[FixedTensors]:
-        """See `FixedBucket.opened`."""
-        _SENDERS.setdefault(self.sender, _Sender()).layouts[self.number] = self.layout
-        with super().opened() as tensors:
-            yield tensors
+    def opened(self) -> Iterator[list[NamedTensor]]:
+        """Yields no tensors.
+
+        Raises:
+            SharedBufferError: This process cannot map the buffers.
+        """
+        sender = _Sender(self.layouts)
+        try:
+            for buffer, handle in enumerate(self.handles):
+                sender.map(buffer, handle)
+                sender.unmap(buffer)
+        except BaseException:
+            sender.close()
+            raise
+        _SENDERS[self.sender] = sender
+        yield []
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,10 @@ class BucketLayout:
             for spec, start in zip(self.tensors, self.offsets, strict=True)
         ]
 
+    def slots(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the tensors of `views` without their names."""
+        return [slot for _, slot in self.views(buffer)]
+
 
 @dataclass(frozen=True)
 class ExportPlan:

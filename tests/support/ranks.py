@@ -1,6 +1,7 @@
 """Runs a function on several ranks, each a process of its own."""
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -9,7 +10,6 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
@@ -38,16 +38,21 @@ def free_port() -> int:
             return port
 
 
+# NCCL refuses two ranks on one GPU of a host, but not on GPUs of two hosts: each rank says that it has its own.
+_RANKS_OF_ONE_GPU = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+
+
 def _child(
     function: Callable[..., Any], rank: int, world_size: int, ports: list[int], environ: dict[str, str], pipe: Any
 ) -> None:
     # The fork server started with an earlier test's environment, which its children inherit.
     os.environ.clear()
     os.environ.update(environ)
+    faulthandler.enable()
     torch.set_num_threads(1)
     share_device_of_lone_ranks()
-    if torch.cuda.device_count() == 1 and world_size > 1:  # NCCL wants a GPU for each
-        torch.distributed.init_process_group = partial(_over_gloo, torch.distributed.init_process_group)
+    if torch.cuda.device_count() == 1 and world_size > 1:
+        os.environ.update(_RANKS_OF_ONE_GPU, NCCL_HOSTID=f"rank {rank}")
     try:
         pipe.send((True, function(rank, world_size, ports)))
     except Exception:  # noqa: BLE001  (the parent fails the test with it)
@@ -70,10 +75,6 @@ def worker_of_rank(
         seed=3,
         init_reference_model=init_reference_model,
     )
-
-
-def _over_gloo(join: Callable[..., None], _: str, **arguments: Any) -> None:
-    join("gloo", **arguments)
 
 
 def fork_context() -> SpawnContext | ForkServerContext:
@@ -119,7 +120,11 @@ def run_ranks(
         results = []
         for rank, pipe in enumerate(pipes):
             assert pipe.poll(timeout_s), f"rank {rank} did not answer within {timeout_s} s"
-            fine, value = pipe.recv()
+            try:
+                fine, value = pipe.recv()
+            except EOFError:
+                processes[rank].join(timeout=10)
+                fine, value = False, f"its process ended with status {processes[rank].exitcode}"
             assert fine, f"rank {rank} failed:\n{value}"
             results.append(value)
         return results

@@ -14,7 +14,7 @@ from nemo_offload_rl.memory.shared_buffer import SharedBufferError
 from nemo_offload_rl.placement.cluster import ENGINE_SHARE
 from nemo_offload_rl.refit import fixed_buckets
 from nemo_offload_rl.refit.checksum import tensor_checksum
-from nemo_offload_rl.refit.fixed_buckets import FixedTensors
+from nemo_offload_rl.refit.fixed_buckets import FixedBucket, FixedTensors, Introduction
 from nemo_offload_rl.refit.recorder import CudaRecorder, addresses_of
 
 # The actors cannot import these modules; what is defined in them travels whole.
@@ -49,20 +49,27 @@ class Engine:
         if device == "cpu":
             recorded_loads.why_not_recorded = lambda tensors: ""  # of this process
         self.recorder = Counting(device)
+        self.device, self.opens_fixed = device, opens_fixed
         self.parameters, self.num_copied, self.loads = {}, 0, None
-        self.opens_fixed = opens_fixed
 
     def load_weights(self, bucket):
+        if isinstance(bucket, Introduction | FixedBucket) and not self.opens_fixed:
+            raise SharedBufferError("this memory cannot be opened.\nAnd so on")
+        if isinstance(bucket, Introduction):
+            self.make_parameters([spec for layout in bucket.layouts for spec in layout.tensors])
         with bucket.opened() as tensors:
-            if not isinstance(tensors, FixedTensors):
-                self.copy(tensors)
-            elif not self.opens_fixed:
-                raise SharedBufferError("this memory cannot be opened.\nAnd so on")
-            else:
-                if self.loads is None:
-                    self.loads = RecordedLoads(list(self.parameters.values()), lambda: self.recorder)
+            if isinstance(tensors, FixedTensors):
                 self.loads.load(tensors, lambda: self.copy(tensors))
+            else:
+                self.copy(tensors)
         return 0.25
+
+    def make_parameters(self, specs):
+        """A real engine has them from the start."""
+        for spec in specs:
+            self.parameters.setdefault(spec.name, torch.empty(spec.shape, dtype=spec.dtype, device=self.device))
+        if self.loads is None:
+            self.loads = RecordedLoads(list(self.parameters.values()), lambda: self.recorder)
 
     def copy(self, tensors):
         self.num_copied += len(tensors)

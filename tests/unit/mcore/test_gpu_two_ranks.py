@@ -1,13 +1,13 @@
-"""The residency engine on two GPUs, over NCCL, in every layout, or on one, over gloo, with data parallelism alone.
+"""The residency engine on two ranks, over NCCL, in every layout; numbers compare exactly.
 
-Numbers compare exactly.
+Each rank has a GPU, or both share the only one (see `support.ranks`).
 """
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from support.ranks import off_and_on, run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
@@ -36,8 +36,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2_streamed": {"distributed_data_parallel_config": OVERLAP},
     "moe_ep2_streamed": {"expert_model_parallel_size": 2},
 }
-if torch.cuda.device_count() == 1:  # gloo has no more of NCCL's collectives for tensors of a GPU
-    LAYOUTS = {name: layout for name, layout in LAYOUTS.items() if name.startswith("dp2")}
 
 
 def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) -> list[dict[str, Any]]:
@@ -65,16 +63,18 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
     return reports
 
 
-def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, tuple[Any, Any]]:
-    return off_and_on(LAYOUTS, ports, lambda layout, port, on: run(layout, rank, world_size, port, offload=on))
+def run_layouts(layouts: list[str], rank: int, world_size: int, ports: list[int]) -> dict[str, tuple[Any, Any]]:
+    return off_and_on(layouts, ports, lambda layout, port, on: run(layout, rank, world_size, port, offload=on))
 
 
 @pytest.fixture(scope="module")
-def both() -> list[dict[str, tuple[Any, Any]]]:
+def both(request: pytest.FixtureRequest) -> list[dict[str, tuple[Any, Any]]]:
+    """What each rank reports of the layouts whose tests are selected."""
+    layouts = [item.callspec.params["layout"] for item in request.session.items if item.path == request.path]
     assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        return run_ranks(all_layouts, 2, num_ports=2 * len(LAYOUTS), timeout_s=480)
+        return run_ranks(partial(run_layouts, layouts), 2, num_ports=2 * len(layouts), timeout_s=480)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -18,7 +18,7 @@ from nemo_offload_rl.plan.refit_graphs import export_temporaries, pool_bytes
 from nemo_offload_rl.residency.table import Phase
 
 
-@pytest.mark.parametrize(("offloads", "most"), [(True, 0.97), (False, 0.85)])
+@pytest.mark.parametrize(("offloads", "most"), [(True, 0.97), (False, 0.84)])
 def test_a_share_of_the_gpu_has_to_fit_beside_what_the_policy_keeps(offloads, most):
     plan = make_plan(policy_without_model(offload_optimizer_for_refit=offloads), [FACTS])
     check_share_beside_policy(plan, engine(1, gpu_memory_utilization=most), 80 * GIB)
@@ -152,21 +152,21 @@ def test_graphs_of_a_refit_keep_little_more_than_was_measured_at_most():
 
 
 @pytest.mark.parametrize("kind", ["tensor_model", "pipeline_model", "expert_model", "expert_tensor"])
-def test_refits_that_are_not_replayed_have_no_graphs(kind):
-    assert engine(1, sizes={f"{kind}_parallel_size": 2}).refit_graph_bytes == 0
+def test_only_the_engine_has_graphs_of_a_refit_where_ranks_exchange_weights(kind):
+    assert engine(1, sizes={f"{kind}_parallel_size": 2}).refit_graph_bytes == 2 * MIB
     assert engine(1, sizes=WHOLE, colocated=False).refit_graph_bytes == 0
 
 
 def test_graphs_of_a_refit_are_there_in_every_phase_and_count_where_the_gpu_is_shared_out():
-    found, without = engine(1, sizes=WHOLE), engine(1)
-    graphs = found.refit_graph_bytes
-    assert graphs > without.refit_graph_bytes == 0
+    found, split = engine(1, sizes=WHOLE), engine(1)
+    graphs, of_loads = found.refit_graph_bytes, split.refit_graph_bytes
+    assert graphs > of_loads > 0
     assert found.gpu_rows(80 * GIB)["refit's CUDA graphs"] == dict.fromkeys(Phase, graphs)
     plan = make_plan(policy_without_model(), [FACTS])
     least = 2 * GIB + 2 * GIB + found.weights_bytes + found.refit_bytes
-    check_refit_fits(plan, without, least)
+    check_refit_fits(plan, split, least + of_loads)
     with pytest.raises(ValueError, match=r"A refit needs 1\.00 GiB"):
-        check_refit_fits(plan, found, least)
+        check_refit_fits(plan, found, least + of_loads)
     check_refit_fits(plan, found, least + graphs)
-    lost = share_beside_policy(plan, without, 80 * GIB) - share_beside_policy(plan, found, 80 * GIB)
-    assert lost == pytest.approx(graphs / (80 * GIB))
+    lost = share_beside_policy(plan, split, 80 * GIB) - share_beside_policy(plan, found, 80 * GIB)
+    assert lost == pytest.approx((graphs - of_loads) / (80 * GIB))

@@ -112,7 +112,7 @@ def test_memory_is_there_in_a_refit_alone(engine, make_sender, device):
     weights = Weights(device)
     sender = make_sender(weights, bucket_bytes=300)
     sender.send(weights)
-    slots = [slot for of_bucket in sender._recorded._buckets.slots for slot in of_bucket]
+    slots = [slot for of_bucket in sender._buckets._slots for slot in of_bucket]
     assert [slot.float().abs().sum().item() for slot in slots] == [0] * 5  # the kernel has given new pages
     sender.send(weights)
     assert look(engine)["sums"] == weights.sums()
@@ -132,7 +132,7 @@ def test_a_changed_address_has_the_export_recorded_anew(engine, make_sender, dev
 
 
 @on_each_device
-def test_addresses_that_never_stay_have_refits_streamed(engine, make_sender, device, caplog):
+def test_addresses_that_never_stay_have_exports_driven_from_python(engine, make_sender, device, caplog):
     weights, recorder = Weights(device), Counting(device)
     sender = make_sender(weights, recorder=recorder)
     with caplog.at_level(logging.INFO):
@@ -141,9 +141,9 @@ def test_addresses_that_never_stay_have_refits_streamed(engine, make_sender, dev
             sender.send(weights)
             assert look(engine)["sums"] == weights.sums()
     assert recorder.num_recordings == 2
-    assert "streamed, not replayed from CUDA graphs: the weights' addresses change in each refit" in caplog.text
+    assert "driven from Python, not replayed from CUDA graphs: the weights' addresses change in each r" in caplog.text
     assert sender.metrics["graphs"] == 0
-    assert look(engine)["num_senders"] == 0
+    assert look(engine)["num_recordings"] == 1  # its loads are replayed all the same
 
 
 @on_each_device
@@ -161,7 +161,9 @@ def test_an_engine_whose_parameters_move_records_its_loads_anew(engine, make_sen
 
 @on_each_device
 @pytest.mark.parametrize("first", [True, False])
-def test_an_export_that_cannot_be_recorded_is_streamed_and_said_once(engine, make_sender, device, caplog, first):
+def test_an_export_that_cannot_be_recorded_is_driven_from_python_and_said_once(
+    engine, make_sender, device, caplog, first
+):
     weights = Weights(device)
     sender = make_sender(weights)
     with caplog.at_level(logging.INFO):
@@ -172,49 +174,56 @@ def test_an_export_that_cannot_be_recorded_is_streamed_and_said_once(engine, mak
             sender.send(weights)
             assert look(engine)["sums"] == weights.sums()
             assert sender.metrics["graphs"] == float(number == 0 and not first)
-    assert caplog.text.count("streamed, not replayed from CUDA graphs: aten._local_scalar_dense") == 1
-    assert num_open_buffers() == 0
+    assert caplog.text.count("driven from Python, not replayed from CUDA graphs: aten._local_scalar_dense") == 1
 
 
 @on_each_device
-def test_what_ranks_exchange_is_streamed_from_the_start(engine, make_sender, device, caplog):
+def test_what_ranks_exchange_is_driven_from_python_and_its_loads_are_replayed(engine, make_sender, device, caplog):
     weights, recorder = Weights(device, "ranks exchange weights"), Counting(device)
     sender = make_sender(weights, recorder=recorder)
     with caplog.at_level(logging.INFO):
-        for _ in range(2):
+        for number in range(3):
+            weights.step()
             sender.send(weights)
-    assert caplog.text.count("streamed, not replayed from CUDA graphs: ranks exchange weights.") == 1
-    assert (weights.num_exports, recorder.num_recordings) == (1 + 2, 0)  # one for the plan
-    assert look(engine)["sums"] == weights.sums()
+            assert weights.num_exports == 1 + 2 * number + 1  # the plan's, and one of each refit and of each sums()
+            found = look(engine)
+            assert found["sums"] == weights.sums()
+            assert (found["num_recordings"], found["num_copied"]) == (1, 0 if number else 5 * 2)
+            assert sender.metrics["graphs"] == 0
+    assert caplog.text.count("driven from Python, not replayed from CUDA graphs: ranks exchange weights.") == 1
+    assert recorder.num_recordings == 0
 
 
 @on_each_device
 def test_an_engine_that_cannot_open_buckets_that_stay_gets_others(engine, make_sender, device, caplog):
     ray.get(engine.start.remote(device, opens_fixed=False))
-    weights = Weights(device)
+    weights = Weights(device, "ranks exchange weights")
     sender = make_sender(weights)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             weights.step()
+            weights.num_exports = 0
             sender.send(weights)
+            assert weights.num_exports == 1  # as often as on the other ranks
             assert look(engine)["sums"] == weights.sums()
     assert caplog.text.count("streamed, not replayed from CUDA graphs: this memory cannot be opened.\n") == 1
 
 
 @on_each_device
-def test_graphs_that_gain_too_little_are_given_back_on_both_sides(engine, make_sender, device, caplog):
-    weights = Weights(device)
-    # Two readings around each streamed send, others while graphs are tried: all of 1 ms.
-    sender = make_sender(weights, min_gain_s=0.005, clock=itertools.count(0, 0.001).__next__)
+def test_an_exports_graphs_that_gain_too_little_are_given_back(engine, make_sender, device, caplog):
+    weights, recorder = Weights(device), Counting(device)
+    # Both ways read the clock as often, and each reading is 1 ms after the one before.
+    sender = make_sender(weights, recorder=recorder, min_gain_s=0.005, clock=itertools.count(0, 0.001).__next__)
     with caplog.at_level(logging.INFO):
         sender.send(weights)
-    assert "takes 5.0 ms instead of 1.0 ms, and must save at least 5 ms" in caplog.text
-    found = look(engine)
-    assert found["sums"] == weights.sums()
-    assert (found["num_senders"], found["num_open"], num_open_buffers()) == (0, 0, 0)
-    weights.step()
-    sender.send(weights)
-    assert look(engine)["sums"] == weights.sums()
+    assert "a replay takes 5.0 ms instead of 5.0 ms, and must save at least 5 ms" in caplog.text
+    assert (recorder.num_recordings, recorder.pool_bytes) == (1, 0)
+    for _ in range(2):
+        assert look(engine)["sums"] == weights.sums()
+        weights.step()
+        sender.send(weights)
+        assert sender.metrics["graphs"] == 0
+    assert look(engine)["num_copied"] == 0  # its loads are replayed all the same
 
 
 @on_each_device
