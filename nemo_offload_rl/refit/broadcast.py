@@ -8,7 +8,6 @@ communicators on a GPU at once only if both fit on it.
 import contextlib
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,8 @@ import ray
 import torch
 
 from nemo_offload_rl.refit.broadcast_group import BroadcastGroup, FirstBroadcast, Rendezvous, announcement, joined
-from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import NullSender
+from nemo_offload_rl.refit.filling import ExportedTensors
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
 from nemo_offload_rl.refit.loads import EngineLoad, answer_of
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
@@ -108,24 +107,20 @@ class BroadcastSender(RefitSender):
             RefitTimeoutError: If an engine has not taken a bucket in time.
             RuntimeError: If an engine has failed; ValueError if the engine raised that.
         """
-        weights = iter(weights)
-        checksums: dict[str, int] = {}
+        exported = ExportedTensors(weights, verify=self._verify)
         buffer = _buffer(max((bucket.num_bytes for bucket in self._buckets), default=0))
         try:
-            for bucket in self._buckets:
-                for (_, slot), (name, tensor) in zip(bucket.views(buffer), weights, strict=False):
-                    slot.copy_(tensor.detach(), non_blocking=True)
-                    if self._verify:
-                        checksums[name] = tensor_checksum(tensor)
+            for number, bucket in enumerate(self._buckets):
+                exported.fill(number, bucket.slots(buffer))
                 self._broadcast(bucket, buffer[: max(1, bucket.num_bytes)])
-            deque(weights, maxlen=0)  # exhaust the export, which checks at its end that there are no more tensors
+            exported.finish()
             self._watch(lambda: not self._loads)
         except BaseException:
             self._loads.clear()
             if (under_way := self._group or self._first) is not None:
                 under_way.abort()
             raise
-        return checksums
+        return exported.checksums
 
     def _broadcast(self, bucket: BucketLayout, data: torch.Tensor) -> None:
         """Sends a bucket's buffer; on return the buffer is free, and the engines may still be loading the bucket."""

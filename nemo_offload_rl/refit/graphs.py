@@ -1,7 +1,7 @@
 """Replays refits from CUDA graphs: records the export into buckets with fixed addresses once, then replays it.
 
 The engine does the same with its loads (`FixedTensors`). Driven from Python, an export of 339 tensors took 59 to
-118 ms on an H200, a replay 2.8 ms; vLLM's load of 3,147 tensors took 506 ms, a replay 13 (docs/results/refit.md).
+118 ms on an H200, a replay 2.8 ms; vLLM's loads of 3,147 tensors took 266 ms, replays 12 (docs/results/refit.md).
 """
 
 import functools

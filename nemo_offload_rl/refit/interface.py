@@ -15,6 +15,7 @@ class WeightBucket(Protocol):
     def opened(self) -> AbstractContextManager[Sequence[NamedTensor]]:
         """Yields (Hugging Face name, whole tensor) pairs, which may be read only inside the context.
 
+        There may be none: some buckets only tell the receiver's process of memory that it shares with the sender.
         It may be called once, and not in the sender's process.
         """
         ...

@@ -3,7 +3,6 @@
 import contextlib
 import time
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,8 +10,8 @@ import numpy as np
 import ray
 import torch
 
-from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import NullSender
+from nemo_offload_rl.refit.filling import ExportedTensors
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
 from nemo_offload_rl.refit.loads import Loads
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
@@ -72,22 +71,22 @@ class ObjectStoreSender(RefitSender):
 
     def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
         """Sends every bucket and returns once all receivers have loaded all of them (see `RefitSender`)."""
-        weights = iter(weights)
-        checksums: dict[str, int] = {}
-        export_s = verify_s = 0.0
+        exported = ExportedTensors(weights, verify=self._verify)
+        export_s = 0.0
         loads = Loads(self._receivers, MAX_BUCKETS_IN_FLIGHT)
-        for bucket in self._buckets:
+        for number, bucket in enumerate(self._buckets):
             start = time.perf_counter()
-            for (_, slot), (name, tensor) in zip(bucket.views(self._buffer), weights, strict=False):
-                slot.copy_(tensor.detach())  # from any device
-                if self._verify:
-                    began = time.perf_counter()
-                    checksums[name] = tensor_checksum(tensor)
-                    verify_s += time.perf_counter() - began
+            exported.fill(number, bucket.slots(self._buffer))
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()  # Ray reads the buffer next
             export_s += time.perf_counter() - start
             loads.wait_for_room()
             loads.start(ray.put(PackedBucket(bucket, self._buffer[: bucket.num_bytes].numpy())), bucket.tensors)
-        deque(weights, maxlen=0)  # exhaust the export, which checks at its end that there are no more tensors
+        exported.finish()
         loads.wait()
-        self.metrics = {"export_s": export_s - verify_s, "verify_s": verify_s, "load_s": loads.seconds}
-        return checksums
+        self.metrics = {
+            "export_s": export_s - exported.verify_s,
+            "verify_s": exported.verify_s,
+            "load_s": loads.seconds,
+        }
+        return exported.checksums

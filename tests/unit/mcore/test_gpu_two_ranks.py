@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from support.ranks import off_and_on, run_ranks, worker_of_rank
+from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
 from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
@@ -64,23 +64,17 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
     return reports
 
 
-def run_layouts(layouts: list[str], rank: int, world_size: int, ports: list[int]) -> dict[str, tuple[Any, Any]]:
-    return off_and_on(layouts, ports, lambda layout, port, on: run(layout, rank, world_size, port, offload=on))
-
-
-@pytest.fixture(scope="module")
-def both(request: pytest.FixtureRequest) -> list[dict[str, tuple[Any, Any]]]:
-    """What each rank reports of the layouts whose tests are selected."""
-    layouts = [item.callspec.params["layout"] for item in request.session.items if item.path == request.path]
-    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        return run_ranks(partial(run_layouts, layouts), 2, num_ports=2 * len(layouts), timeout_s=480)
+def run_twice(layout: str, rank: int, world_size: int, ports: list[int]) -> tuple[Any, Any]:
+    """What the steps report without offloading, and with it."""
+    plain = run(layout, rank, world_size, ports[0], offload=False)
+    return plain, run(layout, rank, world_size, ports[1], offload=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_phases_between_steps_change_no_number(both, layout):
-    for rank, layouts in enumerate(both):
-        plain, offloaded = layouts[layout]
+def test_phases_between_steps_change_no_number(layout, monkeypatch):
+    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    found = run_ranks(partial(run_twice, layout), 2, num_ports=2, timeout_s=480)
+    for rank, (plain, offloaded) in enumerate(found):
         assert len(plain) == 5
         assert offloaded == plain, f"rank {rank}"

@@ -210,6 +210,20 @@ def test_an_engine_that_cannot_open_buckets_that_stay_gets_others(engine, make_s
 
 
 @on_each_device
+def test_engines_forget_buckets_that_another_engine_cannot_open(ray_cluster, engine, make_sender, device):
+    other = start_engine(ray_cluster)
+    ray.get(other.start.remote(device, opens_fixed=False))
+    weights = Weights(device)
+    sender = make_sender(weights, receivers=[Receiver(engine, (0,)), Receiver(other, (0,))])
+    for _ in range(2):
+        weights.step()
+        sender.send(weights)
+        assert look(engine)["sums"] == look(other)["sums"] == weights.sums()
+        assert look(engine)["num_senders"] == num_open_buffers() == 0
+    ray.kill(other)
+
+
+@on_each_device
 def test_an_exports_graphs_that_gain_too_little_are_given_back(engine, make_sender, device, caplog):
     weights, recorder = Weights(device), Counting(device)
     # Both ways read the clock as often, and each reading is 1 ms after the one before.

@@ -163,7 +163,8 @@ class Engine:
     def load_weights(self, bucket):
         with bucket.opened() as named_tensors:
             self.weights += ((name, tensor.clone()) for name, tensor in named_tensors)
-        self.origins.append(getattr(bucket, "origin", None))
+            if named_tensors:  # others introduce buckets, or end them
+                self.origins.append(getattr(bucket, "origin", None))
         return 0.25
 
     def take(self):
