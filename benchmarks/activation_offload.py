@@ -1,11 +1,12 @@
 """Does activation offloading leave every number unchanged, and what does it cost and save?
 
-export NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 python benchmarks/activation_offload.py --list python
-benchmarks/activation_offload.py --tables parity --missing --seconds 540 --out RESULT.json python
-benchmarks/activation_offload.py --tables cost --only 'dense/attention' --micro-batches 4 python
-benchmarks/activation_offload.py --tables parity --share 1/8 --out build/parity1.json python
-benchmarks/activation_offload.py --join docs/results/activation_offload.json build/parity*.json python
-benchmarks/activation_offload.py --page docs/results/activation_offload.json
+    export NVTE_ALLOW_NONDETERMINISTIC_ALGO=0
+    python benchmarks/activation_offload.py --list
+    python benchmarks/activation_offload.py --tables parity --missing --seconds 540 --out RESULT.json
+    python benchmarks/activation_offload.py --tables cost --only 'dense/attention' --micro-batches 4
+    python benchmarks/activation_offload.py --tables parity --share 1/8 --out build/parity1.json
+    python benchmarks/activation_offload.py --join docs/results/activation_offload.json build/parity*.json
+    python benchmarks/activation_offload.py --page docs/results/activation_offload.json
 
 The benchmark writes each row to the file as soon as it is measured, in place of an older row of the same part, so that
 several short runs make one result. The module of each table in activation_cases/ explains its rows. A part that fails
@@ -25,7 +26,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-# Transformer Engine reads it when it is imported.
+# Transformer Engine reads it when imported.
 os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 
 import torch
@@ -114,7 +115,7 @@ def _run(setting: Setting, table: str, part: str, run: Callable[[], None]) -> bo
         logging.getLogger(__name__).warning("%s %s: failed", table, part, exc_info=True)
         way = "late copies" if setting.late_ms else FAILED
         setting.file.add(table, part, way, {"error": f"{type(error).__name__}: {error}"[:2000]})
-        torch.cuda.synchronize()  # ends this process where the GPU is of no use to it any more
+        torch.cuda.synchronize()  # raises, and so ends this process, if the GPU is unusable
         return False
     finally:
         print(f"{table} {part}: {time.perf_counter() - start:.1f} s", flush=True)

@@ -1,7 +1,7 @@
 """How long do trainers take to move their training state to the host and back, on their own and with the engine?
 
-python benchmarks/adapters.py --out docs/results/adapters.json [--cases "experts, 10,000 tensors"] [--ways verl]
-[--append]
+    python benchmarks/adapters.py --out docs/results/adapters.json [--cases "experts, 10,000 tensors"] [--ways verl]
+        [--append]
 
 The benchmark calls each trainer's way as the trainer calls it, and compares it with the engine behind the trainer's
 adapter. Every case runs in every way, each in a process of its own, in turn. `gb` counts parameters, masters and

@@ -13,8 +13,8 @@ greedily. The losses of all steps and the tokens are compared: `upstream_way` is
 same. On a GPU they are bit-equal only with `--deterministic`, which selects kernels and micro-batches for that. For the
 switch whose total is the median, a timeline shows what driver, policy and engine did when.
 
-python benchmarks/colocated.py --out docs/results/colocated.json [key=value ...] python benchmarks/colocated.py --scale
-tiny --cycles 200 --settings ours --out build/cycles.json
+    python benchmarks/colocated.py --out docs/results/colocated.json [key=value ...]
+    python benchmarks/colocated.py --scale tiny --cycles 200 --settings ours --out build/cycles.json
 
 `--cycles` checks something else: that memory, threads, file descriptors and mappings do not grow over cycles of varying
 lengths. It names those that grow and then exits with 1. The engine sleeps in these cycles whatever the setting, so

@@ -6,8 +6,8 @@ the largest reading of the driver's count in a phase. The readings from step 2 o
 because NeMo-RL #2859 ran out of memory after its first step. `losses_equal` compares every step's loss with that of the
 first way, with deterministic attention.
 
-python benchmarks/dpo_phases.py --out docs/results/dpo_1_5B.json python benchmarks/dpo_phases.py --config
-examples/configs/dpo_tiny_cpu.yaml --seq-length 16
+    python benchmarks/dpo_phases.py --out docs/results/dpo_1_5B.json
+    python benchmarks/dpo_phases.py --config examples/configs/dpo_tiny_cpu.yaml --seq-length 16
 """
 
 import argparse

@@ -5,7 +5,8 @@ refit is repeated. The first is not counted, because in it the export finds out 
 `export_ms` and `load_ms` are parts of `send_ms` on the rank alone, and overlap. `equal` says whether the checksums of
 the weights sent and of the engine's weights agreed after the last refit of that way.
 
-python benchmarks/refit.py --cases 1.5B --out docs/results/refit.json python benchmarks/refit.py --scale tiny
+    python benchmarks/refit.py --cases 1.5B --out docs/results/refit.json
+    python benchmarks/refit.py --scale tiny
 
 | way | what it is |
 |---|---|

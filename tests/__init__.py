@@ -1,1 +1,1 @@
-"""A package of its own, not a namespace: the wheel of verl has a package of this name, which would come first."""
+"""Makes this folder a regular package: verl's wheel has a package of the same name, which would shadow a namespace."""

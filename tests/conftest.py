@@ -1,13 +1,13 @@
-"""Fixtures that more than one test module uses."""
+"""Defines fixtures and pytest hooks that several test modules use."""
 
 import gc
 import os
 import signal
 from collections.abc import Iterator
 
-# xdist has a process for each core already, and ranks and Ray's workers come on top. Read when torch is imported.
+# xdist runs one process per core, and ranks and Ray workers come on top; torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Transformer Engine's dense attention is bit-equal from run to run with it alone. Read when it is imported.
+# Transformer Engine's dense attention is bit-equal between runs only with this; it reads it when it is imported.
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 import pytest
@@ -23,7 +23,7 @@ share_device_of_lone_ranks()
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Cluster]:
-    """Ray on this machine, started once: rank 0 and 1 of a test's worker group or generation, or 0 on a single GPU."""
+    """Starts Ray on this machine, once; worker groups and generation use ranks 0 and 1, or rank 0 on a single GPU."""
     with ray_forks_its_workers():
         cluster = Cluster(num_nodes=1, gpus_per_node=1 if torch.cuda.device_count() == 1 else 2)
     with cluster:
@@ -32,14 +32,14 @@ def ray_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def ending_signals_are_handled_as_before() -> Iterator[None]:
-    """Require of each test that it leaves the handlers as they were: what it ignores, later tests' processes ignore."""
+    """Checks that each test restores the signal handlers; later tests' processes would inherit an ignored signal."""
     handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
     yield
     assert {number: signal.getsignal(number) for number in ENDING_SIGNALS} == handlers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What runs only, or runs whole only, where it is asked for."""
+    """Adds options that run the reliability tests and more fuzz cases."""
     parser.addoption(
         "--reliability",
         action="store_true",
@@ -51,28 +51,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Processes that `-n auto` starts: each may take 4 GiB; tests of a GPU's free memory want it for themselves."""
+    """Returns the processes for `-n auto`: each may take 4 GiB; tests that check free GPU memory need the GPU alone."""
     return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
 
 
 def pytest_collection_finish() -> None:
-    """Leave what imports made, half a million objects, out of all later collections: they are 20 times faster then."""
+    """Freezes the half million objects that imports made: garbage collections are then 20 times faster."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_again() -> Iterator[None]:
-    """Freeze what later imports made and benchmarks thawed: a worker is built and collected in 0.1 s, not in 2.5 s."""
+    """Freezes objects of later imports and those that benchmarks thawed: a worker takes 0.1 s, not 2.5 s, per test."""
     yield
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests that are marked `gpu` where there is none, those marked `reliability` without their option.
+    """Skips tests marked `gpu` on machines without a GPU, and tests marked `reliability` without their option.
 
-    Files with tests that are marked `slow` come first, so that no process has a long one left when others are done.
+    Files with tests marked `slow` run first, so that no process has a long test left when the others are done.
     """
     slow_files = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow_files)

@@ -79,7 +79,7 @@ def _draw_curves(axes: "Axes", ways: Points) -> None:
             (end, top),
             xytext=(6, 0),
             textcoords="offset points",
-            va="bottom" if top == highest else "top",  # away from the other's
+            va="bottom" if top == highest else "top",  # keeps the two labels apart
             color=colour,
             fontweight="bold",
             annotation_clip=False,

@@ -12,7 +12,7 @@ from nemo_offload_rl.memory.units import GIB
 
 # Quantities of `memory_stats` that must not grow, by their names here.
 _OF_GPU = {
-    "gpu_reserved_gib": "reserved GPU GiB",  # of a sleeping vLLM, without what it has given back
+    "gpu_reserved_gib": "reserved GPU GiB",  # of a sleeping vLLM, without released memory
     "gpu_driver_gib": "used GPU GiB, by the driver",
     "gpu_context_gib": "GPU GiB of context, kernels and NCCL",
     "gpu_pools_gib": "GPU GiB of vLLM's pools",

@@ -1,4 +1,4 @@
-"""The engine in another trainer's loop, as examples/bare_megatron.py shows it."""
+"""Tests the engine in another trainer's loop, as examples/bare_megatron.py shows it."""
 
 import re
 import subprocess
@@ -32,7 +32,7 @@ def losses(output: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def plain() -> str:
-    """What a run without the engine prints."""
+    """Returns the output of a run without the engine."""
     return run("--no-offload")
 
 
@@ -42,7 +42,7 @@ def test_the_engine_changes_no_loss_and_says_what_the_moves_took(plain):
     assert len(losses(plain)) == 5
     assert losses(plain)[-1] < losses(plain)[0] - 0.05
     measured = dict(re.findall(r"^(\S+): ([\d.]+)$", offloaded, re.MULTILINE))
-    # Added up over the steps; what came back last may still have been on its way.
+    # Summed over the steps, since the last copies to the GPU may still have been under way.
     assert float(measured["refit/optimizer_state/gb"]) >= float(measured["train/optimizer_state/gb"]) > 0
     assert float(measured["generate/params/gb"]) >= float(measured["train/params/gb"]) > 0
     assert "refit/optimizer_state/gb" not in plain

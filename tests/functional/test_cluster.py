@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster of two nodes, both on this host, with a rank on each: submitted as a job, and hit by a loss."""
+"""Tests runs on a Ray cluster of two nodes on this host, one rank each: submitted as a job, and losing a node."""
 
 import contextlib
 import importlib.util
@@ -23,21 +23,21 @@ has_job_server = importlib.util.find_spec("aiohttp_cors") is not None
 
 @pytest.fixture(scope="module")
 def nodes():
-    """A cluster with a head of one rank; tests add a second node."""
+    """Starts a cluster whose head has one rank; tests add a second node."""
     with ray_nodes(with_dashboard=has_job_server) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[int, dict[str, float]]:
-    """Metrics of the same two ranks on one node, which nothing has disturbed."""
+    """Returns the metrics of the same two ranks on one node, uninterrupted."""
     done = to_the_end(tmp_path_factory.mktemp("undisturbed"), ["cluster.gpus_per_node=2"])
     assert done.status == 0, done.output
     return done.metrics()
 
 
 def in_a_step(run: LiveRun) -> None:
-    """Wait until step 4 trains, or is about to: its answers are judged."""
+    """Waits until step 4 trains, or is about to: its answers are judged."""
     run.wait_until(lambda: run.num_rows() >= 3)
     judged = run.num_rewards()
     run.wait_until(lambda: run.num_rewards() >= judged + ROWS_PER_STEP)
@@ -48,7 +48,7 @@ def newest(run: LiveRun) -> Path:
 
 
 def has_rank(family: list[psutil.Process]) -> bool:
-    """Whether one of the processes is a policy worker's."""
+    """Returns whether one of the processes is a policy worker's."""
     found = False
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):

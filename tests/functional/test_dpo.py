@@ -1,4 +1,4 @@
-"""The DPO recipe as a user runs it, shortened."""
+"""Runs a shortened DPO recipe as a user does."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A run whose checkpoints find no space."""
+"""Tests a run that has no disk space for its checkpoints."""
 
 import subprocess
 
@@ -12,7 +12,7 @@ SFT = ["checkpointing.enabled=true", "sft.val_period=1000000", "sft.val_at_start
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 3 MB, which holds no checkpoint of the tiny model."""
+    """Mounts a disk of 3 MB, which is too small for a checkpoint of the tiny model."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -29,7 +29,7 @@ def test_a_run_on_a_full_disk_trains_on_and_says_what_is_not_saved(tmp_path, sma
     folder = small_disk / "checkpoints"
     done = run_example("run_sft.py", tmp_path, [*overrides, f"checkpointing.checkpoint_dir={folder}"])
     assert done.status == 1, done.output
-    told = "".join(done.output.split())  # the console's lines end anywhere in a path
+    told = "".join(done.output.split())  # the console may wrap inside a path
     for step in (2, 4):
         place = f"{folder}/tmp_step_{step}/policy"
         assert f"Step{step}isnotsaved:{place}cannotbewritten:Nospaceleftondevice(1" in told

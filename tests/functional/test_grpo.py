@@ -1,4 +1,4 @@
-"""The GRPO recipe as a user runs it, shortened."""
+"""Runs a shortened GRPO recipe as a user does."""
 
 import re
 import subprocess
@@ -17,11 +17,11 @@ def test_a_run_logs_every_step_and_leaves_what_it_promises(grpo_run):
     for step in range(1, 5):
         row = metrics[step]
         assert {"train/reward", "train/loss", "train/grad_norm", "train/kl_penalty", "train/lr"} <= set(row)
-        # Sampler and trainer agree on what was sampled.
+        # Sampler and trainer compute the same log-probs of the sampled tokens.
         assert 1.0 <= row["train/token_mult_prob_error"] < 1.02
         assert row["train/grad_norm"] > 0
     assert {step for step, row in metrics.items() if "validation/accuracy" in row} == {0, 2, 4}
-    assert metrics[1]["train/kl_penalty"] == pytest.approx(0.0, abs=1e-6)  # nothing has been learnt yet
+    assert metrics[1]["train/kl_penalty"] == pytest.approx(0.0, abs=1e-6)  # the policy still has its initial weights
     assert metrics[4]["train/kl_penalty"] > 0
     run = grpo_run.folder / "logs" / "exp_001"
     assert (run / "grpo.png").stat().st_size > 10_000
@@ -33,7 +33,7 @@ def test_a_run_logs_every_step_and_leaves_what_it_promises(grpo_run):
 
 
 def test_four_ranks_of_two_parallel_kinds_take_the_same_first_step(grpo_run, tmp_path):
-    """Two data-parallel ranks, each of two tensor-parallel ones."""
+    """Runs two data-parallel ranks of two tensor-parallel ranks each."""
     layout = ["cluster.gpus_per_node=4", "policy.megatron_cfg.tensor_model_parallel_size=2"]
     four = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=1", *layout])
     assert four.status == 0, four.output
@@ -43,7 +43,7 @@ def test_four_ranks_of_two_parallel_kinds_take_the_same_first_step(grpo_run, tmp
 
 
 def test_stop_strings_end_the_answers_of_training_and_validation(tmp_path):
-    """Every token is one here, so each answer has one token and none is cut off."""
+    """Each token is a stop string here, so every answer has one token and none is truncated."""
     strings = ",".join(f"'{token}'" for token in [*"0123456789+=", "<eos>", "<pad>"])
     overrides = [
         *(*SHORT_GRPO, "grpo.max_num_steps=1", "checkpointing.enabled=false"),
@@ -89,7 +89,7 @@ def test_a_wrong_recipe_ends_with_status_2_and_no_traceback(tmp_path):
     output = done.stdout + done.stderr
     assert done.returncode == 2
     assert "Traceback" not in output
-    assert "policy.precision" in output  # the nearest key
+    assert "policy.precision" in output  # the nearest valid key
     assert not (tmp_path / "logs").exists()
 
 

@@ -1,4 +1,4 @@
-"""A run whose model Megatron computes otherwise than transformers, as a user meets it."""
+"""Tests what a user sees if Megatron computes a model differently from transformers."""
 
 import pytest
 from support.examples import ROOT, run_example
@@ -17,7 +17,7 @@ SHORT = ["sft.max_num_steps=1", "policy.train_global_batch_size=32", "policy.tra
 
 @pytest.fixture
 def known_as_wrong(tmp_path, monkeypatch):
-    """An earlier check of the recipe's model has found a difference; no family that is built has one any more."""
+    """Stores a failed check of the recipe's model; no supported family fails one any more."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config, _ = for_machine(load(ROOT / "examples" / "configs" / "sft_tiny_cpu.yaml").config, has_gpus=False)
     policy = config["policy"]

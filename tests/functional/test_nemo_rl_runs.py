@@ -1,4 +1,4 @@
-"""benchmarks/nemo_rl_runs.py with the exemplar that has the shape of NeMo-RL's GRPO recipe, at the tiny scale."""
+"""Runs benchmarks/nemo_rl_runs.py with an exemplar shaped like NeMo-RL's GRPO recipe, at the tiny scale."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_grpo_with_gsm8ks_columns_runs_to_its_end(tmp_path):
-    """Rewards by math-verify, data by the loader of named datasets."""
+    """Judges answers with math-verify and reads the data with the loader of named datasets."""
     command = [
         forked_python(), "benchmarks/nemo_rl_runs.py", "--folder", "examples/configs", "--scale", "tiny",
         "--cases", "gsm8k", "--gsm8k-steps", "2", "--work", tmp_path / "work", "--output", tmp_path / "runs.json",

@@ -1,7 +1,7 @@
-"""A run that is killed or asked to end leaves nothing behind, and goes on as if nothing had been.
+"""Tests that a run that is killed or asked to end leaves nothing behind, and resumes as if uninterrupted.
 
-`--reliability` runs the whole matrix, docs/reliability.md lists it; without it, one run is asked to end, and another
-is killed, goes on, is asked to end, and goes on.
+`--reliability` runs the whole matrix of docs/reliability.md. Without it, one run is asked to end, and another is
+killed, resumes, is asked to end, and resumes again.
 """
 
 import os
@@ -43,9 +43,9 @@ DEATHS = ("kill_policy", "kill_generation")
 
 @pytest.fixture(scope="module")
 def asked_to_end(tmp_path_factory) -> tuple[LiveRun, subprocess.CompletedProcess]:
-    """A run of steps without end, in which Ctrl-C was pressed after some; and a start of the same command meanwhile."""
+    """Presses Ctrl-C in an endless run after some steps; meanwhile starts the same command a second time."""
     endless = ["grpo.max_num_steps=100000"]
-    python = forked_python()  # of the second start, which ends by itself; ready before the run begins
+    python = forked_python()  # for the second start, which ends by itself; prepared before the run begins
     with running(tmp_path_factory.mktemp("asked_to_end"), endless) as run:
         run.wait_until(lambda: run.num_rows() >= NUM_STEPS)
         second = subprocess.run(
@@ -64,14 +64,14 @@ def asked_to_end(tmp_path_factory) -> tuple[LiveRun, subprocess.CompletedProcess
 
 @pytest.fixture(scope="module")
 def undisturbed(asked_to_end) -> dict[int, dict[str, float]]:
-    """Metrics of the first steps, which nothing had disturbed."""
+    """Returns the metrics of the first steps, before the interruption."""
     run, _ = asked_to_end
     metrics = run.metrics()
     return {step: metrics[step] for step in range(1, NUM_STEPS + 1)}
 
 
 def newest(run: LiveRun) -> int:
-    """Step of the newest checkpoint; 0 where there is none."""
+    """Returns the step of the newest checkpoint; 0 if there is none."""
     folders = CheckpointFolder(run.checkpoints, None, higher_is_better=True, keep_top_k=None).newest_first()
     if not folders:
         return 0
@@ -82,23 +82,23 @@ def newest(run: LiveRun) -> int:
 
 
 def require_nothing_left(run: LiveRun, event: str) -> float:
-    """The processes of a run that was hit are gone, and so is all that they had beside its folder."""
+    """Checks that an interrupted run's processes are gone, and everything that they held outside its folder."""
     seconds = seconds_until_gone(run.family)
     output = run.output
     assert ("Traceback" in output) == (event in DEATHS), output
-    assert "*** SIG" not in output, output  # the native stacks of a signal that a library took for a crash
+    assert "*** SIG" not in output, output  # the native stacks that a library prints for a signal it takes for a crash
     require_no_shared_memory(run.shared_memory)
     for folder in session_folders(run.process.pid):
         assert event in DEATHS, "only of dead workers the output is kept"
         assert f"{folder}/logs" in output
         shutil.rmtree(folder)
-    if event != "kill_driver":  # which has had no time to; the next start removes it
+    if event != "kill_driver":  # a killed driver has no time to remove it; the next start does
         assert not list(run.checkpoints.glob("tmp_*")), output
     return seconds
 
 
 def require_words(run: LiveRun, event: str, saved: int) -> None:
-    """The last lines say what happened, what is lost, and from where the run goes on."""
+    """Checks that the last lines say what happened, what is lost, and from where the run resumes."""
     if event == "kill_driver":
         return
     *_, first, last = run.output.splitlines()
@@ -113,7 +113,7 @@ def require_words(run: LiveRun, event: str, saved: int) -> None:
 
 
 def hit(folder: Path, event: str, phase: str) -> float:
-    """Start or go on with a run, and hit it; returns the seconds until everything was gone."""
+    """Starts or resumes a run and interrupts it; returns the seconds until everything was gone."""
     strike, status = EVENTS[event]
     with running(folder) as run:
         (PHASES | START_PHASES)[phase](run)
@@ -125,7 +125,7 @@ def hit(folder: Path, event: str, phase: str) -> float:
 
 
 def require_equal_to(undisturbed: dict[int, dict[str, float]], folder: Path) -> None:
-    """Going on from what is left ends as the undisturbed run did."""
+    """Checks that the resumed run ends as the undisturbed one did."""
     done = to_the_end(folder)
     assert done.status == 0, done.output
     assert done.metrics() == undisturbed
@@ -157,7 +157,7 @@ def test_a_second_start_is_told_who_has_the_folder(asked_to_end):
 
 def test_after_sigkill_a_damaged_checkpoint_and_sigterm_a_run_goes_on_bit_for_bit(undisturbed, tmp_path):
     with running(tmp_path, ["checkpointing.save_period=1"]) as run:
-        in_saving(run, 3)  # which may be whole by then
+        in_saving(run, 3)  # the checkpoint may be whole by then
         EVENTS["kill_driver"][0](run)
         assert run.end() == EVENTS["kill_driver"][1]
         require_nothing_left(run, "kill_driver")
@@ -178,7 +178,7 @@ def test_after_sigkill_a_damaged_checkpoint_and_sigterm_a_run_goes_on_bit_for_bi
         EVENTS["sigterm"][0](run)
         assert run.end() == 143, run.output
         require_nothing_left(run, "sigterm")
-        assert newest(run) == run.num_rows() >= 5  # SIGTERM may have come late
+        assert newest(run) == run.num_rows() >= 5  # SIGTERM may have arrived late
         require_words(run, "sigterm", newest(run))
     require_equal_to(undisturbed, tmp_path)
 
@@ -198,12 +198,12 @@ def test_a_run_that_is_hit_while_it_starts_leaves_nothing(tmp_path, event, phase
     record_property("seconds_until_gone", round(hit(tmp_path, event, phase), 2))
     folder = tmp_path / "checkpoints"
     if event == "kill_driver":
-        assert [path.name for path in folder.iterdir()] == [LOCK_FILE]  # which the next run takes over
+        assert [path.name for path in folder.iterdir()] == [LOCK_FILE]  # the next run takes the lock over
     else:
         assert not folder.exists()
 
 
-# A step that takes minutes: nothing waits for it.
+# The step takes minutes, so that a run that waited for its end would time out.
 ENDLESS = [
     "policy.generation.max_new_tokens=240",
     "grpo.num_prompts_per_step=1024",
@@ -224,7 +224,7 @@ def test_a_step_that_is_not_waited_for_is_said_to_be_lost(undisturbed, tmp_path,
         EVENTS[event][0](run)
         if event == "ctrl_c":
             run.wait_until(lambda: "Press Ctrl-C again" in run.output)
-            time.sleep(1)  # sooner it would be the same key press, passed on
+            time.sleep(1)  # an earlier one would count as the same key press, passed on
             EVENTS[event][0](run)
         assert run.end() == {"ctrl_c": 1, "sigterm": 143}[event], run.output
         require_nothing_left(run, event)

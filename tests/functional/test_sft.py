@@ -1,4 +1,4 @@
-"""The SFT recipe as a user runs it, shortened."""
+"""Runs a shortened SFT recipe as a user does."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A long run takes no more memory, files or threads at its end than near its beginning."""
+"""Tests that a long run uses no more memory, files or threads at its end than near its beginning."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from support.reliability import LiveRun, running
 NUM_STEPS = 2000
 WARM_STEPS = 100
 MAX_GROWTH = 0.02
-MAX_MORE_THREADS = 4  # Ray's pools take one or two more now and then
+MAX_MORE_THREADS = 4  # Ray's pools sometimes start one or two more
 
 SOAK = [
     f"grpo.max_num_steps={NUM_STEPS}",
@@ -33,7 +33,7 @@ SOAK = [
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process holds at a step."""
+    """Holds a process's resources at a step."""
 
     step: int
     rss_bytes: int
@@ -47,7 +47,7 @@ def sample(process: psutil.Process, step: int) -> Sample:
 
 
 def watch(run: LiveRun) -> dict[str, list[Sample]]:
-    """Samples every 20 steps of the driver, the policy worker and the generation worker."""
+    """Samples the driver, the policy worker and the generation worker every 20 steps."""
     run.wait_until(lambda: run.num_rows() >= WARM_STEPS)
     processes = {
         "driver": psutil.Process(run.process.pid),
@@ -75,7 +75,7 @@ def test_two_thousand_steps_hold_no_more_than_a_hundred(tmp_path, record_propert
         quarter = len(rows) // 4
         begin, end = rows[:quarter], rows[-quarter:]
         rss = [median(row.rss_bytes for row in part) / 2**20 for part in (begin, end)]
-        fds = [min(row.num_fds for row in part) for part in (begin, end)]  # a refit has two more while it lasts
+        fds = [min(row.num_fds for row in part) for part in (begin, end)]  # a refit opens two more while it lasts
         threads = [max(row.num_threads for row in part) for part in (begin, end)]
         record_property(name, f"MiB {rss[0]:.1f} -> {rss[1]:.1f}, files {fds}, threads {threads}")
         assert rss[1] <= rss[0] * (1 + MAX_GROWTH), (name, rss)

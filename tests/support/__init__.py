@@ -1,1 +1,1 @@
-"""What several tests build on."""
+"""Provides helpers that several test modules share."""

@@ -1,7 +1,7 @@
-"""What every generation engine has to do: checks that a test of each engine calls with the engine's handle.
+"""Checks what every generation engine must do; the test of each engine calls `check` with the engine's handle.
 
-The model is tiny and in float32; `weights` are its Hugging Face weights by name, and `reference` the model itself with
-these weights on the CPU.
+The model is tiny and in float32. `weights` are its Hugging Face weights by name; `reference` is the same model on the
+CPU.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 def save_numbers_tokenizer(folder: Path) -> None:
-    """Write a tokenizer that spells token 12 as <12>."""
+    """Writes a tokenizer that spells token 12 as <12>."""
     words = {f"<{number}>": number for number in range(QWEN3["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words))
     tokenizer.decoder = decoders.Fuse()
@@ -49,7 +49,7 @@ def save_numbers_tokenizer(folder: Path) -> None:
 
 
 def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
-    """A recipe's policy section, as far as engines read it; with the folder of a tokenizer they take stop strings."""
+    """Returns a recipe's policy section as far as engines read it; stop strings need the folder of a tokenizer."""
     section = {
         "tensor_parallel_size": 1,
         "expert_parallel_size": 1,
@@ -71,8 +71,8 @@ def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
         "generation": {
             "backend": backend,
             "vllm_cfg": section,
-            # With it vLLM does not measure what is free, and other tests may use the GPU. So much, because vLLM
-            # asserts that more memory is free once it sleeps, whatever other processes take in that moment.
+            # With it vLLM does not measure free memory, since other tests may use the GPU. It is this much because
+            # vLLM asserts that sleeping frees memory, even if other processes allocate at the same time.
             "vllm_kwargs": {"kv_cache_memory_bytes": 16 * GIB},
             "stop_strings": tokenizer and ["<no number>"],
         },
@@ -80,16 +80,16 @@ def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
 
 
 def request(sampling: SamplingParams, prompts: list[list[int]] = PROMPTS, step: int = 0) -> GenerationRequest:
-    """The prompts, those that are equal told apart by their sample ids."""
+    """Returns a request for the prompts; sample ids tell equal prompts apart."""
     return GenerationRequest(prompts, [prompts[:row].count(p) for row, p in enumerate(prompts)], step, sampling)
 
 
 def refit(engine: GenerationInterface, weights: Weights) -> None:
-    """Wake up, refit as a run does, and have the KV cache mapped."""
+    """Wakes the engine, refits it as a run does, and maps the KV cache."""
     plan = ExportPlan.of(weights.items())
     engine.prepare_refit_info(plan)
     engine.prepare_for_generation(["weights"])
-    # Not that of its capabilities: the test's process is not the policy rank on the engine's GPU.
+    # Not the transport of its capabilities: the test's process is not the policy rank on the engine's GPU.
     transport = make_transport("object_store", engine.receivers, verify=True)
     sent = transport.connect(plan, rank=0, bucket_bytes=30_000).send(weights.items())
     require_equal_checksums(sent, engine.weights_checksum())
@@ -97,14 +97,14 @@ def refit(engine: GenerationInterface, weights: Weights) -> None:
 
 
 def logprobs_of(reference: Any, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
-    """Log-probs [new tokens, vocabulary] that the reference model gives at each new token."""
+    """Returns the reference model's log-probs [new tokens, vocabulary] at each new token."""
     with torch.no_grad():
         logits = reference(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
 
 
 def greedy_tokens_are_the_reference_models(engine: GenerationInterface, reference: Any, tolerance: float) -> None:
-    """Also: log-probs of temperature 1, and the reason at the limit."""
+    """Checks greedy tokens, their log-probs at temperature 1, and the finish reason at the token limit."""
     output = engine.generate(request(GREEDY))
     assert output.finish_reasons == ["length"] * len(PROMPTS)
     for prompt, tokens, logprobs in zip(PROMPTS, output.output_ids, output.logprobs, strict=True):
@@ -114,7 +114,7 @@ def greedy_tokens_are_the_reference_models(engine: GenerationInterface, referenc
 
 
 def logprobs_are_of_what_was_sampled(engine: GenerationInterface, reference: Any, tolerance: float) -> None:
-    """Divided by the temperature."""
+    """Checks that the log-probs of sampled tokens are those of logits divided by the temperature."""
     output = engine.generate(request(SAMPLED))
     for prompt, tokens, logprobs in zip(PROMPTS, output.output_ids, output.logprobs, strict=True):
         expected = logprobs_of(reference, prompt, tokens, 0.8)[torch.arange(len(tokens)), tokens]
@@ -124,7 +124,7 @@ def logprobs_are_of_what_was_sampled(engine: GenerationInterface, reference: Any
 def filters_keep_the_likeliest(
     engine: GenerationInterface, reference: Any, tolerance: float, *, filtered: bool
 ) -> None:
-    """With top_k and top_p; `filtered` says whether the engine's log-probs are those after them."""
+    """Checks top_k and top_p; `filtered` says whether the engine returns log-probs of the filtered distribution."""
     output = engine.generate(request(dataclasses.replace(SAMPLED, top_k=5, top_p=0.9)))
     for prompt, tokens, logprobs in zip(PROMPTS, output.output_ids, output.logprobs, strict=True):
         for token, logprob, row in zip(tokens, logprobs, logprobs_of(reference, prompt, tokens, 0.8), strict=True):
@@ -137,7 +137,7 @@ def filters_keep_the_likeliest(
 
 
 def a_stop_token_ends_its_row(engine: GenerationInterface) -> None:
-    """It is part of the answer."""
+    """Checks that a stop token ends its row and is part of the answer."""
     free = engine.generate(request(GREEDY, PROMPTS[:1])).output_ids[0]
     stop = free[3]
     output = engine.generate(request(dataclasses.replace(GREEDY, stop_token_ids=(stop,)), PROMPTS[:1]))
@@ -147,13 +147,13 @@ def a_stop_token_ends_its_row(engine: GenerationInterface) -> None:
 
 
 def a_stop_string_ends_its_row(engine: GenerationInterface) -> None:
-    """With all of the token that completes it, also at the limit, and only where the answer itself has it."""
+    """Checks that a stop string ends its row, with all of its last token; the prompt's text does not count."""
     prompt = PROMPTS[0]
     free = engine.generate(request(GREEDY, [prompt])).output_ids[0]
     for num_tokens in (4, len(free)):
         first, last = free[num_tokens - 2 : num_tokens]
         end = next(end for end in range(2, len(free) + 1) if free[end - 2 : end] == [first, last])
-        # Half of one token, and the other without its last character; the prompt's own text has the second string.
+        # Half of one token, and another token without its last character; the prompt's own text has the second string.
         strings = (f"{first}><{last}", f"<{prompt[-2]}><{prompt[-1]}>")
         assert all(list(pair) != prompt[-2:] for pair in itertools.pairwise(free))
         output = engine.generate(request(dataclasses.replace(GREEDY, stop_strings=strings), [prompt]))
@@ -163,7 +163,7 @@ def a_stop_string_ends_its_row(engine: GenerationInterface) -> None:
 
 
 def seeds_decide(engine: GenerationInterface) -> None:
-    """The same request gives the same tokens; another seed, step or sample id others; a row has no neighbours."""
+    """Checks that seed, step and sample id alone decide a row's tokens, whatever else is in the batch."""
     first = engine.generate(request(SAMPLED)).output_ids
     assert engine.generate(request(SAMPLED)).output_ids == first
     assert first[0] != first[2]
@@ -174,7 +174,7 @@ def seeds_decide(engine: GenerationInterface) -> None:
 
 
 def empty_and_overlong_prompts_are_answered(engine: GenerationInterface) -> None:
-    """No rows, no answers; a prompt without room for a token gets none, one with little room a few."""
+    """Checks that an empty request, a prompt without room for a token, and one with little room are all answered."""
     nothing = engine.generate(GenerationRequest([], [], 0, GREEDY))
     assert (nothing.output_ids, nothing.logprobs, nothing.finish_reasons) == ([], [], [])
     lengths = (MAX_LENGTH + 3, MAX_LENGTH, MAX_LENGTH - 2, 3)
@@ -184,7 +184,7 @@ def empty_and_overlong_prompts_are_answered(engine: GenerationInterface) -> None
 
 
 def a_refit_changes_the_answers(engine: GenerationInterface, weights: Weights) -> None:
-    """Also of a prompt whose keys and values are cached; and the old weights bring the old answers back."""
+    """Checks that a refit changes the answers, also of cached prompts, and that the old weights restore them."""
     before = engine.generate(request(GREEDY)).output_ids
     refit_after_sleep(engine, {name: tensor.flip(0) for name, tensor in weights.items()})
     assert engine.generate(request(GREEDY)).output_ids != before
@@ -193,7 +193,7 @@ def a_refit_changes_the_answers(engine: GenerationInterface, weights: Weights) -
 
 
 def a_sleeping_engine_holds_little(engine: GenerationInterface, weights: Weights) -> None:
-    """Of GPU memory: its context, kernels and what torch keeps; what it has given back does not count."""
+    """Checks the GPU memory of a sleeping engine: context, kernels and torch's reserve, without released memory."""
     awake = engine.memory_stats()
     engine.finish_generation()
     asleep = engine.memory_stats()
@@ -209,7 +209,7 @@ def a_sleeping_engine_holds_little(engine: GenerationInterface, weights: Weights
 
 
 def refit_after_sleep(engine: GenerationInterface, weights: Weights) -> None:
-    """What a training step does to an engine."""
+    """Puts the engine to sleep and refits it, as a training step does."""
     engine.finish_generation()
     refit(engine, weights)
 
@@ -217,14 +217,14 @@ def refit_after_sleep(engine: GenerationInterface, weights: Weights) -> None:
 def check(
     engine: GenerationInterface, weights: Weights, reference: Any, *, filtered: bool, tolerance: float = 1e-3
 ) -> None:
-    """Runs everything, on one engine, since starting one takes long; all that fails is raised together.
+    """Runs all checks on one engine, because starting one takes long; raises all failures together.
 
     Args:
-        engine: Asleep.
-        weights: Of the reference model, by name.
-        reference: On the CPU, in float32.
-        filtered: Whether the engine's log-probs are those after `top_k` and `top_p`.
-        tolerance: Of log-probs.
+        engine: a handle on a sleeping engine.
+        weights: the reference model's weights, by name.
+        reference: the model on the CPU, in float32.
+        filtered: whether the engine returns log-probs of the distribution after `top_k` and `top_p`.
+        tolerance: of log-probs.
     """
     checks: list[Callable[[], None]] = [
         lambda: greedy_tokens_are_the_reference_models(engine, reference, tolerance),

@@ -1,10 +1,10 @@
-"""Marks of plain numbers, in the place of a stream's."""
+"""Provides events with times given as plain numbers, in place of a stream's events."""
 
 from nemo_offload_rl.memory.streams import Event
 
 
 class At(Event):
-    """A mark at a known time, which can be read once it has been waited for, or one behind it."""
+    """Represents an event at a known time, readable once this event or a later one has been waited for."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

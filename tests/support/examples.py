@@ -13,7 +13,7 @@ from nemo_offload_rl.metrics.names import MEASUREMENTS
 
 ROOT = Path(__file__).parents[2]
 
-# Eight prompts of four answers: a GRPO step is over in no time, and all of its parts have run.
+# Eight prompts with four answers each: a GRPO step is over in no time and still runs all of its parts.
 SHORT_GRPO = [
     "~warm_start",
     "grpo.num_prompts_per_step=8",
@@ -34,14 +34,14 @@ SHORT_GRPO = [
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended."""
+    """Holds the output and the folders of a run that has ended."""
 
     folder: Path
     status: int
     output: str
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """What was logged, by step, without what differs from run to run."""
+        """Returns the logged metrics by step, without those that differ from run to run."""
         lines = (self.folder / "logs" / "exp_001" / "metrics.jsonl").read_text().splitlines()
         rows = {row["step"]: row for row in map(json.loads, lines)}
         return {
@@ -56,12 +56,12 @@ def command(script: str, folder: Path, overrides: list[str], *, python: str = sy
 
 
 def environment() -> dict[str, str]:
-    """Of a run of this very tree, wherever the package is installed from."""
+    """Returns the environment of a run of this working tree, wherever the package is installed from."""
     return os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
 
 
 def run_example(script: str, folder: Path, overrides: list[str], **variables: str) -> Finished:
-    """Run an example to its end, with its logs and checkpoints in a folder; it and its workers are forked."""
+    """Runs an example to its end in forked processes, with its logs and checkpoints in a folder."""
     done = subprocess.run(
         command(script, folder, overrides, python=forked_python()),
         cwd=ROOT,

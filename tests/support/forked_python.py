@@ -1,9 +1,9 @@
-"""A `python` whose scripts are forked from a process that has imported what runs and Ray's workers need.
+"""Provides a `python` that forks scripts from a process that has already imported what a run and Ray workers need.
 
-A whole run starts four processes that import torch, Megatron or transformers for ten seconds each; forked they are up
-at once. `forked_python()` is the path of an executable to use in place of `sys.executable`. What it is asked to run
-is forked from the prepared process, with the arguments, environment, folder, signal mask and open files of the caller,
-which waits for its end. It is no child of its caller: tests of signals and of deaths start the real one.
+A whole run starts four processes that import torch, Megatron or transformers for ten seconds each; forked processes
+start at once. `forked_python()` returns the path of an executable to use in place of `sys.executable`. It asks the
+prepared process to fork, passes on arguments, environment, folder, signal mask and open files, and waits for the end.
+The forked process is not a child of its caller: tests of signals and of deaths start the real Python.
 """
 
 import atexit
@@ -32,7 +32,7 @@ from support.ranks import fork_context
 _SIGKILL_ME_WITH_MY_PARENT = (1, signal.SIGKILL)  # of prctl
 _NUM_STREAMS = 3
 
-# What `forked_python()` is: up in 30 ms. Code on the command line, and scripts that need none of it, are not forked.
+# The executable, up in 30 ms. Code on the command line and scripts without heavy imports run without a fork.
 _CALLER = """#!{python} -IS
 import json, os, signal, socket, sys
 arguments = sys.argv[1:]
@@ -73,9 +73,9 @@ sys.exit(status)
 
 @functools.cache
 def forked_python() -> str:
-    """Start the prepared process, once, and return the path of an executable that has it fork.
+    """Starts the prepared process, once, and returns the path of an executable that has it fork.
 
-    CUDA does not live through a fork: where there is a GPU, it is Python itself.
+    CUDA does not survive a fork: on a machine with a GPU this returns Python itself.
     """
     if torch.cuda.is_available():
         return sys.executable
@@ -95,7 +95,7 @@ def forked_python() -> str:
 
 @contextmanager
 def ray_forks_its_workers() -> Iterator[None]:
-    """Ray that is started inside forks its workers from the prepared process."""
+    """Makes Ray, if started inside the block, fork its workers from the prepared process."""
     python = sys.executable
     sys.executable = forked_python()
     try:
@@ -105,7 +105,7 @@ def ray_forks_its_workers() -> Iterator[None]:
 
 
 def _serve(listener: socket.socket) -> None:
-    """Fork for each caller, tell it the status of what was forked, and kill that where the caller has died before."""
+    """Forks for each caller, reports the child's exit status, and kills the child if its caller dies first."""
     ctypes.CDLL(None).prctl(*_SIGKILL_ME_WITH_MY_PARENT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     woken, wakes = socket.socketpair()
@@ -123,7 +123,7 @@ def _serve(listener: socket.socket) -> None:
                     caller, _ = listener.accept()
                     try:
                         asked, streams = _receive(caller)
-                    except ValueError:  # it died while it asked
+                    except ValueError:  # the caller died while it was asking
                         caller.close()
                         continue
                     pid = os.fork()
@@ -138,7 +138,7 @@ def _serve(listener: socket.socket) -> None:
                     selector.register(caller, selectors.EVENT_READ, pid)
                 elif key.fileobj is woken:
                     woken.recv(4096)
-                elif key.data in callers:  # it says nothing more: it has died
+                elif key.data in callers:  # a caller never writes again, so it has died
                     os.kill(key.data, signal.SIGKILL)
                     selector.unregister(key.fileobj)
             for pid in list(callers):
@@ -159,7 +159,7 @@ def _receive(caller: socket.socket) -> tuple[dict, list[int]]:
 
 
 def _run(asked: dict, streams: list[int]) -> None:
-    """Be the process that was asked for; does not return."""
+    """Becomes the requested process; does not return."""
     status = 1
     try:
         ctypes.CDLL(None).prctl(*_SIGKILL_ME_WITH_MY_PARENT)
@@ -178,22 +178,22 @@ def _run(asked: dict, streams: list[int]) -> None:
         sys.executable = asked["python"]
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         multiprocessing.current_process().name = "MainProcess"
-        multiprocessing.current_process()._config["daemon"] = False  # it may have children
-        torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"  # which it reads when imported
+        multiprocessing.current_process()._config["daemon"] = False  # a daemon may not have children
+        torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"  # torch reads it when imported
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
         status = _status_of(asked["arguments"])
         threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:  # noqa: BLE001  (what a process that was forked may not do is return)
+    except BaseException:  # noqa: BLE001  (a forked process must never return)
         traceback.print_exc()
     finally:
         os._exit(status)
 
 
 def _status_of(arguments: list[str]) -> int:
-    """Run a script or a module as the main one, and return its status as Python would."""
+    """Runs a script or a module as the main one, and returns the exit status that Python would."""
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]

@@ -1,4 +1,4 @@
-"""Mutated data files: each is refused with a message, or read with nothing of it ignored or changed."""
+"""Mutates data files: each must be refused with a message, or read without any part being ignored or changed."""
 
 import json
 import os
@@ -22,7 +22,7 @@ _good: dict[str, bytes] = {}
 
 
 def prepare(folder: Path) -> None:
-    """A tokenizer of bytes, which encodes any text; and good files of each kind, of which the cases are mutations."""
+    """Writes a byte tokenizer, which encodes any text, and valid files of each kind, which the cases mutate."""
     global _tokenizer_folder
     os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
@@ -64,7 +64,7 @@ def run_case(rng: random.Random, folder: Path) -> bool:
 
 
 def _read(dataset: dict[str, Any], chat_template: str | None = None, **default: str) -> list[Problem | AnsweredContext]:
-    """The problems, once their first ones are tokenized, as a job's preparation and its first step do."""
+    """Returns the problems once the first ones are tokenized, as a job's preparation and first step do."""
     section: Any = {"shuffle": True, "train": dataset, "max_input_seq_length": 1000, "default": default}
     config: Any = {"name": str(_tokenizer_folder), "chat_template": chat_template}
     train, _ = read_data(section, 0)
@@ -79,7 +79,7 @@ def _read(dataset: dict[str, Any], chat_template: str | None = None, **default: 
 
 
 def _question(problem: Problem | AnsweredContext) -> str:
-    """All that is before the answer."""
+    """Returns everything before the answer."""
     return problem.prompt if isinstance(problem, Problem) else "".join(map(str, problem.context))
 
 
@@ -88,7 +88,7 @@ def _jsonl(path: Path) -> dict[str, Any]:
 
 
 def _check_lines(path: Path, problems: list[Problem]) -> None:
-    """One problem a line, with what an independent reading of the line says."""
+    """Checks that each line gave one problem, with the contents that an independent reader finds in the line."""
     text = path.read_bytes().decode("utf-8-sig")
     rows = [json.loads(line) for line in re.split("\r\n|\r|\n", text) if line.strip()]
     if len(rows) != len(problems):
@@ -99,7 +99,7 @@ def _check_lines(path: Path, problems: list[Problem]) -> None:
 
 
 def _value(rng: random.Random) -> str:
-    """A value in JSON, of odd ones some."""
+    """Returns a random JSON value, sometimes an odd one."""
     kind = rng.random()
     if kind < 0.3:
         return json.dumps(f"{rng.randrange(100)}+{rng.randrange(100)}=")
@@ -183,7 +183,7 @@ def _no_file(rng: random.Random, folder: Path) -> None:
         key = rng.choice(["prompt_file", "system_prompt_file"])
         _read(_jsonl(good), **{key: str(path)})
         if key == "system_prompt_file" and path.stat().st_size == 0:
-            return  # a message of no words is one
+            return  # an empty message is valid
     raise PropertyError("what is no data was read")
 
 
@@ -232,7 +232,7 @@ def _template(rng: random.Random, folder: Path) -> None:
 
 
 def _folder(rng: random.Random, folder: Path) -> None:
-    """A saved dataset or a parquet file with damage in one file."""
+    """Damages one file of a saved dataset or a parquet file."""
     kind = rng.choice(["saved", "parquet"])
     path = folder / kind
     path.mkdir()
@@ -247,6 +247,6 @@ def _folder(rng: random.Random, folder: Path) -> None:
         (folder / damaged).unlink()
     problems = _read({"dataset_name": "HFDataset", "data_path": str(path)} | _KEYS)
     if damaged.endswith((".arrow", ".parquet")):
-        return  # bits of the values themselves have no checksum
+        return  # the bits of the values themselves have no checksum
     if problems != [Problem(f"{n}+1=", str(n + 1)) for n in range(20)]:
         raise PropertyError(f"other rows than were written: {problems[:3]!r}")

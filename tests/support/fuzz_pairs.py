@@ -1,4 +1,4 @@
-"""Mutated preference data: each file is refused with a message, or read as an independent reading of its lines says."""
+"""Mutates preference data: each file must be refused with a message, or read as an independent reader reads it."""
 
 import json
 import random
@@ -76,7 +76,7 @@ def _answer(rng: random.Random, messages: list[Any], text: str) -> Any:
 
 
 def _mutated(rng: random.Random, value: Any) -> Any:
-    """The value with a change somewhere within it."""
+    """Returns the value with one change somewhere inside it."""
     if isinstance(value, dict) and value and rng.random() < 0.8:
         key = rng.choice(list(value))
         kind = rng.random()

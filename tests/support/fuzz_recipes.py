@@ -1,4 +1,4 @@
-"""Mutated recipes and overrides: each is refused with a message, or accepted with nothing of it ignored."""
+"""Mutates recipes and overrides: each must be refused with a message, or accepted without any part being ignored."""
 
 import contextlib
 import copy
@@ -26,18 +26,18 @@ from nemo_offload_rl.config.validate import ValidatedRecipe
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 BASES = ("grpo_tiny_cpu.yaml", "sft_tiny_cpu.yaml", "grpo_math_1B_megatron.yaml")
-# Sections with names of the user's or of another library, which the schema does not list.
+# Sections whose keys are named by the user or by another library, so that the schema does not list them.
 FREE = (
     "policy.hf_config", "policy.hf_config_overrides", "policy.tokenizer.chat_template_kwargs",
     "policy.megatron_cfg.env_vars", "env",
 )  # fmt: skip
-PLAN_SHARE = 0.5  # of the accepted recipes; a plan takes ten times as long as the rest
+PLAN_SHARE = 0.5  # share of accepted recipes that are planned: a plan takes ten times as long as all other checks
 
 Path_ = tuple[str, ...]
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts in quotes, so that none is read as a number; no aliases."""
+    """Dumps strings in quotes, so that none is read as a number, and without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -48,13 +48,13 @@ _Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:y
 
 @dataclass
 class Case:
-    """A recipe to be.
+    """Describes a recipe before it is written.
 
     Attributes:
-        tree: what the recipe says, where it is known; None where its text was mutated.
-        text: of the file.
-        overrides: of the command line.
-        given: what overrides set, by path, in their order; `DELETED` for what they delete.
+        tree: the recipe as a mapping; None where its text was mutated and the mapping is not known.
+        text: the file's text.
+        overrides: those of the command line.
+        given: values that overrides set, by path and in order; `DELETED` for a key that they delete.
     """
 
     tree: dict[str, Any] | None
@@ -193,7 +193,7 @@ def _mutated_tree(rng: random.Random) -> Case:
 
 
 def _inheriting(rng: random.Random) -> Case:
-    """A file with some values of its own over an example."""
+    """Returns a file with some values of its own that inherits from an example."""
     name = rng.choice(BASES)
     own: dict[str, Any] = {}
     for _ in range(rng.choice([1, 2, 4])):
@@ -250,7 +250,7 @@ def _mutated_text(rng: random.Random) -> Case:
 
 
 def _structure(rng: random.Random) -> Case:
-    """A few lines that stand for much, beside a valid recipe."""
+    """Adds a few lines that expand to a huge structure to a valid recipe."""
     size = rng.choice([3, 30, 300])
     many = rng.choice([5, 50, 3000])
     name = rng.choice(["x", "policy", "policy.hf_config_overrides", "env"])
@@ -302,7 +302,7 @@ def _overridden(rng: random.Random) -> Case:
     for _ in range(rng.choice([1, 1, 2, 5])):
         if rng.random() < 0.2:
             case.overrides.append(rng.choice(_ODD_OVERRIDES))
-            case.tree = None  # what it means is not known here
+            case.tree = None  # the mutated text's meaning is not known here
             continue
         path = rng.choice(list(_paths(tree)))
         if not all(re.fullmatch(r"[A-Za-z_]\w*", key) for key in path):
@@ -331,7 +331,7 @@ def _forget(case: Case, name: str) -> None:
 
 
 def _as_override(value: Any) -> str | None:
-    """The value in Hydra's grammar, where it is simple."""
+    """Returns the value in Hydra's grammar, or None if it is not simple."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -345,7 +345,7 @@ def _as_override(value: Any) -> str | None:
     return None
 
 
-# What holds of an accepted one.
+# Checks of an accepted recipe.
 
 
 def _check_message(message: str) -> None:
@@ -358,7 +358,7 @@ def _check_message(message: str) -> None:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Values, empty sections and empty lists."""
+    """Yields leaf values, empty sections and empty lists, by path."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from _leaves(item, f"{path}.{key}" if path else key)
@@ -398,7 +398,7 @@ def _check_nothing_ignored(case: Case, validated: ValidatedRecipe) -> None:
         section, _, name = path.rpartition(".")
         if isinstance(found := _at(resolved, section) if section else resolved, dict):
             found.pop(name, None)
-    resolve_absent_keys(resolved)  # what is deleted has what absent keys stand for
+    resolve_absent_keys(resolved)  # a deleted key has the value that an absent one has
     for path, value in _leaves(case.tree) if case.tree is not None else ():
         if isinstance(value, str) and ("${" in value or value == "???"):
             continue
@@ -429,17 +429,17 @@ def _check_known(path: str) -> None:
         if prefix in FREE:
             return
         if not is_valid_key(prefix):
-            # An item of a list, or what is in a value that the schema takes whole.
+            # An item of a list, or part of a value that the schema accepts as a whole.
             if end > 1 and is_valid_key(".".join(parts[: end - 1])) and parts[end - 1].isdigit():
                 return
             section = ".".join(parts[: end - 1])
             if section.rpartition(".")[0] in SECTIONS and is_valid_key(section):
-                return  # a field of Megatron's that is a mapping
+                return  # one of Megatron's fields that is a mapping
             raise PropertyError(f"{path} is accepted, and {prefix} is no key")
 
 
 def _is_screened(path: str, value: Any, notes: str) -> bool:
-    """Whether a key is one of upstream's, off, or without an effect: silent, or said in a note."""
+    """Returns whether an upstream key is off or without effect, and so is dropped silently or with a note."""
     for row in OFF_ONLY:
         if re.fullmatch(_pattern(row.path), path) and value in row.off:
             return True
@@ -459,10 +459,10 @@ def _pattern(path: str) -> str:
 
 
 def _check_round_trip(validated: ValidatedRecipe, folder: Path) -> None:
-    """What `validate` prints is the same recipe."""
+    """Checks that `validate` prints the same recipe."""
     text = as_yaml(validated.recipe.config)
     if "${" in text:
-        return  # a text that has been resolved, and would be again
+        return  # a text with interpolations that are resolved already, and would be resolved again
     path = folder / "printed.yaml"
     path.write_text(text, encoding="utf-8")
     if "warm_start" in validated.recipe.config and validated.warm_start is not None:
@@ -474,7 +474,7 @@ def _check_round_trip(validated: ValidatedRecipe, folder: Path) -> None:
 
 
 def _check_plan(path: Path, overrides: list[str]) -> None:
-    """A plan, or one sentence; never Python's own words for what a value broke."""
+    """Checks that planning prints a plan or one sentence, never Python's own message about a bad value."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

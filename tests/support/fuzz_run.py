@@ -1,7 +1,7 @@
 """Runs fuzz cases in one child process. `python -m support.fuzz_run recipes 7 120 121` repeats case 120 of seed 7.
 
-A case is refused with a message, accepted with every property held, or fails: another exception, more than 10 s of CPU
-time, more than 1 GiB beyond what is imported, the death of the process, or a property that does not hold.
+A case passes if it is refused with a message, or accepted with every property held. It fails with another exception,
+more than 10 s of CPU time, more than 1 GiB beyond what is imported, the death of the process, or a broken property.
 """
 
 import importlib
@@ -22,31 +22,31 @@ from pathlib import Path
 from typing import Any
 
 MAX_CPU_S = 10
-MAX_SILENT_S = 120  # of wall time, for a case that waits instead of computing; other work may have the cores
+MAX_SILENT_S = 120  # wall time, for a case that waits instead of computing; other work may use the cores
 MAX_BYTES = 2**30
 
-# Of each kind the module with `prepare(folder)` and `run_case(rng, folder)`, which returns whether it was accepted.
+# For each kind the module with `prepare(folder)` and `run_case(rng, folder)`, which returns whether it was accepted.
 KINDS = {"recipes": "support.fuzz_recipes", "data": "support.fuzz_data", "self": "support.fuzz_self"}
 
 RunCase = Callable[[random.Random, Path], bool]
 
 
 class PropertyError(AssertionError):
-    """A property that does not hold, of something that was accepted."""
+    """Reports a property that does not hold for an accepted case."""
 
 
 class _TooSlowError(BaseException):
-    """Not an Exception, so that nothing under test takes it for one of its own."""
+    """Interrupts a slow case; not an Exception, so that the tested code does not catch it as one of its own."""
 
 
 @dataclass
 class Report:
-    """What became of the cases.
+    """Summarises the results of the cases.
 
     Attributes:
-        failures: what went wrong, with the command that repeats it.
-        slowest_s: most CPU time that a case took.
-        peak_bytes: most resident memory of a child, what it imports included.
+        failures: each failure, with the command that repeats it.
+        slowest_s: the most CPU time that a case took.
+        peak_bytes: the most resident memory of a child, including its imports.
     """
 
     accepted: int = 0
@@ -63,7 +63,7 @@ class Report:
 
 
 def run_cases(kind: str, seed: int, num_cases: int) -> Report:
-    """Runs cases 0 to num_cases - 1 of a seed; one that ends its process fails, and the rest go on in a new one."""
+    """Runs cases 0 to num_cases - 1 of a seed; if a case kills its process, it fails and a new one runs the rest."""
     report = Report()
     first = 0
     while first < num_cases:
@@ -72,7 +72,7 @@ def run_cases(kind: str, seed: int, num_cases: int) -> Report:
 
 
 def _run_child(kind: str, seed: int, first: int, stop: int, report: Report) -> int:
-    """Adds to the report what a child says; returns the first case that is still to run."""
+    """Adds a child's results to the report; returns the first case that is still to run."""
     command = [sys.executable, "-m", "support.fuzz_run", kind, str(seed), str(first), str(stop)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -130,7 +130,7 @@ def _one_case(run_case: RunCase, rng: random.Random, folder: Path, max_cpu_s: fl
     signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
     try:
         accepted = run_case(rng, folder)
-    except (Exception, _TooSlowError):  # noqa: BLE001  # whatever it is, it is what is looked for
+    except (Exception, _TooSlowError):  # noqa: BLE001  # any unexpected exception is a finding
         failure = traceback.format_exc()[-6000:]
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -147,7 +147,7 @@ def _child(kind: str, seed: int, first: int, stop: int) -> None:
     module = importlib.import_module(KINDS[kind])
     max_cpu_s = 1 if kind == "self" else MAX_CPU_S
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what is printed by what is under test is no answer
+    os.dup2(2, 1)  # keeps prints of the tested code out of the results
     with tempfile.TemporaryDirectory() as name:
         module.prepare(Path(name))
         signal.signal(signal.SIGPROF, _stop_case)

@@ -1,4 +1,4 @@
-"""Cases whose fate is known, one for each that `fuzz_run` tells apart."""
+"""Provides cases with known outcomes, one for each outcome that `fuzz_run` distinguishes."""
 
 import os
 import random
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def prepare(folder: Path) -> None:
-    """Nothing is needed."""
+    """Does nothing; these cases need no files."""
 
 
 def run_case(rng: random.Random, folder: Path) -> bool:

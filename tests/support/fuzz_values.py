@@ -1,4 +1,4 @@
-"""Values, keys and texts that programs stumble over."""
+"""Provides values, keys and texts that often break programs."""
 
 import random
 from typing import Any
@@ -25,7 +25,7 @@ INTERPOLATIONS = (
 
 
 def value_like(rng: random.Random, value: Any) -> Any:
-    """A value of the same type, often a valid one."""
+    """Returns a value of the same type, often a valid one."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -42,7 +42,7 @@ def value_like(rng: random.Random, value: Any) -> Any:
 
 
 def any_value(rng: random.Random, value: Any) -> Any:
-    """A value in the place of another: alike, of another type, or extreme."""
+    """Returns a replacement for a value: similar, of another type, or extreme."""
     choice = rng.random()
     if choice < 0.4:
         return value_like(rng, value)
@@ -61,7 +61,7 @@ def nested(rng: random.Random, depth: int) -> Any:
 
 
 def misspelt(rng: random.Random, key: str) -> str:
-    """A key with one letter changed, doubled, left out or swapped with the next; or in capitals."""
+    """Returns a key with one letter changed, doubled, dropped or swapped with the next; or in capitals."""
     place = rng.randrange(len(key)) if key else 0
     return rng.choice(
         [

@@ -1,4 +1,4 @@
-"""What this process holds that a cycle of phases could leak."""
+"""Counts the resources of this process that a cycle of phases could leak."""
 
 import gc
 import threading
@@ -13,7 +13,7 @@ from nemo_offload_rl.residency.transfer import Transfer
 
 
 def counts() -> dict[str, int]:
-    """Threads, handles and objects; each is as large after any number of cycles."""
+    """Returns the numbers of threads, handles and objects, which must not grow with the number of cycles."""
     gc.collect()
     kinds = {"tensors": torch.Tensor, "copy streams": CopyStream, "events": (_CudaEvent, _HostEvent), "moves": Transfer}
     if torch.cuda.is_available():
@@ -29,9 +29,9 @@ def counts() -> dict[str, int]:
 
 
 def memory_mib() -> dict[str, float]:
-    """GPU memory that torch and the driver count; empty without a GPU.
+    """Returns the GPU memory that torch and the driver count; empty without a GPU.
 
-    Host memory is no such measure: blocks of varying sizes leave gaps between them, which fill up over many cycles.
+    Host memory is not measured: blocks of varying sizes leave gaps between them, which fill up over many cycles.
     """
     if not torch.cuda.is_available():
         return {}

@@ -1,4 +1,4 @@
-"""Models in training for the engine to move, without megatron-core."""
+"""Provides models in training for the engine to move, without megatron-core."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ WIDTH = 512  # a weight of 1 MiB: chunks of 2 MiB hold several tensors
 
 @dataclass
 class Job:
-    """A model in training."""
+    """Holds a model in training."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -25,7 +25,7 @@ class Job:
     """fp32 copies of the model's parameters, by name; empty where the optimizer steps the parameters themselves."""
 
     def step(self, seed: int) -> float:
-        """Forward, backward and step on a batch of its own; returns the loss."""
+        """Runs forward, backward and step on a batch that the seed selects; returns the loss."""
         generator = torch.Generator().manual_seed(seed)
         dtype = next(self.model.parameters()).dtype
         data = torch.randn(8, WIDTH, generator=generator).to(dtype)
@@ -43,12 +43,12 @@ class Job:
         return loss.item()
 
     def everything(self) -> dict[str, torch.Tensor]:
-        """Copies of all that training has made, by name."""
+        """Returns copies of everything that training has changed, by name."""
         tensors = dict(state_tensors(self.optimizer, CPU)) | self.model.state_dict()
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     def places(self) -> dict[str, tuple[int, int]]:
-        """Object and address of every tensor that may move."""
+        """Returns the object id and address of every tensor that may move."""
         tensors = dict(state_tensors(self.optimizer, CPU)) | dict(self.model.named_parameters())
         return {name: (id(tensor), tensor.data_ptr()) for name, tensor in tensors.items()}
 

@@ -1,4 +1,4 @@
-"""A copy engine without a GPU that is as late, and as out of order, as its callers' handles allow."""
+"""Provides a copy engine without a GPU that copies as late, and in any order, as its callers' handles allow."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ GARBAGE = 0xFF
 
 
 class LateTicket:
-    """Copies that have perhaps not been made."""
+    """Tracks copies that may not have been made yet."""
 
     def __init__(self, copy: Callable[[], None], after: Iterable[CopyHandle]) -> None:
         self._copy: Callable[[], None] | None = copy
@@ -28,7 +28,7 @@ class LateTicket:
         return other is self
 
     def run(self) -> None:
-        """Make what this follows, then this."""
+        """Makes the copies that this handle follows, then its own."""
         copy, self._copy = self._copy, None
         if copy is None:
             return
@@ -39,9 +39,9 @@ class LateTicket:
 
 
 class LateCopies(CopyEngine):
-    """Makes copies when they are waited for, or at random times.
+    """Makes copies when their handle is waited for, or at random times.
 
-    GPU memory is held weakly, as by a GPU: a copy out of memory that has been freed meanwhile brings garbage.
+    Holds GPU memory weakly, as a GPU does: a copy from memory that was freed in the meantime returns garbage.
     """
 
     def __init__(self, seed: int = 0, eager_share: float = 0.2) -> None:
@@ -109,12 +109,12 @@ class LateCopies(CopyEngine):
 
 
 def host_part(span: Span) -> torch.Tensor:
-    """Its memory on the host, uint8 [nbytes]."""
+    """Returns the span's host memory, uint8 [nbytes]."""
     return span.host[span.offset : span.offset + span.nbytes]
 
 
 class _Weak:
-    """A span's memory on the GPU."""
+    """Holds a span's GPU memory by a weak reference."""
 
     def __init__(self, span: Span) -> None:
         self._ref = StorageWeakRef(span.gpu)

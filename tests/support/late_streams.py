@@ -1,4 +1,4 @@
-"""Copy streams without a GPU that make their copies as late as their events allow, or at random times."""
+"""Provides copy streams without a GPU that copy as late as their events allow, or at random times."""
 
 import random
 import time
@@ -10,12 +10,12 @@ import torch
 
 
 class LateEvent:
-    """A point in a late stream's work; what is behind it has perhaps not been done."""
+    """Marks a point in a late stream's work; the work before it may not be done yet."""
 
     def __init__(self, stream: "LateStream", number: int) -> None:
         self._stream = stream
         self._number = number
-        self._time = time.perf_counter()  # as the events of a CPU have it
+        self._time = time.perf_counter()  # as events on a CPU do
 
     def wait(self) -> None:
         self._stream.run(self._number)
@@ -31,7 +31,7 @@ class LateEvent:
 
 
 class LateStream:
-    """Takes the place of a `CopyStream`."""
+    """Replaces a `CopyStream`."""
 
     stream = None
 
@@ -41,7 +41,7 @@ class LateStream:
         self._num_done = 0
 
     def follow_current_stream(self) -> None:
-        """Computation on a CPU is done when it is asked for."""
+        """Does nothing: computation on a CPU is done when the call returns."""
 
     def follow(self, mark: LateEvent) -> None:
         self._queue.append(mark.wait)
@@ -56,7 +56,7 @@ class LateStream:
         return LateEvent(self, self._num_done + len(self._queue))
 
     def run(self, number: int) -> None:
-        """Do the first `number` pieces of work that this stream was ever given."""
+        """Does the first `number` pieces of work that this stream was ever given."""
         while self._num_done < number:
             work = self._queue.popleft()
             self._num_done += 1

@@ -1,4 +1,4 @@
-"""Limits of the system that tests run into."""
+"""Provides limits of the system for tests that exceed them."""
 
 import contextlib
 import resource
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """As `ulimit -f`: a longer file is refused while it is written, as where a disk is full."""
+    """Refuses longer files while they are written, as `ulimit -f` or a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""The policy-gradient loss that tests start from: NeMo-RL's defaults, without a KL penalty."""
+"""Provides the policy-gradient loss that tests start from: NeMo-RL's defaults, without a KL penalty."""
 
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 

@@ -1,4 +1,4 @@
-"""Layers that mark what may be offloaded, as megatron-core's do."""
+"""Provides layers that mark tensors for offloading, as megatron-core's layers do."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -68,13 +68,13 @@ def batches(lengths: Sequence[int], seed: int) -> list[torch.Tensor]:
 
 
 def lack_of_memory(_: torch.Tensor) -> None:
-    """A hook that fails."""
+    """Raises an out-of-memory error, as a hook."""
     raise MemoryError
 
 
 @contextmanager
 def suspended(offloader: ActivationOffloader) -> Iterator[None]:
-    """Run the passes inside as if nothing were offloaded."""
+    """Runs passes inside the block as if nothing were offloaded."""
     offloader.disable_offload()
     yield
     offloader.enable_offload()

@@ -1,4 +1,4 @@
-"""What docs/metrics.md documents."""
+"""Reads which metrics docs/metrics.md documents."""
 
 import re
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Those metrics of which neither the name nor its last part is on the page."""
+    """Returns metrics of which neither the name nor its last part is on the page."""
     on_page = set(re.findall(r"`([^`\n]+)`", PAGE.read_text()))
     return [name for name in names if not {_as_on_page(name), _as_on_page(name).rpartition("/")[2]} & on_page]
 

@@ -1,4 +1,4 @@
-"""Weights of the kinds that a transport may change: dtypes, a scalar, an empty one, an odd size, strides."""
+"""Provides weights that a transport could change: several dtypes, a scalar, an empty one, an odd size, strides."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Pages whose blocks of code are the whole of a change: taken from the page, and made in a copy of the package."""
+"""Applies a documentation page's code blocks, which are the whole of a change, to a copy of the package."""
 
 import os
 import re
@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def blocks(page: Path) -> list[tuple[str, str, str]]:
-    """The page's blocks of code in order: the file that was named last before each, its language, its text."""
+    """Returns the page's code blocks in order: the file named last before each, its language, its text."""
     found, path = [], ""
     pattern = r"`(\w+/[\w/]+\.(?:py|yaml))`|^```(\w+)\n(.*?)^```"
     for named, language, code in re.findall(pattern, page.read_text(), re.S | re.M):
@@ -23,7 +23,7 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
 
 
 def copy_with_changes(page: Path, folder: Path) -> None:
-    """Make a copy of the package in which everything has been done that the page says."""
+    """Copies the package and makes every change that the page describes."""
     for name in ("nemo_offload_rl", "examples"):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "pyproject.toml", folder)
@@ -37,7 +37,7 @@ def copy_with_changes(page: Path, folder: Path) -> None:
 
 
 def _apply(change: str, path: Path) -> None:
-    """Change a file as a diff without line numbers says: the lines that were there have to be there once."""
+    """Changes a file as a diff without line numbers describes; the removed lines must occur exactly once."""
     lines = change.splitlines(keepends=True)
     before = "".join(line[1:] for line in lines if line[0] != "+")
     after = "".join(line[1:] for line in lines if line[0] != "-")
@@ -47,7 +47,7 @@ def _apply(change: str, path: Path) -> None:
 
 
 def run_in(copy: Path, *arguments: str) -> str:
-    """Run `python ...` with the copy of the package; returns what it prints, or fails with it."""
+    """Runs `python ...` with the copy of the package; returns its output, or raises with it."""
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=copy, env=environment, capture_output=True, text=True, timeout=120

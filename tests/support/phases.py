@@ -1,4 +1,4 @@
-"""Training runs that do or do not visit all phases between their steps; their numbers have to be the same."""
+"""Runs training with or without visits to all phases between the steps; both must give the same numbers."""
 
 import time
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 
 def checksums(worker: MegatronPolicyWorker) -> list[int]:
-    """Of the bits of every parameter, in order."""
+    """Returns a checksum of the bits of each parameter, in order."""
     return [
         int(p.detach().contiguous().view(torch.uint8).to(torch.int64).mul(31).add(7).cumsum(-1).sum())
         for _, p in worker.state.parameters()
@@ -28,7 +28,7 @@ def checksums(worker: MegatronPolicyWorker) -> list[int]:
 def run_steps(
     worker: MegatronPolicyWorker, num_steps: int, *, visit_phases: bool, rows: int = 8
 ) -> list[dict[str, Any]]:
-    """What each step reports, with this rank's parameter checksums and log-probs after it.
+    """Returns each step's report, with this rank's parameter checksums and log-probs after the step.
 
     Args:
         worker: of this rank; call it on every rank.
@@ -56,7 +56,7 @@ def run_steps(
 
 
 def delay_moves(monkeypatch: Any, seconds: float = 0.01) -> None:
-    """Make everything that comes back late, so that a wait that is missing shows in the numbers."""
+    """Delays every copy back to the GPU, so that a missing wait shows in the numbers."""
     map_chunk, copy_all, copy_spans = HostRange.map, CopyStream.copy_all, SpanCopyStream.copy_all
 
     def late_map(self: HostRange, index: int) -> None:
@@ -79,14 +79,14 @@ def delay_moves(monkeypatch: Any, seconds: float = 0.01) -> None:
             copy_spans(self, [span])
 
     monkeypatch.setattr(HostRange, "map", late_map)
-    monkeypatch.setattr(CopyStream, "copy_all", late_copy_all)  # all copies of state go through it
-    monkeypatch.setattr(SpanCopyStream, "copy_all", late_spans)  # and those of activations through this
+    monkeypatch.setattr(CopyStream, "copy_all", late_copy_all)  # makes all copies of training state
+    monkeypatch.setattr(SpanCopyStream, "copy_all", late_spans)  # makes all copies of activations
 
 
 def saved_between_steps(
     worker: MegatronPolicyWorker, folder: Path, *, offload: bool
 ) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
-    """Two steps, a checkpoint, two more: what the checkpoint holds, and what the later steps report.
+    """Trains two steps, saves, trains two more; returns the checkpoint's contents and the later steps' reports.
 
     Args:
         worker: on one rank.
@@ -97,7 +97,7 @@ def saved_between_steps(
     run_steps(worker, 2, visit_phases=offload)
     if offload:
         worker.offload_after_refit()
-    # megatron-core pads shards with uninitialised memory, which is filled in this mode.
+    # megatron-core pads shards with uninitialised memory, which this mode fills.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         worker.save_checkpoint(str(folder), save_optimizer=True)
@@ -105,20 +105,20 @@ def saved_between_steps(
         torch.use_deterministic_algorithms(False)
     if offload:
         assert worker.residency.where(Target.PARAMS) is Placement.HOST
-        assert worker.engine.mapped_bytes == 0  # nothing came back for it
+        assert worker.engine.mapped_bytes == 0  # saving moved nothing to the GPU
     after = run_steps(worker, 2, visit_phases=offload)
     return checkpoint_entries(folder), after
 
 
 def checkpoint_entries(folder: Path) -> dict[str, bytes]:
-    """The bytes of every entry of a distributed checkpoint, by name and offset."""
+    """Returns the bytes of every entry of a distributed checkpoint, by name and offset."""
     places = FileSystemReader(str(folder)).read_metadata().storage_data
     files = {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
     return {str(key): files[at.relative_path][at.offset : at.offset + at.length] for key, at in places.items()}
 
 
 def differing(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
-    """The names of entries that differ, or that only one of two checkpoints has, with their sizes."""
+    """Returns the names and sizes of entries that differ, or that only one of two checkpoints has."""
     return [
         f"{name}: {len(one.get(name, b''))} and {len(other.get(name, b''))} bytes"
         for name in sorted(one.keys() | other.keys())

@@ -1,8 +1,8 @@
-"""Imports what a process needs that builds a policy or samples from one: what is forked behind it starts at once.
+"""Imports what a process that builds a policy or samples from one needs, so that processes forked later start at once.
 
-Such an import takes ten seconds. Its half a million objects are left out of all later collections, and so out of the
-worker's search for views of its buffers as well: both are many times faster then. Ray is not imported: it reads its
-settings from the environment when it is.
+The imports take ten seconds. Their half a million objects are excluded from later garbage collections, and so from the
+worker's search for views of its buffers: both become many times faster. Ray is not imported: it reads its settings from
+the environment when it is.
 """
 
 import gc

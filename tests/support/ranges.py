@@ -1,4 +1,4 @@
-"""Ranges of host memory that are late, or that fail."""
+"""Provides host-memory ranges that map late or fail to."""
 
 import time
 
@@ -10,16 +10,16 @@ CHUNK_BYTES = 2 * MIB
 
 
 def small_chunks(nbytes: int, device: torch.device, chunk_bytes: int) -> GpuRange:
-    """Ranges in chunks so small that tensors of a test reach over several."""
+    """Makes ranges with chunks so small that a test's tensors span several."""
     return HostRange(nbytes, CHUNK_BYTES)
 
 
 class Trouble:
-    """Makes ranges, and has their `map` take long or fail.
+    """Makes ranges whose `map` is slow or fails.
 
     Attributes:
-        delay_s: what each chunk takes to map.
-        chunks_left: how many more chunks there is memory for; None for any number.
+        delay_s: time that mapping each chunk takes.
+        chunks_left: how many more chunks can be mapped; None for any number.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this host, each with an address of its own in the loopback network."""
+"""Starts a Ray cluster of several nodes on this host, each with its own loopback address."""
 
 import os
 import secrets
@@ -21,7 +21,7 @@ _START_TIMEOUT_S = 120
 
 
 class RayNodes:
-    """Starts nodes with `ray start`, as on machines of their own, and stops them as a power failure does.
+    """Starts nodes with `ray start`, as on separate machines, and kills them as a power failure would.
 
     Attributes:
         address: of the cluster, for RAY_ADDRESS.
@@ -30,7 +30,7 @@ class RayNodes:
     """
 
     def __init__(self, *, with_dashboard: bool) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="ray"))  # sockets are in it, whose paths may have 107 characters
+        self.folder = Path(tempfile.mkdtemp(prefix="ray"))  # holds sockets, whose paths may have at most 107 characters
         (self.folder / "token").write_text(secrets.token_hex(32))
         port, dashboard_port = free_port(), free_port()
         self.address, self.dashboard = f"127.0.0.2:{port}", f"http://127.0.0.1:{dashboard_port}"
@@ -39,7 +39,7 @@ class RayNodes:
         self._head.append(f"--include-dashboard={str(with_dashboard).lower()}")
 
     def environment(self) -> dict[str, str]:
-        """Of nodes, and of what connects to them."""
+        """Returns the environment of nodes and of processes that connect to them."""
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.folder / "token")}
         # Importing the package has set the first to 0, which is for Ray on loopback alone.
         ray = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -48,31 +48,31 @@ class RayNodes:
         return environment() | token | ray | own
 
     def start_head(self) -> None:
-        """Start the node at 127.0.0.2, which the others join."""
+        """Starts the node at 127.0.0.2, which the others join."""
         self._start(2, *self._head)
 
     def start(self, number: int, *options: str) -> None:
-        """Start a node at 127.0.0.NUMBER, and wait until it has joined."""
+        """Starts a node at 127.0.0.NUMBER, and waits until it has joined."""
         self._start(number, f"--address={self.address}", *options)
 
     def family(self, number: int) -> list[psutil.Process]:
-        """All processes of a node."""
+        """Returns all processes of a node."""
         main = psutil.Process(self._nodes[number].pid)
         return [main, *main.children(recursive=True)]
 
     def signal(self, number: int, what: signal.Signals) -> None:
-        """Send all processes of a node a signal at once."""
+        """Sends a signal to all processes of a node at once."""
         for process in self.family(number):
             process.send_signal(what)
 
     def remove(self, number: int) -> None:
-        """Kill what is left of a node."""
+        """Kills the remaining processes of a node."""
         for process in self.family(number):
             process.kill()
         self._nodes.pop(number).wait()
 
     def close(self) -> None:
-        """End all nodes, the head last."""
+        """Ends all nodes, the head last."""
         for number in sorted(self._nodes, reverse=True):
             self.remove(number)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -88,7 +88,7 @@ class RayNodes:
                 "--num-cpus=1",
                 "--num-gpus=0",
             ),
-            f"--temp-dir={self.folder}/{number}",  # of its own: a node deletes jobs' files that it does not use
+            f"--temp-dir={self.folder}/{number}",  # one per node: a node deletes files of jobs that it does not run
             *("--object-store-memory=100000000", "--dashboard-agent-listen-port=0"),
             *("--min-worker-port=0", "--max-worker-port=0", *options),
         ]
@@ -106,7 +106,7 @@ class RayNodes:
 
 @contextmanager
 def ray_nodes(*, with_dashboard: bool) -> Iterator[RayNodes]:
-    """A head; none of the nodes outlives the block."""
+    """Starts the head node; stops every node when the block ends."""
     nodes = RayNodes(with_dashboard=with_dashboard)
     try:
         nodes.start_head()
@@ -116,7 +116,7 @@ def ray_nodes(*, with_dashboard: bool) -> Iterator[RayNodes]:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback addresses that nothing is bound to now."""
+    """Returns a TCP port that is free on the loopback addresses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

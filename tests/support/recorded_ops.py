@@ -1,7 +1,7 @@
-"""Stands for CUDA graphs on a CPU: records the operations of some work, and runs them again on the same tensors.
+"""Replaces CUDA graphs on a CPU: records operations and replays them on the same tensors.
 
-As with a graph, a replay runs no Python of the work, uses the memory that the work had when it was recorded, and keeps
-what it makes in between.
+As with a graph, a replay runs none of the recorded Python code, uses the memory of the recording, and keeps
+intermediate results.
 """
 
 import functools
@@ -28,7 +28,7 @@ class RecordedOps(TorchDispatchMode):
         call = functools.partial(func, *args, **(kwargs or {}))
         result = call()
         made = []
-        if not storages(result) & storages((args, kwargs)):  # else it is a view, or it writes its input
+        if not storages(result) & storages((args, kwargs)):  # else it is a view, or the operation writes its input
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self.new_bytes += sum(tensor.nbytes for tensor in made)
         self.steps.append((call, made))

@@ -1,4 +1,4 @@
-"""Runs of an algorithm in the test's own process, whose outputs are kept."""
+"""Runs an algorithm in the test's own process and records its outputs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,13 +41,13 @@ def record(
 def record_with_a_break(
     make: Callable[[], Algorithm], folder: Path, metric: str, check_loaded: Callable[[Any], None] = lambda _: None
 ) -> dict[int, dict[str, float]]:
-    """Runs four of the six steps, and the others by another object that starts from the checkpoint.
+    """Runs four of six steps, then the rest with a new object that loads the checkpoint.
 
     Args:
-        make: the algorithm.
+        make: creates the algorithm.
         folder: for checkpoints.
-        metric: a loss, by which they are ranked.
-        check_loaded: looks at the other object as it is behind its load.
+        metric: a loss, by which checkpoints are ranked.
+        check_loaded: checks the new object after it has loaded.
 
     Returns:
         The rows of both runs, without timings.

@@ -1,6 +1,6 @@
-"""Runs that are hit from outside at a known place, and what they leave behind.
+"""Interrupts runs from outside at a known place, and checks what they leave behind.
 
-Nothing in the package takes part: the place is seen in metrics, folders, rewards and the CPU time of processes.
+The package has no hooks for this: the place is recognised by metrics, folders, rewards and the processes' CPU time.
 """
 
 import os
@@ -19,7 +19,7 @@ NUM_STEPS = 6
 SAVE_PERIOD = 2
 ROWS_PER_STEP = 16
 
-# A model of 70,000 parameters. Answers are long, and rows are trained on one by one, so that there is time to hit both.
+# A model of 70,000 parameters. Answers are long, and rows are trained one by one, so that both take time to hit.
 TINIEST = [
     "~warm_start",
     "policy.hf_config.hidden_size=64",
@@ -54,14 +54,14 @@ _POLICY, _GENERATOR = "ray::WorkerActor", "ray::GeneratorActor"
 
 @dataclass
 class LiveRun:
-    """A run of examples/run_grpo.py that is going on; its output goes to a file.
+    """Controls a running examples/run_grpo.py, whose output goes to a file.
 
     Attributes:
         folder: of its logs and checkpoints.
         process: the driver.
-        timeout_s: how long its parts are waited for.
+        timeout_s: how long to wait for each of its parts.
         shared_memory: files of /dev/shm before it started.
-        family: the driver, and all processes that were its descendants when they were last asked for.
+        family: the driver and all processes that were its descendants when they were last listed.
     """
 
     folder: Path
@@ -72,7 +72,7 @@ class LiveRun:
 
     @property
     def output(self) -> str:
-        """What it has printed since it started."""
+        """Returns everything that the run has printed since it started."""
         return (self.folder / "output.txt").read_text()
 
     @property
@@ -80,21 +80,21 @@ class LiveRun:
         return self.folder / "checkpoints"
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """What was logged, as `Finished.metrics` has it."""
+        """Returns the logged metrics, as `Finished.metrics` does."""
         return Finished(self.folder, 0, "").metrics()
 
     def num_rows(self) -> int:
-        """Steps whose metrics are logged."""
+        """Returns the number of steps whose metrics are logged."""
         path = self.folder / "logs" / "exp_001" / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def num_rewards(self) -> int:
-        """Answers that were judged."""
+        """Returns the number of answers that were judged."""
         path = rewards_file(self.folder)
         return path.stat().st_size if path.exists() else 0
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Look every two milliseconds; fail where the run ends before."""
+        """Polls a condition every two milliseconds; fails if the run ends first."""
         deadline = time.monotonic() + self.timeout_s
         while not condition():
             assert self.process.poll() is None, self.output
@@ -107,12 +107,12 @@ class LiveRun:
         return self.family
 
     def actor(self, title: str) -> psutil.Process:
-        """The process of an actor, by what Ray calls it."""
+        """Returns an actor's process, by the title that Ray gives it."""
         (found,) = [one for one in self.look_at_family() if _title(one).startswith(title)]
         return found
 
     def end(self) -> int:
-        """Wait for the driver's end and return its status."""
+        """Waits for the driver's end and returns its exit status."""
         return self.process.wait(timeout=self.timeout_s)
 
 
@@ -124,7 +124,7 @@ def rewards_file(folder: Path) -> Path:
 def running(
     folder: Path, overrides: Iterable[str] = (), timeout_s: float = _TIMEOUT_S, **variables: str
 ) -> Iterator[LiveRun]:
-    """Start a run, or go on with the one that has left checkpoints in the folder; none of it outlives the block."""
+    """Starts a run, or resumes the one that has left checkpoints in the folder; kills all of it when the block ends."""
     rewards_file(folder).unlink(missing_ok=True)
     shared_memory = frozenset(os.listdir(_SHARED_MEMORY))
     with open(folder / "output.txt", "w") as output:
@@ -147,7 +147,7 @@ def running(
 
 
 def to_the_end(folder: Path, overrides: Iterable[str] = ()) -> Finished:
-    """Run until it ends, from the newest checkpoint where there is one; what nothing hits may be forked."""
+    """Runs until the end, from the newest checkpoint if there is one; may fork, since no test interrupts it."""
     return run_example("run_grpo.py", folder, [*TINIEST, *overrides], REWARDS_FILE=str(rewards_file(folder)))
 
 
@@ -155,20 +155,20 @@ def to_the_end(folder: Path, overrides: Iterable[str] = ()) -> Finished:
 
 
 def in_generation(run: LiveRun, step: int) -> None:
-    """Wait until the generation worker samples for a step: it has computed for a while since the step before ended."""
+    """Waits until the generation worker samples for a step: it has computed for a while since the step before ended."""
     run.wait_until(lambda: run.num_rows() >= step - 1)
     _wait_for_work(run, run.actor(_GENERATOR), 0.15)
 
 
 def in_long_generation(run: LiveRun) -> None:
-    """Wait until the generation worker samples for minutes: all else that it is called for is brief."""
+    """Waits until the generation worker samples for minutes; all its other calls are brief."""
     run.wait_until(lambda: any(_title(one).startswith(f"{_GENERATOR}.call") for one in run.look_at_family()))
     _wait_for_work(run, run.actor(_GENERATOR), 2)
     run.wait_until(lambda: _title(run.actor(_GENERATOR)).startswith(f"{_GENERATOR}.call"))
 
 
 def in_training(run: LiveRun, step: int) -> None:
-    """Wait until the policy trains for a step: it has computed for a while since the last answer was judged."""
+    """Waits until the policy trains for a step: it has computed for a while since the last answer was judged."""
     run.wait_until(lambda: run.num_rows() >= step - 1)
     judged = run.num_rewards()
     run.wait_until(lambda: run.num_rewards() >= judged + ROWS_PER_STEP)
@@ -176,22 +176,22 @@ def in_training(run: LiveRun, step: int) -> None:
 
 
 def in_saving(run: LiveRun, step: int) -> None:
-    """Wait until the checkpoint of a step is being written."""
+    """Waits until the checkpoint of a step is being written."""
     run.wait_until((run.checkpoints / f"tmp_step_{step}").exists)
 
 
 def with_ray_starting(run: LiveRun) -> None:
-    """Wait until Ray's first process is there."""
+    """Waits until Ray's first process runs."""
     run.wait_until(lambda: len(session_folders(run.process.pid)) == 1 and len(run.look_at_family()) > 2)
 
 
 def in_building(run: LiveRun) -> None:
-    """Wait until the policy's process imports what it needs to build the model."""
+    """Waits until the policy's process imports what it needs to build the model."""
     run.wait_until(lambda: any(_title(one).startswith(_POLICY) for one in run.look_at_family()))
     _wait_for_work(run, run.actor(_POLICY), 0.5)
 
 
-# Where a run can be hit -> how to get there.
+# Where a run can be interrupted -> how to wait for that place.
 PHASES: dict[str, Callable[[LiveRun], None]] = {
     "generation": lambda run: in_generation(run, 4),
     "training": lambda run: in_training(run, 4),
@@ -199,7 +199,7 @@ PHASES: dict[str, Callable[[LiveRun], None]] = {
 }
 START_PHASES: dict[str, Callable[[LiveRun], None]] = {"ray_start": with_ray_starting, "building": in_building}
 
-# ---- what hits it
+# ---- what interrupts it
 
 
 def kill_driver(run: LiveRun) -> None:
@@ -216,18 +216,18 @@ def kill_generation(run: LiveRun) -> None:
 
 
 def terminate(run: LiveRun) -> None:
-    """As a scheduler does: SIGTERM to every process of the job."""
+    """Sends SIGTERM to every process of the job, as a scheduler does."""
     for one in reversed(run.look_at_family()):
         one.send_signal(signal.SIGTERM)
 
 
 def press_ctrl_c(run: LiveRun) -> None:
-    """As a terminal does: SIGINT to every process of the group."""
+    """Sends SIGINT to every process of the group, as a terminal does."""
     run.look_at_family()
     os.killpg(run.process.pid, signal.SIGINT)
 
 
-# What can hit a run -> (how, the driver's status then).
+# What can interrupt a run -> (how, the driver's exit status then).
 EVENTS: dict[str, tuple[Callable[[LiveRun], None], int]] = {
     "kill_driver": (kill_driver, -signal.SIGKILL),
     "kill_policy": (kill_policy, 1),
@@ -236,11 +236,11 @@ EVENTS: dict[str, tuple[Callable[[LiveRun], None], int]] = {
     "ctrl_c": (press_ctrl_c, 130),
 }
 
-# ---- what is left
+# ---- what remains
 
 
 def seconds_until_gone(family: Iterable[psutil.Process], timeout_s: float = 30) -> float:
-    """Wait until all processes have ended.
+    """Waits until all processes have ended; returns the seconds.
 
     Raises:
         AssertionError: some have not.
@@ -253,7 +253,7 @@ def seconds_until_gone(family: Iterable[psutil.Process], timeout_s: float = 30) 
 
 
 def require_no_shared_memory(before: frozenset[str], timeout_s: float = 30) -> None:
-    """No shared-memory file is there that was not there before; those of other runs come and go."""
+    """Checks that the run left no new shared-memory file; other runs may create and remove theirs meanwhile."""
     deadline = time.monotonic() + timeout_s
     new = set(os.listdir(_SHARED_MEMORY)) - before
     while new:
@@ -263,7 +263,7 @@ def require_no_shared_memory(before: frozenset[str], timeout_s: float = 30) -> N
 
 
 def listening_addresses(family: Iterable[psutil.Process]) -> dict[str, set[str]]:
-    """Addresses that processes listen on, by their titles."""
+    """Returns the addresses that processes listen on, by their titles."""
     found: dict[str, set[str]] = {}
     for one in family:
         try:
@@ -276,7 +276,7 @@ def listening_addresses(family: Iterable[psutil.Process]) -> dict[str, set[str]]
 
 
 def session_folders(driver: int) -> list[Path]:
-    """Ray's folders of a driver."""
+    """Returns Ray's session folders of a driver."""
     return sorted(Path("/tmp/ray").glob(f"session_*_{driver}"))
 
 

@@ -1,4 +1,4 @@
-"""Refits of a vLLM engine from CUDA graphs on both sides, out of this process, which is on the engine's GPU."""
+"""Refits a vLLM engine from CUDA graphs on both sides, from this process, which shares the engine's GPU."""
 
 from support import engine_conformance
 
@@ -9,7 +9,7 @@ from nemo_offload_rl.refit.recorder import addresses_of
 
 
 class Weights:
-    """A policy's weights on the GPU, each sent as a copy that the export makes."""
+    """Holds a policy's weights on the GPU; the export sends a copy of each."""
 
     def __init__(self, named):
         self.named = {name: tensor.cuda() for name, tensor in named.items()}
@@ -25,7 +25,7 @@ class Weights:
 
 
 def check(engine, named, *, bucket_bytes):
-    """Four refits with sleep between them, the last from other addresses, bring the weights and the answers.
+    """Checks weights and answers after four refits with sleep between them, the last from other addresses.
 
     Args:
         engine: asleep.

@@ -1,4 +1,4 @@
-"""The sizes of a small rank, for plans whose model does not matter."""
+"""Provides the sizes of a small rank, for plans whose model does not matter."""
 
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.residency.table import ShardFacts

@@ -1,4 +1,4 @@
-"""What shared host memory this process has, and a second process to share it with."""
+"""Counts the shared host memory of this process, and starts a second process to share it with."""
 
 import contextlib
 import multiprocessing
@@ -9,17 +9,17 @@ from typing import Any
 
 
 def num_open_buffers() -> int:
-    """Files without a name that buffers of `memory/shared_buffer.py` are behind, mappings of them included."""
+    """Counts the unnamed files that back buffers of `memory/shared_buffer.py`, including their mappings."""
     num = 0
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
             num += "memfd:nemo_offload_rl" in os.readlink(f"/proc/self/fd/{name}")
     return num
 
 
 @contextlib.contextmanager
 def process_that_answers(answer: Callable[[Connection], None]) -> Iterator[Callable[[Any], Any]]:
-    """A second process, which answers what it is asked through a pipe, until it gets None."""
+    """Starts a second process that answers requests through a pipe until it receives None."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=answer, args=(theirs,))

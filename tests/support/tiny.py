@@ -1,4 +1,4 @@
-"""A tiny Qwen3-shaped policy, and batches for it."""
+"""Provides a tiny Qwen3-shaped policy, and batches for it."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ TINY_DEEPSEEK_V3: dict[str, Any] = {
 
 
 def tiny_policy(hf_config: dict[str, Any] | None = None, precision: str = "float32", **megatron: Any) -> dict[str, Any]:
-    """A policy section; `megatron` overrides keys of megatron_cfg."""
+    """Returns a policy section; `megatron` overrides keys of megatron_cfg."""
     cfg: dict[str, Any] = {
         "enabled": True,
         "tensor_model_parallel_size": 1,
@@ -116,14 +116,14 @@ def tiny_policy(hf_config: dict[str, Any] | None = None, precision: str = "float
 
 
 def policy_without_model(**keys: Any) -> dict[str, Any]:
-    """A policy section for a plan without sizes: these keys, and what absent ones stand for."""
+    """Returns a policy section for a plan without model sizes: these keys, with defaults for absent ones."""
     policy = {"megatron_cfg": {"fine_grained_activation_offloading": False}, **keys}
     resolve_absent_keys({"policy": policy})
     return policy
 
 
 def random_batch(rows: int, longest: int = 12, seed: int = 0) -> BatchedData:
-    """Right-padded rows of unequal lengths; the first third of each row is a prompt."""
+    """Returns right-padded rows of unequal lengths; the first third of each row is a prompt."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB_SIZE, (rows, longest), generator=generator)
     lengths = torch.randint(4, longest + 1, (rows,), generator=generator)
@@ -141,7 +141,7 @@ def random_batch(rows: int, longest: int = 12, seed: int = 0) -> BatchedData:
 def offloading_activations(
     policy: dict[str, Any], modules: list[str], *, mbs: int = 2, gbs: int = 12, **megatron: Any
 ) -> dict[str, Any]:
-    """The policy with activation offloading of these modules, small tensors too; `megatron` overrides megatron_cfg."""
+    """Returns the policy with these modules offloaded, small tensors too; `megatron` overrides megatron_cfg."""
     policy["megatron_cfg"] |= {
         "fine_grained_activation_offloading": True,
         "offload_modules": modules,

@@ -1,11 +1,11 @@
-"""A tiny bf16 GPT of megatron-core in training, without our worker, for the adapters of other trainers; GPU or CPU."""
+"""Provides a tiny bf16 GPT of megatron-core in training, without our worker, for the adapters; GPU or CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import nemo_offload_rl.mcore  # noqa: F401  # isort: skip  (lets megatron run without CUDA, so it comes before)
+import nemo_offload_rl.mcore  # noqa: F401  # isort: skip  (lets megatron run without CUDA, so it comes first)
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -24,20 +24,20 @@ VOCAB_SIZE, LENGTH = 64, 16
 
 
 def each_device() -> list[Any]:
-    """Parameters of a fixture: models are built on the GPU wherever there is one, and on the CPU elsewhere."""
+    """Returns a fixture's parameters: models are built on the GPU if there is one, else on the CPU."""
     on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
     return [pytest.param("cpu", marks=on_cpu), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """This process as a group of its own."""
+    """Makes this process a process group of one rank."""
     torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     try:
-        with sdpa_kernel(SDPBackend.MATH):  # the others' backward passes may differ from run to run on a GPU
+        with sdpa_kernel(SDPBackend.MATH):  # other backends' backward passes may differ from run to run on a GPU
             yield
     finally:
         parallel_state.destroy_model_parallel()
@@ -46,23 +46,23 @@ def one_rank() -> Iterator[None]:
 
 @dataclass
 class TinyMegatron:
-    """A model and its optimizer."""
+    """Holds a model and its optimizer."""
 
     model: Any
     optimizer: Any
 
     def batch(self, seed: int) -> torch.Tensor:
-        """Tokens [B, S]."""
+        """Returns random tokens [B, S]."""
         return torch.randint(VOCAB_SIZE, (4, LENGTH), generator=torch.Generator().manual_seed(seed)).cuda()
 
     def logits(self, seed: int) -> torch.Tensor:
-        """Of a batch, without gradients."""
+        """Returns the logits of a batch, without gradients."""
         tokens = self.batch(seed)
         with torch.no_grad():
             return self.model(tokens, torch.arange(LENGTH).cuda().expand_as(tokens), None)
 
     def forward_backward(self, seed: int) -> float:
-        """Accumulate the gradients of a batch of its own; returns the loss of predicting each next token."""
+        """Accumulates the gradients of a batch chosen by the seed; returns the loss of predicting each next token."""
         tokens = self.batch(seed)
         positions = torch.arange(LENGTH).cuda().expand_as(tokens)
         loss = self.model(tokens, positions, None, labels=tokens.roll(-1, 1)).mean()
@@ -71,7 +71,7 @@ class TinyMegatron:
         return float(loss.detach())
 
     def step(self, seed: int) -> tuple[float, float]:
-        """Train on a batch of its own; returns the loss and the gradient's norm."""
+        """Trains on a batch that the seed selects; returns the loss and the gradient norm."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = self.forward_backward(seed)
@@ -79,21 +79,21 @@ class TinyMegatron:
         return loss, float(norm)
 
     def everything(self) -> dict[str, torch.Tensor]:
-        """Copies of parameters, masters and moments, by name."""
+        """Returns copies of parameters, masters and moments, by name."""
         parameters = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         return self.optimizer_state() | parameters
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Copies of masters and moments, by name."""
+        """Returns copies of masters and moments, by name."""
         device = next(self.model.parameters()).device
         return {name: tensor.detach().clone() for name, tensor in state_tensors(self.optimizer, device)}
 
 
 def tiny_megatron(*, forward_only: bool = False, use_distributed_optimizer: bool = True) -> TinyMegatron:
-    """Build it; every call gives the same numbers.
+    """Builds the model; every call gives the same numbers.
 
     Args:
-        forward_only: neither DistributedDataParallel nor an optimizer, as a reference policy is built.
+        forward_only: without DistributedDataParallel and optimizer, as a reference policy is built.
         use_distributed_optimizer: see megatron-core.
     """
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""A generation backend whose engines span several bundles: each actor of an engine holds some columns of the table."""
+"""Provides a generation backend whose engines span several bundles: each actor holds some columns of the table."""
 
 import sys
 
@@ -10,12 +10,12 @@ from nemo_offload_rl.generation.interface import Capabilities, EngineSpec
 from nemo_offload_rl.placement.cluster import ENGINE_SHARE
 from nemo_offload_rl.refit.interface import Receiver
 
-# The actors cannot import this module; what is defined in it travels whole.
+# The actors cannot import this module, so Ray pickles its classes by value.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Shard:
-    """One actor of an engine, which keeps its part of each weight, as a tensor-parallel rank does."""
+    """Runs as one actor of an engine and keeps its part of each weight, as a tensor-parallel rank does."""
 
     def __init__(self, index, num_shards):
         self.index = index
@@ -34,12 +34,12 @@ class Shard:
         self.columns = None
 
     def resources(self):
-        """By name, such as CPU_group_INDEX_ID of a cluster group's bundle."""
+        """Returns the actor's resources by name, such as CPU_group_INDEX_ID of a cluster group's bundle."""
         return set(ray._private.worker.global_worker.core_worker.resource_ids())
 
 
 class ShardedGeneration(TableSampler):
-    """One engine over all bundles of a node; its weights are gone when it sleeps, and it has no checksums."""
+    """Runs one engine over all bundles of a node; drops its weights when it sleeps, and has no checksums."""
 
     def __init__(self, cluster, ranks):
         super().__init__(Capabilities("object_store", keeps_weights=False, batch_independent_sampling=True))

@@ -1,4 +1,4 @@
-"""Worker groups of toys: tests/unit/worker/toy_worker.py."""
+"""Starts worker groups of the toy worker in tests/unit/worker/toy_worker.py."""
 
 import psutil
 import ray
@@ -20,7 +20,7 @@ TOY_WORKER = "tests.unit.worker.toy_worker:ToyWorker"  # Ray's processes have th
 
 
 def toy_group(cluster, *, tp=1, before_build=None, **toy):
-    """Start a group of two; `toy` says what is wrong with it."""
+    """Starts a group of two; `toy` says which faults its workers have."""
     config = {"megatron_cfg": SIZES | {"tensor_model_parallel_size": tp}, "toy": toy}
     return PolicyWorkerGroup(
         config, cluster, seed=7, init_reference_model=True, worker_cls=TOY_WORKER, before_build=before_build
@@ -32,10 +32,10 @@ def toy_batch(num_rows):
 
 
 def processes():
-    """Ids of all processes that this one has started, and of theirs."""
+    """Returns the ids of all descendants of this process."""
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 def pids_of(group):
-    """Ids of a group's ranks."""
+    """Returns the process ids of a group's ranks."""
     return {int(rank_pid) for _, rank_pid in ray.get(group._process_refs)}

@@ -1,6 +1,6 @@
-"""A policy and a generation engine in one process: a table of logits over the last two tokens, really trained.
+"""Provides a policy and a generation engine in one process: a table of logits over the last two tokens, really trained.
 
-They keep the promises of the worker group, of generation and of refit, so that loops can be tested whole in a second.
+They keep the contracts of worker group, generation and refit, so that whole loops can be tested in a second.
 """
 
 import io
@@ -29,30 +29,30 @@ TOKENIZER = arithmetic_tokenizer()
 EOS = TOKENIZER.eos_token_id
 EQUALS = TOKENIZER.convert_tokens_to_ids("=")
 
-# Repeat the digit: a table over the last two tokens can hold that.
+# The task is to repeat the digit, which a table over the last two tokens can learn.
 PROBLEMS = [Problem(f"{digit}=", str(digit)) for digit in range(10)]
 
 
 def table_logits(table: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits [B, S, V] of the token after each position."""
+    """Returns logits [B, S, V] of the token after each position."""
     before = torch.cat([torch.zeros_like(input_ids[:, :1]), input_ids[:, :-1]], dim=1)
     return table[before * VOCABULARY + input_ids]
 
 
 def table_logprobs(table: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-    """Log-prob of each token after those before it, 0 at the first."""
+    """Returns each token's log-prob given those before it, 0 at the first."""
     logprobs = table_logits(table, input_ids)[:, :-1].log_softmax(dim=-1)
     taken = logprobs.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
     return torch.cat([torch.zeros_like(taken[:, :1]), taken], dim=1)
 
 
 class ToyPolicy:
-    """The verbs of a worker group, over one table of logits."""
+    """Implements a worker group's methods over one table of logits."""
 
     def __init__(self, seed: int = 0, lr: float = 0.2) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.table = 0.1 * torch.randn(VOCABULARY**2, VOCABULARY, generator=generator)
-        self.table[EQUALS * VOCABULARY : EQUALS * VOCABULARY + 10, EOS] += 3  # mostly ends after one digit
+        self.table[EQUALS * VOCABULARY : EQUALS * VOCABULARY + 10, EOS] += 3  # most answers end after one digit
         self.table.requires_grad_()
         self.reference = self.table.detach().clone()
         self.optimizer = torch.optim.Adam([self.table], lr=lr)
@@ -73,7 +73,7 @@ class ToyPolicy:
         self.calls.append(f"start_return, logprobs={logprobs}")
 
     def _enter(self, phase: str, moved_gb: float | None = None) -> None:
-        """Reports an optimizer state that has to be on the GPU in training alone; each copy takes longer."""
+        """Reports moves of optimizer state that must be on the GPU only in training; each call takes longer."""
         seconds = 0.1 * len(self.calls)
         self.moves[f"{phase}/enter_s"] = seconds
         if moved_gb is not None:
@@ -142,7 +142,7 @@ class ToyPolicy:
     def finish_checkpoint(self) -> dict[str, FileSum]:
         self.calls.append("finish_checkpoint")
         path, content = self.under_way
-        path.write_bytes(content)  # OSError where there is no space
+        path.write_bytes(content)  # raises OSError where there is no space
         return {path.name: file_sum(path, rank=0)}
 
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
@@ -175,7 +175,7 @@ class ToyPolicy:
 
 
 class TableSampler:
-    """The part of a generation engine that samples from a table of logits, wherever the table is."""
+    """Samples from a table of logits; subclasses say where the table is."""
 
     def __init__(self, capabilities: Capabilities) -> None:
         self.capabilities = capabilities
@@ -185,7 +185,7 @@ class TableSampler:
         self.calls: list[str] = []
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Of the next token after input_ids [B, 2]: [B, V]."""
+        """Returns logits [B, V] of the token after input_ids [B, 2]."""
         raise NotImplementedError
 
     def prepare_for_generation(self, tags) -> bool:
@@ -238,7 +238,7 @@ class TableSampler:
 
 
 class ToyGeneration(TableSampler):
-    """A generation engine over a copy of the table, in this process."""
+    """Generates from a copy of the table, in this process."""
 
     def __init__(self) -> None:
         super().__init__(Capabilities("local", keeps_weights=True, batch_independent_sampling=True))
@@ -260,7 +260,7 @@ class ToyGeneration(TableSampler):
 
 
 class LocalTransport(RefitSender):
-    """Hands weights to engines in the same process; a sender, too."""
+    """Hands weights to engines in the same process; it is transport and sender in one."""
 
     def __init__(self, engines) -> None:
         self.engines = engines
@@ -276,7 +276,7 @@ class LocalTransport(RefitSender):
 
 
 class Recorded:
-    """Outputs of a run that tests look at: one row a step."""
+    """Records the outputs of a run for tests: one row per step."""
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""verl's real Megatron engine with a tiny model, GPU or CPU; for a process of its own, since verl changes logging."""
+"""Runs verl's real Megatron engine with a tiny model, GPU or CPU; verl changes logging, so use a new process."""
 
 import functools
 import importlib.util
@@ -30,11 +30,11 @@ def scenario(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def run_scenarios(rank: int, world_size: int, ports: list[int]) -> dict[str, tuple[bool, Any]]:
-    """Run all; gives, by name, whether one ended without an error, and what it returned or the traceback."""
+    """Runs all scenarios; returns, by name, whether it ended without an error, and its result or the traceback."""
     results = {}
-    pass_results_in_process()  # megatron-core's writer of checkpoints would start a process of its own
+    pass_results_in_process()  # megatron-core's checkpoint writer would start another process
     if not torch.cuda.is_available():
-        torch.cuda.mem_get_info = lambda *_: (0, 0)  # for verl's log; it takes a machine without any GPU for one with
+        torch.cuda.mem_get_info = lambda *_: (0, 0)  # for verl's log, which assumes a GPU on every machine
     with one_rank():
         for name, function in SCENARIOS.items():
             try:
@@ -45,7 +45,7 @@ def run_scenarios(rank: int, world_size: int, ports: list[int]) -> dict[str, tup
 
 
 def registered() -> dict[str, str]:
-    """The class that verl makes engines of, by kind of model and backend."""
+    """Returns verl's registered engine class, by kind of model and backend."""
     from verl.workers.engine import EngineRegistry
 
     kinds = [("language_model", "megatron"), ("value_model", "megatron"), ("language_model", "fsdp2")]
@@ -57,7 +57,7 @@ def registered() -> dict[str, str]:
 
 @scenario
 def registry() -> dict[str, dict[str, str]]:
-    """Runs first: nothing has imported the adapter."""
+    """Runs first, before anything has imported the adapter; returns the registered classes before and after."""
     from verl.utils.import_utils import import_external_libs
 
     before = registered()
@@ -66,7 +66,7 @@ def registry() -> dict[str, dict[str, str]]:
 
 
 class Bridge:
-    """Gives weights as Megatron-Bridge does on one rank: views of parameters, and one that is put together."""
+    """Exports weights as Megatron-Bridge does on one rank: views of parameters, and one that is assembled."""
 
     def get_conversion_tasks(self, module: list[torch.nn.Module]) -> list[str]:
         return [name for name, _ in unwrap_model(module)[0].named_parameters()]
@@ -81,7 +81,7 @@ class Bridge:
 
 
 class TinyParts:
-    """Comes before an engine in a class's bases: what it builds is a tiny model."""
+    """Overrides what an engine builds, as its first base class, with a tiny model."""
 
     def _build_tf_config(self) -> None:
         self.is_value_model, self.vanilla_bridge, self.share_embeddings_and_output_weights = False, False, False
@@ -102,7 +102,7 @@ class TinyParts:
         return None
 
     def _mcore_export_index(self) -> list[Any]:
-        """Records of whole parameters, which verl otherwise makes from Megatron-Bridge's mappings."""
+        """Returns records of whole parameters, which verl otherwise makes from Megatron-Bridge's mappings."""
         from verl.workers.engine.megatron.delta_export import McoreParamExport
         from verl.workers.engine.spec import ShardSpec
 
@@ -114,7 +114,7 @@ class TinyParts:
 
 
 def arguments(*, lora: dict[str, Any] | None = None, async_save: bool = False, **engine: Any) -> dict[str, Any]:
-    """What an engine is made of; `engine` overrides keys of its section."""
+    """Returns an engine's arguments; `engine` overrides keys of its section."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import McoreEngineConfig
 
@@ -138,7 +138,7 @@ def arguments(*, lora: dict[str, Any] | None = None, async_save: bool = False, *
 
 
 def engine_of(way: str, **changes: Any) -> Any:
-    """An initialised engine: "ours", "verl" (its own moves) or "resident" (its own, without moves)."""
+    """Returns an initialised engine: "ours", "verl" (verl's own moves) or "resident" (verl's own, without moves)."""
     from verl.workers.engine.megatron import MegatronEngineWithLMHead
 
     from nemo_offload_rl.adapters.verl import RangeOffloadWithLMHead
@@ -153,7 +153,7 @@ def engine_of(way: str, **changes: Any) -> Any:
 
 @contextmanager
 def without_pinning() -> Iterator[None]:
-    """Let verl's own moves ask for page-locked memory where there is no CUDA."""
+    """Lets verl's own moves request page-locked memory on a machine without CUDA."""
     import verl.utils.megatron_utils as moves
 
     view: Any = types.ModuleType("torch")
@@ -168,7 +168,7 @@ def without_pinning() -> Iterator[None]:
 
 
 def sums(weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Of the bits of each weight."""
+    """Returns a checksum of the bits of each weight."""
     return {
         name: int(weight.contiguous().view(torch.uint8).long().flatten().mul(31).add(7).cumsum(0).sum())
         for name, weight in weights
@@ -176,9 +176,9 @@ def sums(weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 
 def step(engine: Any, seed: int) -> dict[str, Any]:
-    """A step as verl's workers make it: training, the weights' export, log-probs.
+    """Runs a step as verl's workers do: training, the weights' export, log-probs.
 
-    verl exports no weights without the distributed optimizer: it asks for the storage of a buffer that is None then.
+    verl exports weights only with the distributed optimizer: without it, it takes the storage of a buffer that is None.
     """
     with engine.train_mode():
         engine.optimizer_zero_grad()
@@ -197,7 +197,7 @@ def step(engine: Any, seed: int) -> dict[str, Any]:
 
 
 def bytes_left(engine: Any) -> int:
-    """What an engine leaves on the GPU of parameters and gradients, with ranges also of optimizer state."""
+    """Returns the bytes of parameters and gradients (with ranges, also of optimizer state) left on the GPU."""
     state = getattr(engine, "_state", None)
     if state is not None:
         return state.engine.mapped_bytes
@@ -234,7 +234,7 @@ def training() -> dict[str, dict[str, Any]]:
 
 @scenario
 def without_distributed_optimizer() -> dict[str, dict[str, Any]]:
-    """verl's own moves raise AttributeError there, so these are compared with none."""
+    """Compares ours with no moves, since verl's own moves raise AttributeError without the distributed optimizer."""
     found = {"resident": steps("resident", use_distributed_optimizer=False)}
     with pytest.MonkeyPatch.context() as patch:
         delay_moves(patch, seconds=0.002)
@@ -244,7 +244,7 @@ def without_distributed_optimizer() -> dict[str, dict[str, Any]]:
 
 @scenario
 def exported_shards() -> dict[str, Any]:
-    """The shards that a step leaves, exported while everything is away."""
+    """Returns the shards after a step, exported while all state is on the host."""
     found: dict[str, Any] = {}
     for way in ("resident", "ours"):
         engine = engine_of(way)
@@ -261,7 +261,7 @@ def exported_shards() -> dict[str, Any]:
 
 @scenario
 def exported_memory() -> list[str]:
-    """The exported weights that live in ranges, of which there should be none."""
+    """Returns the exported weights that live in ranges, of which there should be none."""
     engine = engine_of("ours")
     weights, _ = engine.get_per_tensor_param()
     params = engine._state.engine.targets[Target.PARAMS]
@@ -272,7 +272,7 @@ def exported_memory() -> list[str]:
 
 @scenario
 def reference_policy() -> dict[str, Any]:
-    """An engine without gradients and optimizer."""
+    """Runs an engine without gradients and optimizer."""
     found = {}
     for way in ("resident", "ours"):
         engine = engine_of(way, forward_only=True, optimizer_offload=False)
@@ -286,7 +286,7 @@ def reference_policy() -> dict[str, Any]:
 
 @scenario
 def checkpoint() -> dict[str, Any]:
-    """Saved while everything is away, and loaded into another engine while everything is away there."""
+    """Saves while all state is on the host, and loads into another engine whose state is on the host, too."""
     found: dict[str, Any] = {}
     entries, reports = {}, {}
     with tempfile.TemporaryDirectory() as folder:
@@ -295,7 +295,7 @@ def checkpoint() -> dict[str, Any]:
             engine.lefts = []
             for seed in range(2):
                 reports["saved"] = step(engine, seed)["weights"]
-            torch.use_deterministic_algorithms(True, warn_only=True)  # fills the memory that megatron-core pads with
+            torch.use_deterministic_algorithms(True, warn_only=True)  # fills megatron-core's uninitialised padding
             engine.save_checkpoint(str(path))
             torch.use_deterministic_algorithms(False)
             if way == "ours":
@@ -326,7 +326,7 @@ def checkpoint() -> dict[str, Any]:
 
 @scenario
 def reset() -> dict[str, Any]:
-    """verl's `reset` initialises an engine again."""
+    """Checks that verl's `reset` initialises an engine again."""
     engine = engine_of("ours")
     engine.lefts = []
     first, before = step(engine, 0), PinnedArena.live_bytes()
@@ -339,7 +339,7 @@ def reset() -> dict[str, Any]:
 
 @scenario
 def kept_state() -> dict[str, Any]:
-    """What verl's `to("cpu")` is told where a recipe offloads only one kind of state, and where the state is then."""
+    """Returns what verl's `to("cpu")` reports if only one kind of state is offloaded, and where the state is then."""
     found: dict[str, Any] = {}
     for key in ("param_offload", "optimizer_offload"):
         engine = engine_of("ours", **{key: False})
@@ -373,7 +373,7 @@ def refusals() -> dict[str, str]:
         "LoRA": message(lora={"rank": 8}),
         "asynchronous saving": message(async_save=True),
     }
-    # What the process of a detached worker has imported; it takes packages that are not here.
+    # Modules that a detached worker's process has imported; it uses packages that are not installed here.
     detached = "verl.experimental.separation.engine_workers"
     assert importlib.util.find_spec(detached) is not None
     with pytest.MonkeyPatch.context() as patch:

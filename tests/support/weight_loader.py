@@ -1,4 +1,4 @@
-"""An engine's actor as refit transports see it: it loads buckets, and tells what it has loaded."""
+"""Provides an engine's actor as refit transports see it: it loads buckets and reports what it has loaded."""
 
 import os
 import sys
@@ -6,15 +6,15 @@ import time
 
 import ray
 
-# The actors cannot import this module; what is defined in it travels whole.
+# The actors cannot import this module, so Ray pickles its classes by value.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class WeightLoader:
-    """Keeps a copy of each weight; refuses one called `unwanted`, and ends its process at one called `deadly`."""
+    """Keeps a copy of each weight; refuses one named `unwanted`, and ends its process at one named `deadly`."""
 
     def __init__(self, seconds=0.0):
-        """Loads, `seconds` after it was asked to."""
+        """Sets how many `seconds` each load is delayed."""
         self.seconds = seconds
         self.take()
 
@@ -31,12 +31,12 @@ class WeightLoader:
         return self.seconds
 
     def take(self):
-        """Weights and `num_loads` since the last call."""
+        """Returns the weights and `num_loads` since the last call."""
         taken = self.__dict__.copy()
         self.weights, self.num_loads = {}, 0
         return taken
 
 
 def take(receiver):
-    """What the receiver's actor has loaded since the last call."""
+    """Returns what the receiver's actor has loaded since the last call."""
     return ray.get(receiver.actor.take.remote())

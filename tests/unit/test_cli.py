@@ -1,4 +1,4 @@
-"""The command `nemo-offload-rl`, run as a user runs it."""
+"""Tests the command `nemo-offload-rl` as a user runs it."""
 
 import resource
 import subprocess
@@ -55,7 +55,7 @@ def test_a_plan_for_no_gpus_names_the_option(gpus, capsys):
 
 
 def checkpoint(folder: Path) -> Path:
-    """A folder with all that an export reads before it loads the weights."""
+    """Makes a folder with everything that an export reads before it loads the weights."""
     for name, content in {
         "recipe.yaml": "policy: {}",
         "policy/metadata.json": "{}",
@@ -114,7 +114,7 @@ def test_unknown_options_and_commands_exit_with_2():
 
 
 def test_validate_imports_neither_torch_nor_ray_and_takes_as_long_as_a_few_imports():
-    """Under a second, that is, where the libraries that it stands on take a third of one; hosts differ threefold."""
+    """Takes under a second where the libraries it needs take a third of one; hosts differ threefold."""
     code = (
         "import sys; from nemo_offload_rl.cli import main\n"
         "for recipe in sys.argv[1:]: assert main(['validate', recipe, 'cluster.num_nodes=1']) == 0\n"
@@ -126,7 +126,7 @@ def test_validate_imports_neither_torch_nor_ray_and_takes_as_long_as_a_few_impor
     libraries = "import hydra, omegaconf, pydantic, yaml; pydantic.TypeAdapter"
     validate = command("validate", TINY, "grpo.max_num_steps=7")
 
-    def ratio():  # of two that run one after the other: what else the machine does slows both
+    def ratio():  # of two runs in a row: other load on the machine slows both
         of_imports = cpu_seconds([sys.executable, "-c", libraries])
         return cpu_seconds(validate) / of_imports
 
@@ -134,7 +134,7 @@ def test_validate_imports_neither_torch_nor_ray_and_takes_as_long_as_a_few_impor
 
 
 def cpu_seconds(arguments: Sequence[str]) -> float:
-    """Processor time of a program, which is its wall time where nothing else runs."""
+    """Returns a program's processor time, which is its wall time if nothing else runs."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(arguments, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,4 +1,4 @@
-"""What pages refer to exists: files, `make` targets, recipes, commands; they are short and name the actor."""
+"""Tests that what pages refer to exists (files, `make` targets, recipes, commands), and that they name the actor."""
 
 import ast
 import re
@@ -92,7 +92,7 @@ def test_docstrings_name_the_actor():
 
 
 def unnamed_in(text: str) -> list[tuple[int, str]]:
-    """Line and words of each such phrase in the docstrings of a module, its classes, functions and attributes."""
+    """Returns line and words of each such phrase in the docstrings of modules, classes, functions and attributes."""
     strings = [
         node.value
         for node in ast.walk(ast.parse(text))

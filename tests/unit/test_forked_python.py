@@ -1,4 +1,4 @@
-"""What `forked_python()` runs is as what Python itself would run, but for what is imported already."""
+"""Tests that `forked_python()` runs scripts as Python itself does, except for modules imported already."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_a_module_has_arguments_streams_folder_environment_and_status_of_its_own
         check=False,
     )
     assert done.returncode == status
-    if what != "die":  # with what was printed unflushed
+    if what != "die":  # with its unflushed output
         assert done.stdout == f"['{what}'] __main__ {tmp_path} yes to stdin True\n"
         assert done.stderr.startswith("to stderr\n")
     assert ("ValueError: on purpose" in done.stderr) == (what == "raise")

@@ -1,4 +1,4 @@
-"""The fuzzer itself: it must see what it looks for."""
+"""Tests the fuzzer itself: it must find each kind of failure."""
 
 import pytest
 from support import fuzz_recipes

@@ -1,4 +1,4 @@
-"""The Hugging Face config of a recipe's model, and what it takes to read it."""
+"""Tests the Hugging Face config of a recipe's model, and which imports reading it needs."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The Hugging Face hub that cannot be reached: what is in its cache is used, and nothing is tried again."""
+"""Tests an unreachable Hugging Face hub: the cache is used, and no request is repeated."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # put back at the end, should it be set
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # restored at the end if it was set
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_a_hub_that_listens_is_asked(listening, monkeypatch):
 
 def test_a_hub_that_does_not_is_not_asked_by_this_process_or_its_children(closed, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed}")
-    assert not cache_only(str(tmp_path))  # a folder
+    assert not cache_only(str(tmp_path))  # this is a folder
     assert os.environ["HF_HUB_OFFLINE"] == ""
     assert why_unreachable() == f"http://127.0.0.1:{closed} cannot be reached: Connection refused"
     assert cache_only("some/model")

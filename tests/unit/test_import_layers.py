@@ -1,6 +1,6 @@
-"""Holds the import table: which part of the package may know which other part.
+"""Tests the import table: which part of the package may import which other part.
 
-The table goes one way, so that each part can be read, tested and used without those above it: the offload engine in any
+Imports go one way, so that each part can be read, tested and used without those above it: the offload engine in any
 Megatron trainer, the configuration without torch, an algorithm without Megatron.
 """
 
@@ -26,7 +26,7 @@ NO_LIBRARY = "torch ray megatron transformer_engine transformers"
 
 @dataclass(frozen=True)
 class Layer:
-    """What a part may import of ours beside itself, and what it may not import of others."""
+    """Lists which of our other parts a part may import, and which third-party packages it may not."""
 
     may_import: frozenset[str] = field(default_factory=frozenset)
     never: frozenset[str] = field(default_factory=frozenset)
@@ -36,7 +36,7 @@ def layer(*may_import: str, never: str = "") -> Layer:
     return Layer(frozenset(may_import), frozenset(never.split()))
 
 
-# A module belongs to the longest name here that it starts with. An entry allows what starts with it, too.
+# A module belongs to the longest matching prefix here. An entry also allows everything below it.
 LAYERS = {
     "": layer(never="torch ray megatron transformers"),  # the package's own __init__
     "named_datasets": layer(never=NO_LIBRARY),
@@ -140,7 +140,7 @@ def starts_with(module: str, prefix: str) -> bool:
 
 
 def layer_of(module: str) -> str:
-    """The name in the table that a module (without the package's name) belongs to."""
+    """Returns the name in the table that a module (without the package's name) belongs to."""
     if module == "":
         return ""
     names = [name for name in LAYERS if name and starts_with(module, name)]
@@ -151,7 +151,7 @@ def layer_of(module: str) -> str:
 
 @functools.cache
 def imports_of(source: str, module: str, is_package: bool) -> tuple[tuple[int, str], ...]:
-    """Line and full module name of every import in a source, at whatever depth; relative ones are resolved."""
+    """Returns line and full module name of every import in a source, at any depth; relative ones are resolved."""
     return tuple(_imports_of(source, module, is_package))
 
 
@@ -175,7 +175,7 @@ def is_module(name: str) -> bool:
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
-    """Says, for each import that the table forbids, where it is, what it is and what is allowed."""
+    """Returns a message for each import that the table forbids: where it is, what it is and what is allowed."""
     name = layer_of(module)
     rule = LAYERS[name]
     where = f"{PACKAGE}/{module.replace('.', '/')}" + ("/__init__.py" if is_package else ".py")
@@ -267,7 +267,7 @@ def test_importing_the_configuration_loads_neither_torch_nor_ray(module):
 
 
 def test_the_picture_of_the_packages_is_right():
-    """Each package of docs/architecture.md imports from the rows below its own."""
+    """Each package of docs/architecture.md may import only from the rows below its own."""
     page = (ROOT.parent / "docs" / "architecture.md").read_text()
     rows = [set(re.findall(r"\w+", line)) for line in page.splitlines() if line.startswith("    │")]
     row_of = {package: row for row, packages in enumerate(rows) for package in packages if (ROOT / package).is_dir()}
@@ -285,7 +285,7 @@ def test_the_picture_of_the_packages_is_right():
 
 
 def import_circle(imported_by: dict[str, set[str]]) -> list[str]:
-    """Return modules of which each imports another of them; none if there is no circle."""
+    """Returns modules that import each other in a circle; empty if there is none."""
     left = {module: set(imported) & imported_by.keys() - {module} for module, imported in imported_by.items()}
     while ready := [module for module, imported in left.items() if not imported & left.keys()]:
         for module in ready:
@@ -294,7 +294,7 @@ def import_circle(imported_by: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_modules_import_each_other():
-    """Imports inside of functions and under TYPE_CHECKING count, too."""
+    """Imports inside functions and under TYPE_CHECKING count, too."""
     imported_by = {
         f"{PACKAGE}.{module}": {
             name for _, name in imports_of(path.read_text(), module, path.name == "__init__.py") if name != PACKAGE

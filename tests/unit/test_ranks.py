@@ -1,4 +1,4 @@
-"""Ranks of tests are forked from one prepared process, and see the environment of their own test."""
+"""Tests that ranks of tests are forked from one prepared process, with the environment of their own test."""
 
 import os
 import sys

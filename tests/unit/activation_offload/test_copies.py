@@ -1,4 +1,4 @@
-"""Copies of activations by the driver, on a CUDA GPU."""
+"""Tests copies of activations by the driver, on a CUDA GPU."""
 
 import threading
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ CYCLES = 15_000_000  # 8 to 15 ms of a GPU's clock
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostSegment]:
-    """Memory that is page-locked in small chunks, and cut as small."""
+    """Provides memory that is page-locked, and cut, in small chunks."""
     monkeypatch.setattr(pinned, "LOCK_CHUNK_BYTES", CHUNK)
     with PinnedArena(lock_chunk_bytes=CHUNK) as arena:
         segment = arena.allocate("activations", OFFSET + NBYTES)
@@ -44,7 +44,7 @@ def test_bytes_leave_and_come_back_in_the_order_of_tickets(copies, host):
     ramp = torch.arange(NBYTES, device="cuda").to(torch.uint8)
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES)
-    sent.copy_(ramp)  # the copy out has to follow this
+    sent.copy_(ramp)  # the copy to the host has to wait for this
     out = copies.out([span(sent, host)], [])
     back = copies.back([span(received, host)], [out])
     copies.wait(back)
@@ -87,7 +87,7 @@ def test_a_stream_waits_once_for_a_ticket(copies, host, monkeypatch):
     with torch.cuda.stream(other):
         copies.wait(handle)
     assert waits == [here, other]
-    handle = copies.out([span(gpu, host)], [])  # its event is another one, or another record of the same
+    handle = copies.out([span(gpu, host)], [])  # its event is another object, or another record of the same one
     waits.clear()
     copies.wait(handle)
     assert waits == [here]
@@ -95,7 +95,7 @@ def test_a_stream_waits_once_for_a_ticket(copies, host, monkeypatch):
 
 
 def test_memory_is_used_again_by_the_stream_that_asked_for_it(copies, host):
-    """The garbage collector runs in any thread, and the current stream of another one is another."""
+    """The garbage collector runs in any thread, and each thread has its own current stream."""
     gpu = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     caller, used_again = torch.cuda.Stream(), torch.cuda.Event()

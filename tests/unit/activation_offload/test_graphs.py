@@ -1,4 +1,4 @@
-"""Activations that leave inside of CUDA graphs: what is asked of streams while each layer is captured by itself."""
+"""Tests activations that are offloaded inside CUDA graphs: which streams each layer's capture may wait for."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -79,7 +79,7 @@ def made(model: Model) -> Iterator[ActivationOffloader]:
 def capture(
     made: ActivationOffloader, model: Model, x: torch.Tensor, prepared: Callable[[], None] = lambda: None
 ) -> list[torch.Tensor]:
-    """Forward passes layer by layer, then backward passes from the last one; output and all gradients."""
+    """Runs forward passes layer by layer, then backward passes from the last one; returns output and all gradients."""
     rules, inputs, outputs = made.copies, [], []
     assert isinstance(rules, CaptureRules)
     made.prepare_capture()
@@ -124,7 +124,7 @@ def test_numbers_are_those_of_a_plain_capture(model, made, seed):
         want = capture(made, model, x)
     assert made.captures.regions.nbytes == 0
     made = offloader(model, seed)
-    eager_step(model, [12, 12])  # the warm-up: tells how many groups there are
+    eager_step(model, [12, 12])  # the warm-up shows how many groups there are
     found = capture(made, model, x)
     assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
     assert made.copies.num_out > 0
@@ -153,7 +153,7 @@ def test_replays_are_in_the_report_and_a_graphs_input_stays(model, made):
     eager = made.report.total()
     capture(made, model, *batches([12], 0))
     model_forward = PipelineOffloadManager.get_instance().init_model_chunk_offload_handler
-    for _ in range(3):  # micro-batches of which every layer is replayed
+    for _ in range(3):  # micro-batches in which every layer is replayed
         model_forward(0, None, 0)
         for _ in range(LAYERS):
             made.count_replay()
@@ -165,12 +165,12 @@ def test_replays_are_in_the_report_and_a_graphs_input_stays(model, made):
     assert set(made.report.modules) == set(MODULES)
     made.init_model_chunk_offload_handler(0, None, 0)
     made.reset()
-    assert made.report.total().moved_bytes == 0  # nothing was replayed in this step
+    assert made.report.total().moved_bytes == 0  # this step replayed nothing
 
 
 @pytest.mark.parametrize(("fraction", "lead"), [(1.0, 1), (0.7, 2)])
 def test_a_pass_with_replays_leads_as_the_whole_pass_before_it(model, made, fraction, lead):
-    """It has other groups, those outside of graphs, and says nothing of how the layers leave."""
+    """A pass with replays has other groups, those outside of graphs, and so says nothing about the layers' offloads."""
     made = offloader(model, fraction=fraction)
     eager_step(model, [12])
     profile = made._profiles[0]
@@ -207,7 +207,7 @@ def test_a_failed_capture_leaves_no_chunk_behind(model, made):
 
 
 def layer_that_fails(layer: Layer, x: torch.Tensor) -> list[StorageWeakRef]:
-    """One module leaves, another is not done: what they have saved."""
+    """Offloads one module and fails in another; returns what they have saved."""
     group = layer.group("qkv_linear", x)
     with group as x:
         y = (x * 2).exp()  # saves its output
@@ -218,14 +218,14 @@ def layer_that_fails(layer: Layer, x: torch.Tensor) -> list[StorageWeakRef]:
 
 
 def test_a_warm_up_that_fails_does_not_switch_offloading_off(model, made):
-    made.disable_offload()  # as Transformer Engine's warm-up is told to
+    made.disable_offload()  # Transformer Engine's warm-up calls this
     made.forget_captures()
     eager_step(model, [12, 12])
     assert made.report.num_micro_batches == 2 and made.report.total().moved_bytes > 0
 
 
 def test_what_was_asked_back_and_not_used_is_collected_beside_a_capture(model, made):
-    """As a failed step's loss, whose last reference goes when captures have begun."""
+    """Covers the loss of a failed step, whose last reference is dropped when captures have begun."""
     eager_step(model, [12])
     failed = [model(*batches([12], 1))]
     broken = model.layers[2].qkv.weight.register_hook(lack_of_memory)
@@ -244,7 +244,7 @@ def test_what_was_asked_back_and_not_used_is_collected_beside_a_capture(model, m
 
 
 def test_what_a_capture_has_asked_back_and_not_used_is_waited_for_in_it(model, made):
-    """Its memory is used again by what the same graph allocates next."""
+    """The graph's next allocations reuse its memory."""
     copies = CapturedCopies(made.copies)
     storage = torch.ones(16).untyped_storage()
     span = Span(storage, made.host_pool.memory, 0, storage.nbytes())
@@ -256,7 +256,7 @@ def test_what_a_capture_has_asked_back_and_not_used_is_waited_for_in_it(model, m
 
 
 def test_host_memory_that_comes_back_late_from_an_eager_pass_is_captured_over(model, made):
-    """As from a failed step that the garbage collector finds when captures have begun."""
+    """Covers a failed step that the garbage collector finds when captures have begun."""
     with suspended(made):
         want = capture(made, model, *batches([12], 0))
     eager_step(model, [12])

@@ -1,4 +1,4 @@
-"""Host memory handed out by bytes."""
+"""Tests the pool that hands out host memory by bytes."""
 
 import itertools
 import random
@@ -12,7 +12,7 @@ PAGE = ALIGNMENT_BYTES
 
 
 class Copy:
-    """One of a copy stream, which makes its copies in order."""
+    """Represents a copy of a copy stream, which makes its copies in order."""
 
     def __init__(self, copy_stream: str, number: int, done: bool = False) -> None:
         self.copy_stream, self.number, self.done = copy_stream, number, done
@@ -60,7 +60,7 @@ def test_memory_that_a_copy_still_reads_says_so_to_its_next_owner():
     out = Copy("out", 9)
     for region, copy in zip(regions, (back[1], back[0], out, back[2]), strict=True):
         made.give_back(region, copy)
-    # The last of each copy stream: those before it are done when it is. All four pages are one gap again.
+    # The last copy of each copy stream: it completes after those before it. All four pages are one gap again.
     first = take(made, PAGE)
     assert set(first.after) == {back[2], out}
     assert set(take(made, 3 * PAGE).after) == {back[2], out}
@@ -70,7 +70,7 @@ def test_a_copy_stands_for_those_that_it_follows():
     made = host_pool(1)
     out, back = Copy("out", 0), Copy("back", 1)
     made.give_back(take(made, PAGE), out)
-    made.give_back(take(made, PAGE), back)  # of what a copy behind `out` has brought here
+    made.give_back(take(made, PAGE), back)  # a copy after `out` filled this memory
     region = take(made, PAGE)
     assert region.after == (back,)
     made.give_back(region, None)  # nothing was copied
@@ -101,7 +101,7 @@ def test_regions_of_one_call_are_side_by_side_if_there_is_such_a_gap():
     made.give_back(held[0], None)
     made.give_back(held[2], None)
     assert [region.offset for region in made.take_all([2 * PAGE, PAGE])] == [0, 4 * PAGE]
-    made.give_back(held[3], None)  # with what is left of the third, three pages
+    made.give_back(held[3], None)  # three pages with the rest of the third region
     assert [region.offset for region in made.take_all([PAGE + 1, PAGE])] == [5 * PAGE, 7 * PAGE]
     assert made.used_bytes == 8 * PAGE
 
@@ -114,7 +114,7 @@ def test_regions_of_one_call_come_back_in_any_order(order):
     for index in order:
         made.give_back(regions[index], back[index])
     whole = take(made, 4 * PAGE)
-    assert whole is not None and set(whole.after) == {back[2]}  # which stands for the two before it
+    assert whole is not None and set(whole.after) == {back[2]}  # it implies the two before it
 
 
 def test_no_memory_is_no_error():

@@ -1,4 +1,4 @@
-"""How far copies may lag and are requested ahead: on a link that keeps up on average, the stream never waits."""
+"""Tests how far copies may lag and lead: on a link that keeps up on average, the compute stream never waits."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -21,11 +21,11 @@ NUM_LAYERS = 16
 
 
 class Link(LateCopies):
-    """Makes copies at once, and knows when a link of some speed would have, by a clock that `run` advances."""
+    """Makes copies at once, and records when a link of some speed would have, by a clock that `run` advances."""
 
     def __init__(self) -> None:
         super().__init__(eager_share=1.0)
-        self.speed = 1.0  # bytes a unit of time
+        self.speed = 1.0  # bytes per unit of time
         self.now = 0.0
         self.waited = 0.0
         self._free_at = {"out": 0.0, "back": 0.0}
@@ -35,7 +35,7 @@ class Link(LateCopies):
         self.now += time
 
     def rest(self) -> None:
-        """Until both directions are idle."""
+        """Advances the clock until both directions are idle."""
         self.now = max(self.now, *self._free_at.values())
 
     def out(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
@@ -66,7 +66,7 @@ def link() -> Iterator[Link]:
 
 
 def clocked_model(link: Link) -> Model:
-    """A layer takes a unit of time forward, and two backward; 0.4 of it in attention."""
+    """Makes a model whose layers take one unit of time forward, 0.4 of it in attention, and two backward."""
     torch.manual_seed(0)
     model = Model(MODULES)
     model.layers = torch.nn.ModuleList(Layer(MODULES) for _ in range(NUM_LAYERS))
@@ -79,7 +79,7 @@ def clocked_model(link: Link) -> Model:
 
 @pytest.mark.parametrize("fraction", [0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 1.0])
 def test_no_wait_for_a_link_that_is_idle_for_a_fifth_of_the_forward_pass(link, fraction):
-    """With fractions, a layer that leaves whole keeps the link busy for longer than a layer takes."""
+    """With fractions, a layer that is offloaded whole keeps the link busy for longer than a layer takes."""
     model = clocked_model(link)
     options = ActivationOptions(MODULES, fraction=fraction, min_elements=0)
     keep = [parameter.untyped_storage() for parameter in model.parameters()]
@@ -97,10 +97,10 @@ def test_no_wait_for_a_link_that_is_idle_for_a_fifth_of_the_forward_pass(link, f
         Interface.reset()
         moved, late = made.report.total().moved_bytes, made.report.total().late_bytes
         assert moved > 0
-        assert late == 0 or seed == 0  # in the first pass the last layer, which has to stay, is not known
+        assert late == 0 or seed == 0  # the first pass does not know the last layer yet, which has to stay
         waited.append(link.waited)
         link.waited = 0.0
         link.speed = moved / (0.8 * NUM_LAYERS)
-    assert waited[2:] == [0.0, 0.0]  # until then neither the pass nor the speed is known
-    num_groups = 2  # of a layer; what attn_proj saves is core_attn's
+    assert waited[2:] == [0.0, 0.0]  # the first two passes measure the pass and the speed
+    num_groups = 2  # per layer; attn_proj saves the storage that core_attn saves
     assert max(in_flight[2 * NUM_LAYERS :]) <= (num_groups if fraction == 1 else 2 * num_groups)

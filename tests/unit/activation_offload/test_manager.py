@@ -1,4 +1,4 @@
-"""Activation offloading with the functions that megatron-core's layers call, and copies that come late."""
+"""Tests activation offloading with the functions that megatron-core's layers call, and with late copies."""
 
 import contextlib
 import gc
@@ -47,7 +47,7 @@ def offloader(
 
 
 def one_by_one(model: Model, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Forward and backward of each micro-batch in turn; losses, input gradients and parameter gradients."""
+    """Runs each micro-batch forward and backward in turn; returns losses, input gradients and parameter gradients."""
     model.zero_grad(set_to_none=True)
     losses = []
     for x in inputs:
@@ -59,7 +59,7 @@ def one_by_one(model: Model, inputs: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def one_forward_one_backward(model: Model, inputs: Sequence[torch.Tensor], warm: int = 2) -> list[torch.Tensor]:
-    """As an earlier pipeline stage does: `warm` micro-batches are ahead of their backward passes."""
+    """Runs the schedule of an earlier pipeline stage: `warm` micro-batches are ahead of their backward passes."""
     model.zero_grad(set_to_none=True)
     waiting, losses = [], []
     for x in inputs:
@@ -161,29 +161,29 @@ def test_a_storage_moves_once_and_its_memory_goes(model):
     inputs = batches([8] * 3, 0)
     copies = LateCopies()
     made = offloader(model, copies=copies)
-    one_by_one(model, inputs)  # learns what a pass looks like
+    one_by_one(model, inputs)  # records the groups of a pass
     out = copies.num_out
     one_by_one(model, inputs)
     per_batch = 8 * WIDTH * 4
     report = made.report.modules
-    # The input of the projection is the output of the attention, which had left by then.
+    # The projection's input is the attention's output, which had been offloaded by then.
     assert report["attn_proj"].distinct_bytes == 0
     assert report["attn_proj"].duplicate_bytes == 3 * LAYERS * per_batch
     # q, k and v are three views of one storage.
     assert report["core_attn"].moved_bytes % per_batch == 0
     total = made.report.total()
     assert total.moved_bytes == total.distinct_bytes - total.resident_bytes
-    # All but the batches themselves, which the caller holds.
+    # All but the batches themselves, to which the caller has references.
     assert total.freed_bytes == total.moved_bytes - 3 * per_batch
     assert total.prefetched_bytes == total.moved_bytes
     assert total.late_bytes == 0
-    # The last layer's groups are needed at once; they stay.
+    # The last layer's groups are needed at once, so they stay.
     assert report["qkv_linear"].moved_bytes == 3 * (LAYERS - 1) * per_batch
     assert copies.num_out > out
 
 
 class Listed(LateCopies):
-    """The bytes of each request."""
+    """Records the bytes of each request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_a_layer_leaves_by_one_request_but_the_first_at_once(model):
     """The host pays for each request, and the link is idle until the first."""
     copies = Listed()
     made = offloader(model, copies=copies)
-    one_by_one(model, batches([8], 0))  # learns what a layer is
+    one_by_one(model, batches([8], 0))  # records the groups of a layer
     copies.sizes["out"].clear()
     inputs = batches([8], 1)
     assert_equal(one_by_one(model, inputs), plain(model, inputs))
@@ -211,7 +211,7 @@ def test_a_layer_leaves_by_one_request_but_the_first_at_once(model):
     assert len(per_layer) > 1
     assert copies.sizes["out"] == [*per_layer, *[sum(per_layer)] * (LAYERS - 2)]  # the last layer stays
     copies = Listed()
-    offloader(model, copies=copies, max_inflight=1)  # counts groups: each is waited for by itself
+    offloader(model, copies=copies, max_inflight=1)  # it counts groups: each is waited for by itself
     one_by_one(model, batches([8], 0))
     copies.sizes["out"].clear()
     one_by_one(model, batches([8], 1))
@@ -219,7 +219,7 @@ def test_a_layer_leaves_by_one_request_but_the_first_at_once(model):
 
 
 def test_a_pass_behind_one_too_short_to_leave_does_so_layer_by_layer(model):
-    """Which groups ask is what the pass before says, and that one had nothing to ask for."""
+    """The pass before decides which groups make requests, and it had nothing to request."""
     copies = Listed()
     made = offloader(model, copies=copies, min_elements=8 * WIDTH)
     short, long = batches([1, 8], 0)
@@ -235,7 +235,7 @@ def test_a_pass_behind_one_too_short_to_leave_does_so_layer_by_layer(model):
 
 
 def test_layers_of_two_kinds_ask_at_their_own_ends():
-    """As with dense layers before those of experts."""
+    """Covers dense layers before those of experts."""
     names = [*["qkv_linear", "core_attn"] * 2, *["qkv_linear", "core_attn", "moe_act"] * 2]
     chunk = committed(names)
     asks = Profile(chunk.groups, 1.0, has_margin=False).asks
@@ -251,7 +251,7 @@ def test_layers_of_two_kinds_ask_at_their_own_ends():
         (["qkv_linear", "core_attn"] * 4, 1.0, True, 1),
         (["qkv_linear", "core_attn"] * 4, 0.7, True, 2),
         (["qkv_linear", "core_attn"] * 2 + ["qkv_linear", "core_attn", "moe_act"] * 2, 1.0, False, 2),
-        (["qkv_linear"], 1.0, True, 1),  # nothing leaves
+        (["qkv_linear"], 1.0, True, 1),  # nothing is offloaded
     ],
 )
 def test_copies_may_lag_two_layers_where_not_all_leave_alike(names, fraction, has_margin, lead):
@@ -289,7 +289,7 @@ def test_the_first_pass_keeps_to_the_fraction_as_the_plan_says(model, fraction):
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
 def test_a_short_pass_does_not_say_what_leaves_in_the_next_one(model, fraction):
-    """Its storages were below the minimum, so that a fraction of them is not known."""
+    """Its storages were below the minimum size, so that it cannot tell a fraction of them."""
     inputs = batches([4, 40, 40, 4, 4, 40], 1)
     want = plain(model, inputs)
     made = offloader(model, fraction=fraction, min_elements=13 * WIDTH)
@@ -305,7 +305,7 @@ def test_a_short_pass_does_not_say_what_leaves_in_the_next_one(model, fraction):
 
 
 def committed(names: Sequence[str]) -> Chunk:
-    """A pass of groups of 8 bytes."""
+    """Returns a pass of groups of 8 bytes."""
     chunk = Chunk(_NoListener(), 0, OffloadPath(PinnedHostPool(torch.zeros(0, dtype=torch.uint8)), LateCopies()), 1.0)
     for name in names:
         chunk.start_group(name)
@@ -337,7 +337,7 @@ def test_a_group_asks_once_for_all_of_its_copies(model):
 
 
 def test_a_layer_ahead_all_of_its_groups_come_back_by_one_request(model):
-    """Those that are needed first come one by one, since each may be waited for."""
+    """The groups needed first come back one by one, since each may be waited for."""
     copies = Listed()
     made = offloader(model, copies=copies)
     one_by_one(model, batches([8], 0))
@@ -354,7 +354,7 @@ def test_a_layer_ahead_all_of_its_groups_come_back_by_one_request(model):
 
 @pytest.mark.parametrize("warm", [1, 2, 3])
 def test_on_earlier_pipeline_stages_only_the_first_pass_of_a_step_is_late(model, warm):
-    """Whose backward pass comes first, a manager cannot know; from then on each chunk asks for the next one's."""
+    """A manager cannot know whose backward pass comes first; from then on each chunk requests the next one's."""
     made = offloader(model, margin_stage=None)
     one_by_one(model, batches([8], 0))
     one_by_one(model, batches([8], 0))
@@ -367,7 +367,7 @@ def test_on_earlier_pipeline_stages_only_the_first_pass_of_a_step_is_late(model,
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.3])
 def test_nothing_is_asked_back_while_the_last_layers_groups_are_computed(model, fraction):
-    """They are on the GPU, and so is most of what a step ever has there."""
+    """They are on the GPU, and so is most of what a step ever holds there."""
     copies = LateCopies()
     made = offloader(model, copies=copies, fraction=fraction)
     (x,) = batches([8], 0)
@@ -378,7 +378,7 @@ def test_nothing_is_asked_back_while_the_last_layers_groups_are_computed(model, 
     for group in reversed(chunk.groups[1 - len(MODULES) :]):
         made.begin_backward(chunk, group)
         assert copies.num_back == before
-    made.begin_backward(chunk, chunk.groups[-len(MODULES)])  # what comes next is away
+    made.begin_backward(chunk, chunk.groups[-len(MODULES)])  # the next groups are on the host
     assert copies.num_back > before
     loss.backward()
     made.reset()
@@ -386,13 +386,13 @@ def test_nothing_is_asked_back_while_the_last_layers_groups_are_computed(model, 
 
 
 def test_a_storage_that_another_module_keeps_is_copied_back_all_the_same(model):
-    """It may have been changed since, unnoticed."""
+    """Its owner may have changed it unnoticed, so the backward pass uses the copy on the host."""
     made = offloader(model, margin_stage=None, modules=("qkv_linear",))
     model.layers[0].modules_on = ("qkv_linear",)
     for layer in model.layers[1:]:
         layer.modules_on = ()
     inputs = batches([8], 0)
-    one_by_one(model, inputs)  # layer 0's input is alive all the time: it is the batch
+    one_by_one(model, inputs)  # layer 0's input stays alive: it is the batch
     total = made.report.total()
     assert total.moved_bytes == total.prefetched_bytes + total.late_bytes > 0
     assert total.freed_bytes == 0
@@ -466,7 +466,7 @@ def test_parameters_and_small_storages_stay(model):
 def test_what_will_be_recomputed_stays_until_its_pass_is_over():
     made = offloader()
     tensor = torch.ones(8, WIDTH)
-    made.exclude_recomputed(tensor.untyped_storage())  # no pass is under way: as in log-probs
+    made.exclude_recomputed(tensor.untyped_storage())  # no pass is under way, as in log-probs
     assert eligible_bytes(tensor) == tensor.nbytes
     assert eligible_bytes(tensor, lambda: made.exclude_recomputed(tensor.untyped_storage())) == 0
     assert eligible_bytes(tensor) == tensor.nbytes
@@ -474,7 +474,7 @@ def test_what_will_be_recomputed_stays_until_its_pass_is_over():
 
 @pytest.mark.parametrize("is_alias", [True, False])
 def test_a_leaf_that_autograd_keeps_is_emptied_if_no_other_code_knows_it(is_alias):
-    """As what selective recomputation starts from; a leaf of the user's stays as it is."""
+    """Selective recomputation starts from such a leaf; a leaf of the user's stays as it is."""
     made = offloader()
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
     leaf = torch.ones(8, WIDTH, requires_grad=True)
@@ -490,7 +490,7 @@ def test_a_leaf_that_autograd_keeps_is_emptied_if_no_other_code_knows_it(is_alia
 
 
 class SavesALeaf(torch.autograd.Function):
-    """Saves leaves that are none of its inputs, and finds them again."""
+    """Saves leaves that are not among its inputs, and reads them again."""
 
     @staticmethod
     def forward(ctx, x, leaves):
@@ -552,7 +552,7 @@ def test_a_manager_whose_place_another_one_has_taken_leaves_it_there():
 
 
 class Refusing(LateCopies):
-    """Queues half of one request and refuses the rest of it."""
+    """Queues half of one request and refuses the rest."""
 
     def __init__(self, direction: str, number: int) -> None:
         super().__init__(eager_share=0.0)
@@ -578,7 +578,7 @@ class Refusing(LateCopies):
 
 @pytest.mark.parametrize("direction", ["out", "back"])
 def test_a_request_that_is_refused_leaves_nothing_behind(model, direction):
-    """Neither host memory, nor a copy under way, nor what autograd kept; whichever request it is."""
+    """Checks host memory, copies under way, and what autograd saved, whichever request is refused."""
     want = plain(model, batches([12, 7], 0))
     number = 0
     while True:
@@ -601,7 +601,7 @@ def test_a_request_that_is_refused_leaves_nothing_behind(model, direction):
 
 @pytest.mark.parametrize("call", ["reset", "close"])
 def test_everything_is_given_up_where_a_gpu_has_failed(model, monkeypatch, call):
-    """It says so at every wait."""
+    """Every wait on a failed GPU raises."""
     copies = LateCopies(eager_share=0.0)
     made = offloader(model, copies=copies)
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
@@ -624,7 +624,7 @@ def test_everything_is_given_up_where_a_gpu_has_failed(model, monkeypatch, call)
 
 
 def eligible_bytes(saved: torch.Tensor, before: Callable[[], None] = lambda: None) -> int:
-    """What may move in a step whose only group saves this tensor."""
+    """Returns the bytes that may move in a step whose only group saves this tensor."""
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
     before()
     x = torch.ones(8, WIDTH, requires_grad=True)
@@ -665,7 +665,7 @@ def test_a_change_in_place_is_refused(model):
 
 
 def saved_by_a_group(is_on: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor of ones [2, WIDTH] and its exponential, which a group's backward pass needs."""
+    """Returns a tensor of ones [2, WIDTH] and its exponential, which a group's backward pass needs."""
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
     x = torch.ones(2, WIDTH, requires_grad=True)
     group = Interface(is_on, x, "mlp")
@@ -677,7 +677,7 @@ def saved_by_a_group(is_on: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("options", [{"fraction": 0.0}, {"min_elements": 1 << 20}, {"nbytes": 0}], ids=str)
 def test_a_change_of_what_stays_is_refused_as_in_plain_steps(options):
-    """Autograd asks for the versions of what it saved only where there are no hooks."""
+    """Autograd checks versions of saved tensors only where there are no hooks."""
 
     def changed_behind_its_group(is_on: bool) -> torch.Tensor:
         _, y = saved_by_a_group(is_on)
@@ -704,7 +704,7 @@ def test_a_change_of_what_leaves_is_refused_until_its_copy_has_been_waited_for()
 
 
 def test_what_has_left_comes_back_as_it_was_saved():
-    """Whatever has become of the original, and whether or not it is saved again."""
+    """Checks this whatever has happened to the original, and whether or not it is saved again."""
     made = offloader(margin_stage=None)
     x, y = saved_by_a_group()
     made.drain()
@@ -731,7 +731,7 @@ def test_a_failed_pass_leaves_nothing_behind(model):
     made = offloader(model)
     loss = model(batches([20], 1)[0])
     assert made.host_pool.used_bytes > 0
-    Interface.reset()  # what the worker does in its `finally`
+    Interface.reset()  # the worker does this in its `finally`
     del loss
     made.host_pool.take_all([])
     assert made.host_pool.used_bytes == 0
@@ -741,7 +741,7 @@ def test_a_failed_pass_leaves_nothing_behind(model):
 @pytest.mark.parametrize("is_interrupted", [False, True], ids=["whole", "interrupted"])
 @pytest.mark.parametrize("options", [{}, {"fraction": 0.0}, {"min_elements": 1 << 20}], ids=str)
 def test_a_pass_without_a_backward_pass_is_gone_with_its_output(options, is_interrupted):
-    """exp saves its output: were it kept as it is, its node would keep itself alive, and all before it."""
+    """exp saves its output: if it were kept as it is, its node would keep itself and all before it alive."""
     made = offloader(**options)
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
     before = torch.ones(2, WIDTH, requires_grad=True) * 1
@@ -781,7 +781,7 @@ def test_a_pass_that_a_change_in_place_has_ended_is_gone_with_its_output(fails_a
 
     with pytest.raises(InPlaceError, match="that qkv_linear saved"):
         forward()
-    made.reset()  # what the worker does in its `finally`; mlp's has changed, too
+    made.reset()  # the worker does this in its `finally`; mlp's has changed, too
     assert alive[0].expired()
     made.host_pool.take_all([])
     assert made.host_pool.used_bytes == 0
@@ -797,7 +797,7 @@ def test_what_stays_has_the_gradients_of_a_plain_run():
     y = group.group_offload(y)
     (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     assert torch.equal(first, (2 * x * (x * x).exp()).detach())
-    (second,) = torch.autograd.grad(first.sum(), x)  # what was saved has kept its history
+    (second,) = torch.autograd.grad(first.sum(), x)  # the saved tensor has kept its autograd history
     torch.testing.assert_close(second, ((2 + 4 * x * x) * (x * x).exp()).detach())
 
 
@@ -814,7 +814,7 @@ def test_a_graph_may_be_walked_twice(model):
 
 
 def square_with_delayed_commit() -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor of ones and its square, which is a group of a graph's replay."""
+    """Returns a tensor of ones and its square, which is a group of a graph's replay."""
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
     Interface.enter_replay()
     x = torch.ones(2, WIDTH, requires_grad=True)
@@ -841,7 +841,7 @@ def test_delayed_commits_are_made_when_they_are_flushed(model):
 def test_a_replay_that_fails_delays_no_commit_of_later_steps():
     copies = LateCopies()
     made = offloader(copies=copies)
-    Interface.enter_replay()  # and its layer fails before it calls `exit_replay`
+    Interface.enter_replay()  # its layer fails before it calls `exit_replay`
     made.reset()
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
     group = Interface(True, torch.ones(2, WIDTH, requires_grad=True), "moe_act")
@@ -865,7 +865,7 @@ def test_a_commit_that_is_flushed_behind_its_backward_pass_copies_nothing():
 
 
 class Experts(torch.nn.Module):
-    """A layer whose experts' copies wait for the next layer's replay, if they are delayed."""
+    """Runs experts whose copies wait, if delayed, for the next layer's replay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -888,9 +888,9 @@ class Experts(torch.nn.Module):
 
 @pytest.mark.parametrize(("schedule", "is_last_stage"), [(one_by_one, True), (one_forward_one_backward, False)])
 def test_the_last_layers_delayed_commits_are_made_where_the_pass_ends(schedule, is_last_stage, monkeypatch):
-    """No replay follows that would: nothing would count them, and the layer before would stay in their place."""
+    """No replay follows that would make them: they would not be counted, and the layer before would stay instead."""
     if not is_last_stage:
-        monkeypatch.setattr(ActivationOffloader, "drain", lambda self: None)  # it is called where logits are made
+        monkeypatch.setattr(ActivationOffloader, "drain", lambda self: None)  # logits call it
     model = Model(())
     model.layers = torch.nn.ModuleList(Experts() for _ in range(LAYERS))
     inputs = batches([8] * 5, 0)
@@ -915,7 +915,7 @@ def test_what_has_not_been_asked_for_when_a_pass_fails_is_not_copied(model):
     one_by_one(model, batches([8], 0))
     made.init_model_chunk_offload_handler(0, None, 0)
     x = model.layers[0](batches([8], 1)[0])
-    group = Interface(True, x, "qkv_linear")  # of the second layer, which asks at its end
+    group = Interface(True, x, "qkv_linear")  # the second layer's, which makes requests at its end
     with group as inside:
         y = inside.exp()
     group.group_offload(y)
@@ -958,7 +958,7 @@ def test_megatron_cores_own_manager_is_as_it_was_afterwards():
     theirs = fine_grained_activation_offload.fine_grained_offloading_group_offload
     first, second = offloader(), offloader()
     assert fine_grained_activation_offload.fine_grained_offloading_group_offload is not theirs
-    activation_offload.uninstall(first)  # another one has taken its place
+    activation_offload.uninstall(first)  # another manager has replaced it
     assert PipelineOffloadManager.OFFLOAD_MGR is second
     activation_offload.uninstall(second)
     assert PipelineOffloadManager.OFFLOAD_MGR is None

@@ -1,4 +1,4 @@
-"""What the worker says of modules that did nothing, and of a GPU that waited for copies."""
+"""Tests what the worker logs about modules that offloaded nothing, and about a GPU that waited for copies."""
 
 import re
 
@@ -57,14 +57,14 @@ def test_a_module_of_which_only_the_first_micro_batch_left_has_none_either():
     reason = why_no_effect("core_attn", report, offloads_later=False)
     assert reason is not None
     assert reason.startswith("all of its 4 MiB, except in the first micro-batch, stay on the GPU because of")
-    report.refused_bytes = MIB  # no more room would change that
+    report.refused_bytes = MIB  # more room would not change that
     assert why_no_effect("core_attn", report, offloads_later=False) == reason
 
 
 def test_a_module_with_one_has_none():
     report = ModuleReport(distinct_bytes=2, moved_bytes=1, freed_bytes=1, refused_bytes=1)
     assert why_no_effect("core_attn", report, offloads_later=True) is None
-    # Its input left with core_attn, as that module's output; without it here the memory would not come free.
+    # Its input was offloaded with core_attn, as that module's output; without attn_proj the memory would not be freed.
     assert why_no_effect("attn_proj", ModuleReport(duplicate_bytes=1), offloads_later=False) is None
 
 
@@ -83,7 +83,7 @@ def test_the_table_has_a_line_for_each_module():
         (1.0, 0.190, 0.026, 0.85),  # 0.86
         (0.5, 1.0, 0.5, 0.25),
         (1.0, 1.9, 1.2, 0.35),  # 0.37
-        (0.55, 1.0, 0.01, 0.5),  # 0.54, which is nearest to what it was
+        (0.55, 1.0, 0.01, 0.5),  # 0.54, which is nearest to the present fraction
         (1.0, 1.0, 0.0, 0.95),
         (1.0, 1.0, 0.98, None),  # 0.02
         (0.05, 1.0, 0.1, None),

@@ -1,4 +1,4 @@
-"""Which groups leave with a fraction."""
+"""Tests which groups are offloaded at a fraction."""
 
 import random
 

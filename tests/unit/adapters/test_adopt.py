@@ -1,4 +1,4 @@
-"""Trainers that move each kind of state alone, on plain torch models, between two places of host memory."""
+"""Tests trainers that move each kind of state alone, on plain torch models, between two places of host memory."""
 
 import copy
 import subprocess
@@ -28,7 +28,7 @@ ALL = [Target.PARAMS, Target.GRADS, Target.OPTIMIZER_STATE]
 
 @pytest.fixture
 def adopted():
-    """Adopts jobs; what was adopted is closed with the test, and everything has been given back then."""
+    """Adopts jobs; closes them when the test ends and checks that they freed everything."""
     made: list[AdoptedState] = []
     torch.set_num_threads(1)
 
@@ -82,7 +82,7 @@ def test_each_call_moves_its_kind_alone_and_twice_is_once(adopted):
 
 def test_a_kind_that_the_model_does_not_have_is_left_alone(adopted):
     state = adopted(make_job())
-    state.move_grads("cpu")  # plain torch: gradients are not in buffers
+    state.move_grads("cpu")  # in plain torch, gradients are not in buffers
     state.move("cpu", ALL)
     assert Target.GRADS not in placements(state)
     assert state.engine.mapped_bytes == 0
@@ -117,7 +117,7 @@ def test_what_leaves_for_another_process_is_not_in_a_range(adopted):
 
 
 def sum_of_opened(pipe: Connection) -> None:
-    """The second process: opens a tensor by CUDA IPC and tells its sum."""
+    """Opens a tensor by CUDA IPC and sends its sum; runs in the second process."""
     while (question := pipe.recv()) is not None:
         rebuild, arguments = question
         tensor = rebuild(*arguments)

@@ -1,4 +1,4 @@
-"""megatron-core's own offloading methods, done by the engine; real models and optimizers."""
+"""Tests megatron-core's own offloading methods as the engine implements them; real models and optimizers."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ AWAY = "optimizer_state is needed on the GPU, but it is host"
 def rank():
     with one_rank():
         yield
-    gc.collect()  # models are cycles, and each holds threads of gloo's until it is collected
+    gc.collect()  # models are reference cycles, and each holds gloo threads until collected
     assert PinnedArena.live_bytes() == 0
 
 
@@ -35,7 +35,7 @@ def offload_by_optimizer_and_model(job):
 
 
 def offload_by_part_and_buffer(job):
-    """As trainers that know no method for all do; the first call of each kind moves all of it."""
+    """Offloads as trainers do that know no method for all state; the first call of a kind moves all of that kind."""
     for part in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
         part.offload_to_cpu()
     for buffer in job.model.buffers:
@@ -96,19 +96,19 @@ def test_what_is_loaded_right_behind_the_start_of_the_return_stays(rank, monkeyp
 
 
 def job_with_legacy_format():
-    """A job behind a step, whose parameter state megatron-core can save and load in its legacy format."""
+    """Returns a job after a step, whose parameter state megatron-core can save and load in its legacy format."""
     job = tiny_megatron()
     job.step(0)
     for part in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
         part.data_parallel_group_gloo = part.data_parallel_group
         for state in part.optimizer.state.values():
-            if "step" in state:  # torch's Adam has tensors there, which megatron-core does not save, but asks for
+            if "step" in state:  # torch's Adam has a tensor there, which megatron-core does not save but requires
                 state["step"] = float(state["step"])
     return job
 
 
 def parameter_state(path):
-    """Masters and moments of a file of the legacy format, by bucket, dtype and name."""
+    """Reads masters and moments from a file of the legacy format, by bucket, dtype and name."""
     return {
         f"{bucket} {dtype} {name}": tensor
         for bucket, of_dtypes in torch.load(path, weights_only=False).items()

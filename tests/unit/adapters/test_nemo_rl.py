@@ -1,4 +1,4 @@
-"""The adapter in a double of NeMo-RL's Megatron worker, whose phases call what those of the named commit do."""
+"""Tests the adapter in a double of NeMo-RL's Megatron worker, whose phases make the calls of the named commit."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ THEIRS, OURS = f"{WORKER}.MegatronPolicyWorker", "nemo_offload_rl.adapters.nemo_
 
 
 class WorkerDouble:
-    """What the adapter knows of NeMo-RL's worker: its settings, its two methods that move, and who calls them when."""
+    """Has what the adapter uses of NeMo-RL's worker: settings, the two methods that move state, and their callers."""
 
     def __init__(self, *, async_save: bool = False, shares_grad_buffer: bool = False, **settings: bool) -> None:
         self.optimizer_cpu_offload = settings.get("optimizer_cpu_offload", False)
@@ -41,7 +41,7 @@ class WorkerDouble:
         self.model, self.optimizer = self.job.model, self.job.optimizer
         self.reference_state_dict = copy.deepcopy(self.model.state_dict())
         self.own_moves: list[str] = []
-        self.model = self.move_model(self.model, "cpu")  # makes room for the reference weights' first load
+        self.model = self.move_model(self.model, "cpu")  # makes room to load the reference weights
         self.model = self.move_model(self.model, "cuda")
 
     def _uses_mxfp8_overlap_shared_param_buffer(self) -> bool:
@@ -114,7 +114,7 @@ class WorkerDouble:
 
 @pytest.fixture
 def adapter(monkeypatch):
-    """The adapter's module, imported with the double in NeMo-RL's place."""
+    """Imports the adapter's module with the double in NeMo-RL's place."""
     contents = {
         WORKER: {"MegatronPolicyWorkerImpl": WorkerDouble},
         "nemo_rl.models.policy.utils": {"get_runtime_env_for_policy_worker": lambda name: {"env_vars": {"OF": name}}},
@@ -136,7 +136,7 @@ def adapter(monkeypatch):
 def rank():
     with one_rank():
         yield
-    gc.collect()  # models are cycles
+    gc.collect()  # models are reference cycles
     assert PinnedArena.live_bytes() == 0
 
 
@@ -146,7 +146,7 @@ def where(worker: Any) -> dict[str, str]:
 
 
 def steps(worker: Any, num_steps: int = 10) -> list[Any]:
-    """What GRPO's steps report: log-probs, training, refit."""
+    """Returns the reports of GRPO steps: log-probs, training, refit."""
     reports: list[Any] = []
     for seed in range(num_steps):
         worker.prepare_for_lp_inference()
@@ -167,12 +167,12 @@ def test_ten_steps_equal_those_without_any_moves(adapter, rank, monkeypatch, for
     assert steps(worker) == plain
     assert where(worker) == {"params": "host", "grads": "dropped", "optimizer_state": "host"}
     assert worker._adopted.engine.mapped_bytes == 0
-    assert worker.own_moves == ["model cpu", "model cuda"]  # those while it was built
+    assert worker.own_moves == ["model cpu", "model cuda"]  # the moves while it was built
     worker._adopted.close()
 
 
 def streamed_steps(worker: Any, num_steps: int = 5) -> list[Any]:
-    """What steps report whose gradients are of two chunks, with log-probs between these."""
+    """Returns the reports of steps whose gradients come from two chunks, with log-probs between these."""
     reports: list[Any] = []
     for step in range(num_steps):
         worker.prepare_for_training()
@@ -206,7 +206,7 @@ def test_gradients_that_are_kept_through_log_probs_survive_the_preparation_for_t
 
 
 def steps_with_reference(worker: Any, num_steps: int = 5) -> list[Any]:
-    """What PPO's steps report: log-probs of the policy and of its reference, training."""
+    """Returns the reports of PPO steps: log-probs of the policy and of its reference, training."""
     reports: list[Any] = []
     for seed in range(num_steps):
         worker.prepare_for_lp_inference()

@@ -1,4 +1,4 @@
-"""The adapter in verl's real Megatron engine, on one rank with a tiny model: what `support.verl_scenarios` found."""
+"""Tests the adapter in verl's real Megatron engine, one rank, tiny model: checks the results of `verl_scenarios`."""
 
 import functools
 import importlib.util
@@ -18,13 +18,13 @@ WITH_VERL = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason=
     params=[pytest.param("cpu", marks=ON_CPU), pytest.param("cuda", marks=[pytest.mark.gpu, WITH_VERL])], autouse=True
 )
 def device(request: pytest.FixtureRequest) -> str:
-    """Where the scenarios ran: on the GPU wherever there is one."""
+    """Returns where the scenarios ran: on the GPU if there is one."""
     return str(request.param)
 
 
 @functools.cache
 def results() -> dict[str, tuple[bool, Any]]:
-    """Of all scenarios, in one process, since importing verl takes seconds."""
+    """Returns the results of all scenarios, run in one process, since importing verl takes seconds."""
     assert importlib.util.find_spec("verl") is not None, "verl is not installed: tools/setup.sh --group adapters"
     return run_ranks(_scenarios, 1, num_ports=1)[0]
 
@@ -57,7 +57,7 @@ def test_with_external_lib_the_registry_hands_out_our_engines():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ten_steps_equal_those_without_any_moves(way):
-    """Loss, gradient norm, exported weights and log-probs of each step, parameters and optimizer state of the last."""
+    """Compares loss, gradient norm, exported weights and log-probs of each step, and the final parameters and state."""
     plain, moved = result("training")["resident"], result("training")[way]
     assert moved["reports"] == plain["reports"]
     assert moved["state"] == plain["state"]

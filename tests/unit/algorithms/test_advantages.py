@@ -78,7 +78,7 @@ def test_informative_groups_have_different_rewards():
 @pytest.mark.parametrize("num_generations", [2, 3, 4, 8])
 @pytest.mark.parametrize("leave_one_out", [False, True])
 def test_informative_groups_are_those_with_an_advantage(leave_one_out, num_generations):
-    """Whole groups, by exact arithmetic: also where an answer's peers are all alike, as those of the 1 in [1, 0, 0]."""
+    """Compares whole groups exactly, also where all other answers score alike, as those of the 1 in [1, 0, 0]."""
     rng = np.random.default_rng(num_generations)
     rewards = torch.from_numpy(rng.choice([0.0, 0.35, 1.0], size=(200, num_generations), p=[0.1, 0.1, 0.8])).float()
     teaches = []

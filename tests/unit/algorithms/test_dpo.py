@@ -1,4 +1,4 @@
-"""DPO's steps and validations with a toy policy, in one process."""
+"""Tests DPO's steps and validations with a toy policy, in one process."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def test_it_learns_what_is_preferred_and_stops_at_its_target():
     reason, outputs = record(make(), schedule)
     first, last = outputs.rows[0], outputs.rows[max(outputs.rows)]
     assert reason is StopReason.TARGET
-    assert first["validation/accuracy"] == 0  # nothing is preferred to anything yet
+    assert first["validation/accuracy"] == 0  # the untrained policy prefers no answer
     assert first["validation/preference_loss"] == pytest.approx(0.6931, abs=1e-4)
     assert last["validation/accuracy"] == 1
     assert last["validation/rewards_margin_mean"] > 0.5

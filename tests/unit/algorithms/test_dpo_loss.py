@@ -1,4 +1,4 @@
-"""The loss of DPO against numbers worked out by hand, loops in float64, and finite differences."""
+"""Tests the loss of DPO against hand-computed numbers, loops in float64, and finite differences."""
 
 import math
 import pickle
@@ -30,7 +30,7 @@ def dpo(**changed) -> DPOLoss:
 
 
 def random_pairs(num_pairs=5, width=8, seed=0) -> tuple[torch.Tensor, BatchedData]:
-    """Log-probs and pairs of unequal lengths with prompts of unequal lengths; the second pair is left out."""
+    """Returns log-probs and pairs whose rows and prompts have unequal lengths; the second pair is masked out."""
     rng = torch.Generator().manual_seed(seed)
     rows = 2 * num_pairs
     lengths = torch.randint(5, width + 1, (rows,), generator=rng)
@@ -51,7 +51,7 @@ def random_pairs(num_pairs=5, width=8, seed=0) -> tuple[torch.Tensor, BatchedDat
 
 
 def loss_by_loops(loss: DPOLoss, logprobs: torch.Tensor, data: BatchedData) -> float:
-    """The loss, a token at a time, in Python's float64."""
+    """Computes the loss one token at a time, in Python's float64."""
     total, pairs = 0.0, [row for row in range(0, data.size, 2) if data["sample_mask"][row] > 0]
     for chosen in pairs:
         rewards, likelihood = [], 0.0
@@ -68,7 +68,7 @@ def loss_by_loops(loss: DPOLoss, logprobs: torch.Tensor, data: BatchedData) -> f
 
 
 def test_two_pairs_worked_out_by_hand():
-    # Two answer tokens in each row behind one token of the prompt.
+    # Each row has two answer tokens after one prompt token.
     logprobs = torch.tensor([[0, -1.0, -2.0], [0, -3.0, -1.0], [0, -0.5, -0.5], [0, -1.0, -0.5]])
     data = BatchedData(
         token_mask=torch.tensor([[0.0, 1, 1]] * 4),

@@ -51,7 +51,7 @@ SCHEDULE = Schedule(
 
 
 class Setting:
-    """A GRPO algorithm with everything around it."""
+    """Holds a GRPO algorithm with everything around it."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stop):
 def test_weights_are_sent_only_when_they_have_changed():
     setting = Setting()
     setting.run(replace(SCHEDULE, max_num_steps=2, val_period=1, val_at_start=True))
-    # Before the start, after step 1 and after step 2: validation's weights serve the next step too.
+    # Before the start, after step 1 and after step 2: step 2 uses the weights that validation has sent.
     assert setting.policy.calls.count("send_weights") == 3
     setting = Setting()
     setting.run(replace(SCHEDULE, max_num_steps=2, val_period=0, val_at_start=False, val_at_end=False))
@@ -204,7 +204,7 @@ def test_a_step_calls_the_verbs_in_order_and_times_them():
         "get_logprobs",
         "get_reference_policy_logprobs",
         "train",
-    ]  # each is a round trip to all ranks, so that none comes twice
+    ]  # each is a round trip to all ranks, so each is called only once
     assert not setting.generation.awake
     assert list(timer.seconds()) == [
         "refit",
@@ -246,7 +246,7 @@ def test_a_registered_engine_over_several_bundles_samples_for_the_loop(sharded):
     assert outputs.without_timings() == expected.without_timings()
     wake_up = ["wake up weights", "send_weights", "offload_after_refit", "wake up kv_cache"]
     of_refit = [call for call in setting.policy.calls if call in wake_up]
-    assert of_refit == 4 * wake_up  # its weights are gone after each sleep: two validations and two steps
+    assert of_refit == 4 * wake_up  # a sleep drops its weights: two validations and two steps
     assert alone.policy.calls.count("send_weights") == 3
     with pytest.raises(ValueError, match=r"policy\.verify_refit is true, but the engines .* give no checksums"):
         WeightSync(setting.policy, sharded, transport, verify=True)
@@ -297,7 +297,7 @@ def test_a_step_reports_what_moved_since_the_one_before():
     for phase in ("refit", "generate", "logprob", "train"):
         assert metrics[f"residency/{phase}/enter_s"] > 0
     assert metrics["residency/host_rss_gib"] == 1.0
-    setting.grpo.validate(1)  # refits; the next step finds the weights fresh, and reports validation's moves as its own
+    setting.grpo.validate(1)  # refits, so the next step finds current weights and reports validation's moves as its own
     refit_of_validation = setting.policy.moves["refit/optimizer_state/copy_s"]
     setting.policy.calls.clear()
     metrics = setting.grpo.step(2, Timer())
@@ -431,16 +431,16 @@ def test_dynamic_sampling_may_sample_more_prompts_than_a_step_trains_on():
 
 
 def test_dynamic_sampling_compares_scaled_rewards():
-    """Half a mark for any digit is as little as none once rewards below a half are clamped."""
+    """Half a point for any digit equals zero points once rewards below a half are clamped."""
     graded = Reward("graded", lambda response, answer: 1.0 if response == answer else 0.5 * response.isdigit())
     dynamic = {"use_dynamic_sampling": True, "num_prompts_per_step": 4, "dynamic_sampling_max_gen_batches": 40}
     with_scaling, metrics = sampler(graded, RewardScaling(0.5, 1.0, 0.0, 1.0), **dynamic)[0](1, Timer())
     without, unscaled_metrics = sampler(graded, **dynamic)[0](1, Timer())
     assert ((with_scaling.rewards == 1).any(dim=1) & (with_scaling.rewards < 1).any(dim=1)).all()
-    assert not (without.rewards == 1).any(dim=1).all()  # where half and no marks were difference enough
+    assert not (without.rewards == 1).any(dim=1).all()  # with half and zero points the rewards differed enough
     assert metrics["train/num_generation_batches"] > unscaled_metrics["train/num_generation_batches"]
     assert metrics["train/informative_prompts"] < unscaled_metrics["train/informative_prompts"]
-    assert set(with_scaling.rewards.flatten().tolist()) == {0.0, 0.5, 1.0}  # rewards are reported as they were given
+    assert set(with_scaling.rewards.flatten().tolist()) == {0.0, 0.5, 1.0}  # the reported rewards are unscaled
 
 
 def test_a_step_trains_on_scaled_rewards():
@@ -467,7 +467,7 @@ def test_a_step_trains_on_shaped_rewards_and_samples_by_those_before():
     assert undocumented({"train/reward_shaping"}) == []
     assert shaped["train/reward"] == shaped["train/informative_prompts"] == 0
 
-    # Answers of different length, and so of different shaped rewards, do not make a prompt worth sampling.
+    # Answers of different length have different shaped rewards, but that does not make their prompt informative.
     dynamic = replace(SETTINGS, use_dynamic_sampling=True)
     with pytest.raises(RuntimeError, match="4 generation batches of step 1 did not give 5 prompts"):
         Setting(reward=nothing, settings=dynamic, shape=OverlongPenalty(2, 1.0, 3)).grpo.step(1, Timer())
@@ -531,7 +531,7 @@ def test_prompts_that_do_not_fit_are_left_out_of_the_loss():
 
 
 class HalfJudge:
-    """Judges the first of two answers, and cannot judge the second."""
+    """Judges the first of two answers and fails to judge the second."""
 
     def judge_all(self, cases):
         return Judgements([float(number % 2 == 0) for number in range(len(cases))], len(cases) // 2)

@@ -29,7 +29,7 @@ def test_k3_is_exact_and_positive_for_tiny_ratios():
 
 
 def penalty(other, sampler, kl_type="k3", input_clamp=None, output_clamp=None):
-    """Values and gradients of the penalty of tokens whose log-prob is 0."""
+    """Returns values and gradients of the penalty of tokens whose log-prob is 0."""
     logp = torch.zeros(len(other), requires_grad=True)
     kl = kl_penalty(logp, torch.tensor(other), torch.tensor(sampler), kl_type, input_clamp, output_clamp)
     kl.sum().backward()
@@ -39,7 +39,7 @@ def penalty(other, sampler, kl_type="k3", input_clamp=None, output_clamp=None):
 def test_clamps_bound_value_and_gradient():
     values, gradients = penalty([1.0, 50.0, -50.0], [0.0, 0.0, 0.0], input_clamp=20.0, output_clamp=10.0)
     assert values == pytest.approx([math.e - 2, 10.0, 10.0])
-    # of the first, 1 - e by the estimate and e - 2 by the probability of its token
+    # gradient of the first: 1 - e by the estimate and e - 2 by the probability of its token
     assert gradients == pytest.approx([-1, 0, 0])
 
 

@@ -1,8 +1,7 @@
-"""The KL penalty's gradient, by enumerating all that a small policy can say.
+"""Tests the KL penalty's gradient by enumerating every sequence of a small policy.
 
-Expectations over samples are sums over all outcomes, weighed by their probability, in float64. What they are compared
-with is written from the definitions: sums of p log(p / q) that autograd differentiates, and NeMo-RL's formula token by
-token.
+Expectations over samples are sums over all outcomes, weighted by their probability, in float64. The expected values are
+written from the definitions: sums of p log(p / q) that autograd differentiates, and NeMo-RL's formula token by token.
 """
 
 from dataclasses import replace
@@ -16,7 +15,7 @@ from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 
 PENALTY = replace(PLAIN, reference_policy_kl_penalty=1.0, kl_input_clamp_value=None, kl_output_clamp_value=None)
-# Settings of the policy-gradient term, none of which may touch the penalty.
+# Settings of the policy-gradient term, none of which may affect the penalty.
 OTHER_SETTINGS = {
     "token level": {},
     "sample level": {"token_level_loss": False},
@@ -31,9 +30,9 @@ NUM_TOKENS = 3
 
 
 class Chain:
-    """A policy over sequences of two tokens, the second of which depends on the first.
+    """Defines a policy over sequences of two tokens, the second of which depends on the first.
 
-    Row 0 of ``logits`` is for the first token, row 1 + a for the second behind a; all share the last row.
+    Row 0 of ``logits`` is for the first token, row 1 + a for the second after a; all share the last row.
     """
 
     def __init__(self, seed: int) -> None:
@@ -41,11 +40,11 @@ class Chain:
         self.logits = torch.randn(NUM_TOKENS + 2, NUM_TOKENS, dtype=torch.float64, generator=generator)
 
     def conditionals(self) -> torch.Tensor:
-        """Log-probs [1 + NUM_TOKENS, NUM_TOKENS] of a token in each context."""
+        """Returns log-probs [1 + NUM_TOKENS, NUM_TOKENS] of a token in each context."""
         return (self.logits[:-1] + self.logits[-1]).log_softmax(dim=-1)
 
     def sequences(self) -> torch.Tensor:
-        """Log-probs [9, 2] of both tokens of every sequence."""
+        """Returns log-probs [9, 2] of both tokens of every sequence."""
         table = self.conditionals()
         return torch.stack([torch.stack([table[0, a], table[1 + a, b]]) for a, b in sequences()])
 
@@ -55,24 +54,24 @@ def sequences() -> list[tuple[int, int]]:
 
 
 def estimator(kl_type: str, log_ratio: torch.Tensor) -> torch.Tensor:
-    """k of log q - log p."""
+    """Returns k as a function of log q - log p."""
     return {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[kl_type]
 
 
 def mean_estimate(kl_type: str, logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
-    """E_p[k] over the last dimension; for k1 and k3 the divergence itself."""
+    """Returns E_p[k] over the last dimension; for k1 and k3 the divergence itself."""
     return (logp.exp() * estimator(kl_type, logq - logp)).sum(dim=-1)
 
 
 def divergence(logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) over the last dimension."""
+    """Returns KL(p || q) over the last dimension."""
     return (logp.exp() * (logp - logq)).sum(dim=-1)
 
 
 def one_sample(
     logp: torch.Tensor, reference: torch.Tensor, sampler: torch.Tensor
 ) -> tuple[torch.Tensor, BatchedData, GlobalCounts]:
-    """What the loss gets of one sample with those tokens, behind a prompt of one."""
+    """Returns the loss's inputs for one sample of those tokens, after a prompt of one token."""
 
     def column(values: torch.Tensor) -> torch.Tensor:
         return torch.cat([torch.zeros(1, dtype=torch.float64), values.double()])[None]
@@ -91,7 +90,7 @@ def one_sample(
 def expected_loss(
     loss: ClippedPGLoss, current: torch.Tensor, reference: torch.Tensor, sampler: torch.Tensor
 ) -> torch.Tensor:
-    """The loss in expectation over samples of the sampler; rows of the three are log-probs of all possible samples."""
+    """Returns the expected loss over the sampler's samples; the rows are log-probs of every possible sample."""
     drawn_with = sampler.detach()
     rows = zip(current, reference.detach(), drawn_with, strict=True)
     losses = torch.stack([loss(*one_sample(*row))[0] for row in rows])
@@ -99,14 +98,14 @@ def expected_loss(
 
 
 def expected_gradient(loss: ClippedPGLoss, policy: Chain, reference: Chain, sampler: Chain) -> torch.Tensor:
-    """Gradient with respect to the policy's logits, in expectation over sequences of the sampler."""
+    """Returns the gradient with respect to the policy's logits, in expectation over the sampler's sequences."""
     policy.logits.requires_grad_()
     total = expected_loss(loss, policy.sequences(), reference.sequences(), sampler.sequences())
     return torch.autograd.grad(total, policy.logits)[0]
 
 
 def gradient_at_reached_contexts(measure, policy: Chain, reference: Chain, sampler: Chain) -> torch.Tensor:
-    """Gradient of the mean of ``measure`` over both tokens, contexts weighed by how often the sampler reaches them."""
+    """Returns the gradient of ``measure``'s mean over both tokens, in contexts drawn by the sampler."""
     policy.logits.requires_grad_()
     reached = torch.cat([torch.ones(1, dtype=torch.float64), sampler.conditionals()[0].exp()]).detach()
     per_context = measure(policy.conditionals(), reference.conditionals())
@@ -179,7 +178,7 @@ def test_k2_agrees_with_the_divergence_near_the_reference():
 
 
 def test_a_first_tokens_gradient_does_not_see_where_it_leads():
-    """The whole sequence's divergence also changes with how often each first token is drawn; the penalty's does not."""
+    """The divergence of whole sequences also changes with how often each first token is drawn; the penalty does not."""
     policy, reference, _ = chains(ON_POLICY)
     found = expected_gradient(PENALTY, policy, reference, policy)
     table, reference_table = policy.conditionals(), reference.conditionals()
@@ -205,7 +204,7 @@ def test_k3_has_the_less_noisy_gradient():
 
 
 def nemo_rl_penalty(kl_type, current, reference, drawn_with, input_clamp, output_clamp) -> tuple[float, float]:
-    """NeMo-RL's penalty of one token and its derivative by the token's log-prob, from #2506 and #2958 on."""
+    """Computes NeMo-RL's penalty of one token and its derivative by the token's log-prob, from #2506 and #2958 on."""
     log_ratio = reference - current
     inside = input_clamp is None or abs(log_ratio) <= input_clamp
     if not inside:

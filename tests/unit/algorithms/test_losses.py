@@ -12,7 +12,7 @@ from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 
 
 def truncated(kind: str, high: float, low: float | None) -> dict[str, object]:
-    """Settings of truncated importance sampling."""
+    """Returns settings of truncated importance sampling."""
     return {
         "use_importance_sampling_correction": True,
         "truncated_importance_sampling_type": kind,
@@ -53,7 +53,7 @@ VARIANTS = {
 
 
 def random_batch(num_samples=6, width=7, seed=0, spread=0.4) -> tuple[torch.Tensor, BatchedData]:
-    """Log-probs and a batch with unequal lengths, a dropped sample and a prompt in front."""
+    """Returns log-probs and a batch with unequal lengths, prompts, and one sample that is masked out."""
     rng = torch.Generator().manual_seed(seed)
     lengths = torch.randint(4, width + 1, (num_samples,), generator=rng)
     positions = torch.arange(width)
@@ -80,10 +80,10 @@ def random_batch(num_samples=6, width=7, seed=0, spread=0.4) -> tuple[torch.Tens
 
 
 def loss_by_loops(loss: ClippedPGLoss, logprobs: np.ndarray, data: BatchedData, base: np.ndarray) -> float:
-    """The loss, one token at a time, in float64 and without torch.
+    """Computes the loss one token at a time, in float64 and without torch.
 
-    ``base`` is what stands where the gradient stops: the log-probs themselves for the value; for differences that are
-    the gradient, the log-probs around which they are taken.
+    ``base`` holds the log-probs to use where the gradient stops: the log-probs themselves for the loss's value; for
+    finite differences, the log-probs around which they are taken.
     """
     columns = {name: data[name].double().numpy() for name in data}
     kept = [row for row in range(len(logprobs)) if columns["sample_mask"][row] > 0]
@@ -123,7 +123,7 @@ def loss_by_loops(loss: ClippedPGLoss, logprobs: np.ndarray, data: BatchedData, 
                 drawn_now = logprobs[row, t]
                 if loss.kl_input_clamp_value is not None and abs(d) > loss.kl_input_clamp_value:
                     d = math.copysign(loss.kl_input_clamp_value, d)
-                    drawn_now = base[row, t]  # what the clamp has changed has no gradient at all
+                    drawn_now = base[row, t]  # a clamped value has no gradient
                 kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[loss.reference_policy_kl_type]
                 kl *= math.exp(drawn_now - drawn_with[t])
                 if loss.kl_output_clamp_value is not None:
@@ -187,7 +187,7 @@ def test_gradient_against_finite_differences(name):
 
 
 def one_token(loss: ClippedPGLoss, *, current=0.5, previous=0.5, sampler=0.5, reference=0.5, advantage=1.0):
-    """Loss, gradient with respect to the log-prob and metrics of one sample with one trained token."""
+    """Returns loss, gradient with respect to the log-prob, and metrics of one sample with one trained token."""
     logprobs = torch.tensor([[0.0, math.log(current)]], requires_grad=True)
     data = BatchedData(
         token_mask=torch.tensor([[0.0, 1]]),
@@ -211,7 +211,7 @@ def one_token(loss: ClippedPGLoss, *, current=0.5, previous=0.5, sampler=0.5, re
         ({}, {"current": 0.25, "advantage": -2.0}, 1.6, 0.0),  # ratio 0.5, clipped to 0.8
         ({}, {"current": 0.75, "advantage": -2.0}, 3.0, 3.0),  # ratio 1.5: the worse one counts
         ({"ratio_clip_c": 1.25}, {"current": 0.75, "advantage": -2.0}, 2.5, 0.0),  # ... up to the bound
-        ({"ratio_clip_c": 1.25}, {"current": 0.75, "advantage": 2.0}, -2.4, 0.0),  # which positive ones ignore
+        ({"ratio_clip_c": 1.25}, {"current": 0.75, "advantage": 2.0}, -2.4, 0.0),  # the bound is for negative ones only
         ({"ratio_clip_max": 0.6}, {"current": 0.75, "advantage": 2.0}, -3.0, -3.0),
         ({"force_on_policy_ratio": True}, {"current": 0.75, "advantage": 2.0}, -2.0, -2.0),
         ({"disable_ppo_ratio": True}, {"current": 0.5, "advantage": 2.0}, 2 * math.log(2), -2.0),

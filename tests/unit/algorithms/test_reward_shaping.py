@@ -11,13 +11,13 @@ from tests.unit.config.conftest import CONFIGS
 
 
 def rollouts(lengths: list[int], truncated: list[bool], rewards: list[list[float]]) -> Rollouts:
-    """Rollouts whose answers have these numbers of tokens, after prompts of three."""
+    """Returns rollouts whose answers have these numbers of tokens, after prompts of three."""
     batch: BatchedData = response_batch([[1, 2, 3]] * len(lengths), [[4] * length for length in lengths], 0)
     return Rollouts(batch, torch.tensor(rewards), torch.tensor(truncated))
 
 
 def test_the_overlong_penalty_worked_out_by_hand():
-    # Four tokens of buffer before ten: up to 6 tokens cost nothing, 7 a quarter of 2.0, 10 all of it, 14 twice that.
+    # With a buffer of four tokens before ten, 6 tokens cost nothing, 7 a quarter of 2.0, 10 all of it, 14 twice that.
     answers = rollouts([1, 6, 7, 10, 12, 14], [False] * 6, [[1.0, 1.0, 1.0], [1.0, 0.0, -1.0]])
     shaped = OverlongPenalty(buffer_length=4, penalty=2.0, max_response_length=10)(answers.rewards, answers)
     assert shaped.tolist() == [[1.0, 1.0, 0.5], [-1.0, -3.0, -5.0]]

@@ -1,4 +1,4 @@
-"""The ways of benchmarks/activation_offload.py's table of causes: all train alike, and ask for what they say."""
+"""Tests the ways in benchmarks/activation_offload.py's table of causes: all train alike, with the stated requests."""
 
 import contextlib
 
@@ -20,7 +20,7 @@ SHORT_BYTES = 64
 
 
 class Counting(LateCopies):
-    """Notes the bytes of each request."""
+    """Records the bytes of each request."""
 
     def __init__(self) -> None:
         super().__init__(eager_share=0.1)
@@ -38,7 +38,7 @@ class Counting(LateCopies):
 
 @pytest.fixture
 def train(monkeypatch):
-    """Builds a worker; its loss and gradient norm of a step are what calling it returns."""
+    """Builds a worker and returns a function that trains a step and returns its loss and gradient norm."""
     monkeypatch.setattr(activation_offload, "CudaCopies", lambda device, graphs: Counting())
     monkeypatch.setattr(causes, "SHORT_BYTES", SHORT_BYTES)
     built = []
@@ -78,7 +78,7 @@ def test_every_way_trains_as_plain_steps_do_and_asks_for_what_it_says(train, mod
     assert asked["plain"] == asked["hooks"] == ([], [])
     out, back = asked["offloaded"]
     assert sum(out) == active.report.total().moved_bytes > 0
-    # On a CPU some of it is kept alive by the layer, and need not come back where steps are offloaded.
+    # On a CPU the layer keeps some of it alive, which need not come back where steps are offloaded.
     half = len(out) // (ROWS // 2)
     assert asked["beside"] == (out, [*reversed(out[:half]), *reversed(out[half:])])
     assert half > len(modules)
@@ -112,7 +112,7 @@ def test_time_inside_of_the_manager_is_that_of_its_calls_and_changes_no_step(tra
     found = []
     times = seconds_inside(active, lambda: found.append(step(worker)), 2)
     found.append(step(worker))
-    assert found == want  # three to warm up, two of either kind in turn, one more
+    assert found == want  # three to warm up, two of each kind in turn, one more
     assert (set(vars(active)), set(vars(active.copies))) == attributes
     active.copies.out_bytes.clear()
     active.copies.back_bytes.clear()

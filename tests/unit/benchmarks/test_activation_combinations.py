@@ -1,4 +1,4 @@
-"""The combinations that benchmarks/activation_offload.py compares with plain runs."""
+"""Tests the combinations that benchmarks/activation_offload.py compares with plain runs."""
 
 import itertools
 
@@ -92,7 +92,7 @@ def test_validation_accepts_what_is_run():
 def test_validation_refuses_what_cannot_be_right(name):
     with pytest.raises(RecipeError) as caught:
         policy(REFUSED[name].model, REFUSED[name].overrides())
-    assert len(caught.value.problems) == 1  # and nothing that hides whether this is still refused
+    assert len(caught.value.problems) == 1  # no other problem hides whether this one is still refused
 
 
 def test_what_is_refused_is_not_refused_for_its_surroundings():

@@ -1,4 +1,4 @@
-"""What benchmarks/activation_offload.py computes from what it measures."""
+"""Tests the figures that benchmarks/activation_offload.py computes from its measurements."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_the_forward_pass_has_a_bar_where_the_link_is_the_limit():
 @pytest.mark.parametrize("promise", [0.8, 0.99, 1.0, 1.25])
 @pytest.mark.parametrize("longest", [1, 31, 32, 33, 63, 64, 100, 127])
 def test_the_search_ends_at_the_longest_length_that_fits(longest, promise):
-    """Whatever lengths that fit promise of longer ones."""
+    """Shorter lengths may report too high or too low a fill, by the factor `promise`."""
     fills: dict[int, float | None] = {}
     while (length := figures.next_length(fills, 32 * 1024, 1024)) is not None:
         assert length not in fills
@@ -111,7 +111,7 @@ def test_a_failed_row_goes_when_its_part_succeeds():
 
 
 def written(path, date, rows):
-    """A result file of rows: their parts, ways, commits and errors."""
+    """Writes a result file of rows: their parts, ways, commits and errors."""
     rows = [
         {"table": "parity", "part": part, "way": way, "micro_batch": None, "machine": "H200", "commit": commit} | extra
         for part, way, commit, extra in rows

@@ -1,4 +1,4 @@
-"""The picture of benchmarks/activation_offload.py: a step's points on a CPU, and drawing from points made by hand."""
+"""Tests memory curves of benchmarks/activation_offload.py: a step's points on a CPU, and pictures of made-up points."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ def num_hooks(worker):
 
 
 def two_steps(first):
-    """Loss and gradient norm of a new worker's first two steps; `first(worker, step)` takes the first of them."""
+    """Returns loss and gradient norm of a new worker's first two steps; the first is `first(worker, step)`."""
     section = policy("tiny_dense", SMALL)
     with running(section) as worker:
         feed = Feed(worker, section, "2", 2)
@@ -58,7 +58,7 @@ def test_points_come_in_the_order_of_the_step_and_change_none_of_its_numbers():
         assert num_hooks(worker) == hooks_before
 
     numbers = two_steps(watched)
-    assert next(calls) == len(samples)  # not asked in the second step
+    assert next(calls) == len(samples)  # the second step did not query it
     assert [sample.point for sample in samples] == list(expected_points(2))
     rows = cells(samples, lambda begin, end: end - begin)
     assert [row["ms"] for row in rows] == [row["allocated_mib"] for row in rows] == list(range(len(samples)))
@@ -87,7 +87,7 @@ def test_hooks_go_when_the_step_fails():
 
 
 def a_step(way, slower=1.0, top=8.0):
-    """Rows of a step that takes 100 ms, or longer, and GiB up to `top`."""
+    """Returns rows of a step that takes 100 ms times `slower` and peaks at `top` GiB."""
     places = [
         ("forward", 1, 0, 1.0),
         ("forward", 1, 20, 4.0),

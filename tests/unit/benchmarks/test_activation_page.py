@@ -1,4 +1,4 @@
-"""Tables of the results page of benchmarks/activation_offload.py, from rows as the benchmark writes them."""
+"""Tests the tables of the results page of benchmarks/activation_offload.py, from rows as the benchmark writes them."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def page(*names):
 
 
 def table(name, rows):
-    """Cells of the Markdown table of that name, a dict a row; and what stands around it."""
+    """Returns the cells of the Markdown table of that name, a dict per row, and the text around it."""
     lines = TABLES[name](rows).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| ")]
     return [dict(zip(cells[0], values, strict=True)) for values in cells[1:]], [
@@ -174,7 +174,7 @@ def test_the_longest_sequence_is_compared_with_the_plain_run_and_with_what_does_
     ]
     shown, _ = table("longest_sequence", rows)
     assert [r["longest, tokens"] for r in shown] == ["40,960", "61,440", "20,480"]
-    assert [r["of the plain run's"] for r in shown] == ["1.00", "1.50", "1.00"]  # of one with the same kernels
+    assert [r["of the plain run's"] for r in shown] == ["1.00", "1.50", "1.00"]  # the plain run with the same kernels
     assert [r["kernels"] for r in shown] == ["as they come", "as they come", "deterministic"]
     assert [r["does not fit"] for r in shown] == ["41,984", MISSING, "24,576"]
 

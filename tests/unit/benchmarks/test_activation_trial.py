@@ -1,4 +1,4 @@
-"""Batches of benchmarks/activation_offload.py, and a run of its that offloads nothing, on whatever machine this is."""
+"""Tests batches of benchmarks/activation_offload.py, and one of its runs that offloads nothing, on CPU or GPU."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The environment that workers of benchmarks/activation_offload.py are built in, in its own process."""
+"""Tests the environment in which benchmarks/activation_offload.py builds its workers."""
 
 import os
 
@@ -18,7 +18,7 @@ SMALL = (
 
 
 def megatron_cfg(combination: Combination):
-    """As on a machine with a GPU."""
+    """Returns the config as on a machine with a GPU."""
     return load(RECIPES / f"{combination.model}.yaml", combination.overrides()).config["policy"]["megatron_cfg"]
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of other trainers' ways to move training state, on tiny models without a GPU."""
+"""Tests the benchmark of other trainers' ways to move training state, on tiny models without a GPU."""
 
 import importlib.util
 import os
@@ -34,12 +34,12 @@ def test_ways_with_the_engine_keep_addresses_state_and_the_next_step(case):
 
 
 def test_every_process_has_the_same_model(monkeypatch):
-    """megatron-core makes routers on the CPU, whose generator each process seeds anew."""
+    """megatron-core creates routers on the CPU, whose generator each process seeds differently."""
     case = CASES["experts, 10,000 tensors"].scaled("tiny")
     monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: None)  # on a GPU it leaves the CPU's generator alone
 
     def routers():
-        torch.default_generator.seed()  # as a new process does
+        torch.default_generator.seed()  # as in a new process
         with model_and_optimizer(case.hf_config, case.overrides) as (model, _):
             return {name: weight.clone() for name, weight in model[0].named_parameters() if "router" in name}
 
@@ -71,7 +71,7 @@ def test_a_step_that_differs_shows_and_a_way_that_did_not_run_is_compared_with_n
 
 
 def test_ten_thousand_tensors_are_as_many():
-    """Of each expert's two weights, the optimizer makes a master and two moments."""
+    """The optimizer makes a master and two moments for each of an expert's two weights."""
     sizes = CASES["experts, 10,000 tensors"].hf_config
     assert 3 * 2 * sizes["num_experts"] * sizes["num_hidden_layers"] == pytest.approx(10_000, rel=0.01)
 

@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints beside the run, on a tiny model without a GPU."""
+"""Tests the benchmark of asynchronous checkpoints, on a tiny model without a GPU."""
 
 import async_save
 import pytest
@@ -28,8 +28,8 @@ def test_both_ways_are_measured_with_their_snapshot_and_what_was_written_beside_
         assert last["num_steps"] >= 1
         assert last["snapshot_gb"] == first["snapshot_gb"]
         sizes[state] = last["snapshot_gb"], last["gb"]
-    # In fp32 a save has the weights twice, as the model's and as masters, beside two moments. What is in the snapshot
-    # of state that stays is all four; state that leaves is read where it left to, and masters are the weights.
+    # In fp32 a save has the weights twice, as the model's and as masters, and two moments. The snapshot of resident
+    # state has all four; offloaded state is read from its host memory, and masters are the weights.
     resident, leaves = sizes["resident"][0], sizes["leaves"][0]
     assert leaves == pytest.approx(resident / 2, rel=0.1)
     assert resident == pytest.approx(sizes["resident"][1], rel=0.2)

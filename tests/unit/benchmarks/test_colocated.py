@@ -1,4 +1,4 @@
-"""The benchmark of the switch between trainer and generator: its parts, without Ray."""
+"""Tests the parts of the benchmark of the switch between trainer and generator, without Ray."""
 
 import dataclasses
 import json
@@ -62,7 +62,7 @@ def test_a_switch_is_from_the_last_token_to_training_and_from_the_optimizer_to_t
     marks = [
         Mark(name, 100 * number + at) for number in range(3) for name, at in zip(cycle, (0, 10, 12, 60), strict=True)
     ]
-    found = switches(marks, start_s=50)  # the first cycle's end does not belong to the others
+    found = switches(marks, start_s=50)  # the end of the first cycle does not count
     assert [(one.to_training_s, one.to_generation_s) for one in found] == [(2, 40)]
     assert found[0].both_s == 42
 
@@ -124,7 +124,7 @@ def test_a_timeline_has_what_was_under_way_in_its_switch_of_the_first_processes(
         Mark("enter train", 10.45, 0.2, "policy-0-5"),
         Mark("enter train", 10.9, 0.7, "policy-1-6"),
         Mark("enter refit", 9.0, 0.1, "policy-0-5"),  # before
-        Mark("generate", 12.5, 1.0, "driver-7"),  # behind
+        Mark("generate", 12.5, 1.0, "driver-7"),  # after
     ]
     found = spans_between(marks, 10.0, 11.0)
     rounded = [
@@ -198,7 +198,7 @@ def test_upstreams_engine_does_not_begin_to_sleep_before_finish_generation(monke
         from nemo_offload_rl.generation import make_generation
 
         built = make_generation({}, None)
-    assert built.start_finish_generation() == []  # behind the context, too
+    assert built.start_finish_generation() == []  # also after the context
 
 
 def test_a_worker_notes_the_end_of_the_update_before_state_leaves_and_when_its_copies_ran(tmp_path, monkeypatch):
@@ -222,7 +222,7 @@ def test_a_worker_notes_the_end_of_the_update_before_state_leaves_and_when_its_c
     finally:
         worker.shutdown()
     marks = [mark for mark in read_marks(tmp_path) if mark.at_s > before]
-    of_name = {mark.name: mark for mark in marks}  # the last of each
+    of_name = {mark.name: mark for mark in marks}  # the last mark of each name
     assert [mark.name for mark in marks].count("first_training_kernel") == 2
     assert [mark.name for mark in marks].count("last_optimizer_kernel") == 2
     starts = [
@@ -266,7 +266,7 @@ def test_a_worker_that_moves_its_state_as_nemo_rl_does_trains_as_ours():
 
 
 class ToyLLM:
-    """What the marked class calls of `vllm.LLM`."""
+    """Has the methods of `vllm.LLM` that the marked class calls."""
 
     def __init__(self):
         self.calls = []
@@ -475,7 +475,7 @@ def test_steps_count_from_the_second_on_in_tokens_per_second_and_in_the_longest_
 
 
 class LocalCycles(Cycles):
-    """Cycles whose processes are this one."""
+    """Runs cycles whose processes are all this one."""
 
     def processes(self):
         return {"policy": psutil.Process(), "engine": psutil.Process()}
@@ -636,5 +636,5 @@ def test_the_plan_of_the_full_recipe_names_every_phase():
     assert set(planned) == {"refit", "generation", "logprobs", "reference_logprobs", "training"}
     assert 30 < planned["generation"] < 0.6 * 140  # a KV cache for 1024 sequences of 512 tokens, 20 GiB of state
     assert planned["generation"] < planned["refit"] < 140
-    assert planned_gib(recipe, 24 * 2**30)["refit"] < 24  # too little for both at once
+    assert planned_gib(recipe, 24 * 2**30)["refit"] < 24  # not enough for both at once
     assert 140 > planned["training"] > planned["logprobs"] > 25  # rows of 16,384 tokens beside 20 GiB of state

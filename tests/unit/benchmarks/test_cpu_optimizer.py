@@ -1,4 +1,4 @@
-"""The benchmark of ways to have optimizer state off the GPU, on a tiny model without one."""
+"""Tests the benchmark of ways to keep optimizer state off the GPU, on a tiny model without one."""
 
 import json
 
@@ -26,7 +26,7 @@ FIELDS = {
 
 
 def measured(case, way):
-    """What is saved of a way, one after the other."""
+    """Returns every row that measuring a way saves, in order."""
     saved = []
     measure(case, WAYS[way], saved.append)
     return saved
@@ -44,7 +44,7 @@ def test_streamed_state_is_measured_beside_resident_state_and_equals_it():
     assert (streamed["times_streamed"], resident["largest_mbs"]) == (1, None)
     for row in (resident, streamed):
         assert min(row["optimizer_ms"], row["tokens_per_s"], row["logprob_ms"]) > 0
-        assert row["peak_host_mib"] > 100  # of Python and torch
+        assert row["peak_host_mib"] > 100  # Python and torch take that much
 
 
 def test_larger_micro_batches_are_tried_until_one_does_not_fit(monkeypatch):
@@ -84,7 +84,7 @@ def test_host_memory_is_that_of_the_way_alone(case, size):
 
 
 def test_random_weights_of_8b_are_made_on_an_h100():
-    """mcore/build.py makes a model on the GPU that takes a quarter of it at most."""
+    """mcore/build.py creates a model on the GPU only if it takes at most a quarter of the GPU."""
     [rank] = planned_run(CASES["8B"], []).plan.ranks
     assert rank.facts.num_params == 8_190_735_360
     assert CASES["8B"].hf_config["dtype"] == "bfloat16"
@@ -134,7 +134,7 @@ def test_rows_of_other_cases_stay_in_a_result_with_where_they_are_from(tmp_path)
     write_result(path, [{"case": "A", "way": "x", "ms": 1}, {"case": "A", "way": "y", "ms": 2}])
     before = json.loads(path.read_text()) | {"machine": "another", "commit": "1234567"}
     path.write_text(json.dumps(before))
-    for _ in range(2):  # a run writes its rows after each of them
+    for _ in range(2):  # a run writes its rows after each case
         write_result(
             path, [{"case": "A", "way": "y", "ms": 3}, {"case": "B", "way": "x", "ms": 4}], append_by=["case", "way"]
         )

@@ -1,4 +1,4 @@
-"""The benchmark of logits in chunks, on a tiny model without a GPU."""
+"""Tests the benchmark of logits in chunks, on a tiny model without a GPU."""
 
 import logits
 import pytest

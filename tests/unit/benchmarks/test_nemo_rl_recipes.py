@@ -1,4 +1,4 @@
-"""The rows and the page of benchmarks/nemo_rl_recipes.py, for a small folder of recipes."""
+"""Tests the rows and the page of benchmarks/nemo_rl_recipes.py, for a small folder of recipes."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_each_recipe_is_told_with_its_keys_and_what_it_asks_for(tmp_path):
 
 
 def test_what_validate_deep_says_is_told_of_recipes_that_load(tmp_path, monkeypatch):
-    def shallow(arguments):  # needs neither data nor Megatron
+    def shallow(arguments):  # this needs neither data nor Megatron
         return main([one for one in arguments if one != "--deep"])
 
     monkeypatch.setattr(nemo_rl_recipes, "nemo_offload_rl", shallow)

@@ -1,4 +1,4 @@
-"""The data, the overrides, the rows and the page of benchmarks/nemo_rl_runs.py."""
+"""Tests the data, the overrides, the rows and the page of benchmarks/nemo_rl_runs.py."""
 
 import json
 import re

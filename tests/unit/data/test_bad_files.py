@@ -1,4 +1,4 @@
-"""Files that are no data: each is refused at once, with its line."""
+"""Tests files that hold no valid data: each is refused at once, with the line at fault."""
 
 import os
 

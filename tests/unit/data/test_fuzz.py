@@ -1,4 +1,4 @@
-"""Mutated data files: refused with a message, or read with nothing of them ignored or changed."""
+"""Mutates data files: each must be refused with a message, or read without any part being ignored or changed."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Named datasets, of small folders with their columns; the hub is never asked."""
+"""Tests named datasets with small folders that have their columns; never contacts the hub."""
 
 import json
 import socket
@@ -27,7 +27,7 @@ def said(text):
     return {"role": "assistant", "content": text}
 
 
-# Of each dataset: a row with the columns that it has on the hub, and the sample that NeMo-RL makes of it.
+# For each dataset: a row with the columns that it has on the hub, and the sample that NeMo-RL makes of it.
 ROWS = {
     "OpenMathInstruct-2": (
         {"problem": "1+1?", "generated_solution": "It is 2.", "expected_answer": "2", "problem_source": "gsm8k"},
@@ -164,7 +164,7 @@ def test_what_is_in_the_cache_of_datasets_needs_no_hub(tmp_path, monkeypatch):
         closed = server.getsockname()[1]
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed}")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # which stands for the processes of this one, put back at the end
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # set here for the child processes, and restored at the end
     rows = datasets.Dataset.from_list([ROWS["gsm8k"][0]])
     folder = tmp_path / "cache" / "openai___gsm8k" / "main" / "0.0.0" / "0123456789abcdef"
     folder.mkdir(parents=True)

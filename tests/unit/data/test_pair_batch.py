@@ -11,7 +11,7 @@ from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
 
 EOS, PAD = 12, 13
-# A turn is its content between digits that stand for its role: 1 system, 2 user, 3 assistant; `+` opens, `=` closes.
+# A turn is its content between digits for its role: 1 system, 2 user, 3 assistant; `+` opens, `=` closes.
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "{{ {'system': '1', 'user': '2', 'assistant': '3'}[m['role']] }}+{{ m['content'] }}="

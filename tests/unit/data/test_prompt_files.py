@@ -1,4 +1,4 @@
-"""Prompt files and system prompts, and the samples that they are put around."""
+"""Tests prompt files and system prompts, and the samples that they wrap."""
 
 from pathlib import Path
 

@@ -8,7 +8,7 @@ from nemo_offload_rl.data.prompt_files import PromptedSamples, PromptTexts
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
 
-# A turn is its content between digits that stand for its role: 1 system, 2 user, 3 assistant; `+` opens, `=` closes.
+# A turn is its content between digits for its role: 1 system, 2 user, 3 assistant; `+` opens, `=` closes.
 TEMPLATE = (
     "{% for m in messages %}{{ {'system': '1', 'user': '2', 'assistant': '3'}[m['role']] }}+{{ m['content'] }}="
     "{% endfor %}{% if add_generation_prompt %}3+{% endif %}"
@@ -82,7 +82,7 @@ def test_the_assistants_earlier_messages_are_trained_where_a_conversation_says_s
 
 def test_an_answer_ends_once_where_the_template_ends_turns_with_a_newline():
     tokenizer = arithmetic_tokenizer()
-    # As Qwen's: behind the answer's end-of-sequence token is a newline (for which this tokenizer has no token).
+    # As in Qwen's template, a newline follows the answer's end-of-sequence token (this tokenizer has no token for it).
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] + ('=' if m['role'] == 'user' else eos_token + '\n') }}{% endfor %}"
     )

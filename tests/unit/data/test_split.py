@@ -43,7 +43,7 @@ def test_a_folder_is_split_without_reading_it(tmp_path):
     assert [problem.where for problem in whole[1:3]] == [
         f"{tmp_path / 'rows'} row {number}" for number in expected[whole is validation][1:3]
     ]
-    with pytest.raises(DataError, match="row 37"):  # its number in the folder, not in the part
+    with pytest.raises(DataError, match="row 37"):  # the row's number in the folder, not in the part
         broken[where]
 
 

@@ -1,4 +1,4 @@
-r"""DAPO's judge: expected texts are worked out by hand from its rules."""
+r"""Tests DAPO's judge; the expected texts are worked out by hand from its rules."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_answers_are_evened_out(written, even):
         ("Answer: 1 no.\nANSWER: 2\nand more", "2", 1.0),
         ("Answer: 1 no.\nAnswer: 2", "1", 0.0),
         (r"Answer: $\frac12$", r"\frac{1}{2}", 1.0),
-        ("Answer: 0.5", r"\frac{1}{2}", 0.0),  # compared as texts
+        ("Answer: 0.5", r"\frac{1}{2}", 0.0),  # compared as text
         (r"It is \boxed{42}", "42", 0.0),
         ("Answer: 42" + "\n" * 300, "42", 0.0),
         ("Answer: 42" + "\n" * 290, "42", 1.0),

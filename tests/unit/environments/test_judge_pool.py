@@ -1,4 +1,4 @@
-"""The processes that judge: a job that hangs or dies costs its own reward, and nothing else."""
+"""Tests the judging processes: a job that hangs or dies loses its own reward, and nothing else."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 from nemo_offload_rl.environments.errors import RewardError
 from nemo_offload_rl.environments.judge_pool import JudgePool, Verdict
 
-# Judges by what the response says: a number, or to hang, to die, to raise, or to give its process's number.
+# Judges by what the response asks for: a number, to hang, to die, to raise, or the number of its process.
 JUDGE = """
 import os, signal, time
 from nemo_offload_rl.environments.math_worker import serve

@@ -1,4 +1,4 @@
-"""Rewards of mathematics by the real packages, in the real processes."""
+"""Tests rewards for mathematics with the real packages in real processes."""
 
 import logging
 import signal
@@ -54,7 +54,7 @@ def test_a_formula_that_math_verify_gives_up_is_not_judged(monkeypatch):
     log = logging.getLogger("math_verify")
     monkeypatch.setattr(log, "propagate", True)
     monkeypatch.setattr(log, "handlers", [])
-    # Its 5 s, in less time.
+    # Its time limit of 5 s, reached in less time.
     monkeypatch.setattr(signal, "alarm", lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds and 0.3))
     judge = load_hf_math_verify()
     for response, answer in [(r"\boxed{9^{9^{9^9}}}", "2"), (r"\boxed{\int_0^1 x^{x^{x}} dx}", "2")]:

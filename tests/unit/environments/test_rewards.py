@@ -8,7 +8,7 @@ from nemo_offload_rl.environments.numbers import final_number, last_boxed
 
 
 def judge_of(kind, reward_function=None):
-    """The reward as a function of response and answer."""
+    """Returns the reward as a function of response and answer."""
     reward = make_reward(kind, reward_function)
     return lambda response, answer: reward.judge("a prompt", response, answer)
 

@@ -1,4 +1,4 @@
-"""One suite for every engine; vLLM's runs where there are a GPU and the extra."""
+"""Runs one suite for every engine; for vLLM only with a GPU and the extra installed."""
 
 import importlib.util
 
@@ -10,7 +10,7 @@ from nemo_offload_rl.generation import make_generation
 from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
 from nemo_offload_rl.worker.sampling import FILTERED_LOGPROBS
 
-# Of log-probs. vLLM's attention of float32 models is a Triton kernel, which multiplies in TF32: 10 bits.
+# Of log-probs. vLLM's attention of float32 models is a Triton kernel that multiplies in TF32: 10 bits.
 TOLERANCES = {"transformers": 1e-3, "vllm": 1e-2}
 HAS_VLLM = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
 
@@ -42,7 +42,7 @@ def test_an_engine_keeps_the_promises_of_the_interface(backend, ray_cluster, tmp
         engine_conformance.check(
             engine, weights, reference, filtered=backend in FILTERED_LOGPROBS, tolerance=TOLERANCES[backend]
         )
-        if backend == "vllm" and torch.cuda.device_count() == 1:  # the engine is on the GPU of this process
+        if backend == "vllm" and torch.cuda.device_count() == 1:  # the engine uses the GPU of this process
             engine.finish_generation()
             replayed_refits.check(engine, weights, bucket_bytes=1 << 30)
     finally:

@@ -1,4 +1,4 @@
-"""vLLM's experts from CUDA graphs on both sides; a dense model is refitted so in test_conformance.py."""
+"""Refits vLLM's experts from CUDA graphs on both sides; test_conformance.py does so with a dense model."""
 
 import importlib.util
 

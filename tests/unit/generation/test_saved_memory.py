@@ -1,4 +1,4 @@
-"""Tensors whose GPU memory goes for a while."""
+"""Tests tensors whose GPU memory is released for a while."""
 
 import math
 
@@ -22,11 +22,11 @@ def test_whole_storages_come_back_to_their_addresses(device):
         saved.save()
         whole.zero_()
         other.zero_()
-        saved.restore()  # comes before what is computed next
+        saved.restore()  # must come before the next computation
         assert whole.tolist() == [0, 1, 2, 3, 4, 5, 6, number, 8, 9]
         assert other.all()
         whole[0] = 0
-        saved.restore()  # only once
+        saved.restore()  # a second restore does nothing
 
 
 @on_each_device

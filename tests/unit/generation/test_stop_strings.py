@@ -1,4 +1,4 @@
-"""Stop strings in text that grows token by token, against the text of all tokens."""
+"""Tests stop strings in text that grows token by token, against the text of all tokens."""
 
 import dataclasses
 import random
@@ -17,7 +17,7 @@ TEXT = "Let the sum be 12 + 30 = 42.\n\nThe answer is 42 — voilà 🙂🙃! �
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """Of 270 tokens, so that a character of several bytes is several tokens."""
+    """Returns a tokenizer of 270 tokens, which encodes a character of several bytes as several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -28,7 +28,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def words_tokenizer() -> Tokenizer:
-    """Writes a space before each word, but for the first of a text."""
+    """Returns a tokenizer that writes a space before each word except the first of a text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -39,7 +39,7 @@ def words_tokenizer() -> Tokenizer:
 def first_end(
     tokenizer: Tokenizer, stops: tuple[str, ...], tokens: list[int], prompt: Sequence[int] = ()
 ) -> int | None:
-    """How many tokens have a stop string, told by the text of all of them."""
+    """Returns the number of tokens whose whole text first contains a stop string."""
     start = tokenizer.decode(list(prompt), skip_special_tokens=False)
     for end in range(1, len(tokens) + 1):
         text = tokenizer.decode([*prompt, *tokens[:end]], skip_special_tokens=False)[len(start) :]

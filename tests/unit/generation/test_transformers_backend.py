@@ -70,7 +70,7 @@ def local(model):
 
 @pytest.fixture
 def generation(ray_cluster):
-    """An engine that has no weights yet."""
+    """Starts an engine that has no weights yet."""
     generation = make_generation(POLICY, ray_cluster)
     yield generation
     generation.shutdown()
@@ -92,9 +92,9 @@ def test_generation_waits_for_weights_which_a_refit_brings(generation, local, we
     generation.prepare_for_generation(["weights", "kv_cache"])
     output, expected = generation.generate(REQUEST), local.generate(REQUEST)
     begun = generation.start_finish_generation()
-    assert generation.start_finish_generation() == begun  # it has begun already
+    assert generation.start_finish_generation() == begun  # the release is already under way
     generation.finish_generation()
-    ray.get(list(begun), timeout=0)  # that has waited for it
+    ray.get(list(begun), timeout=0)  # `finish_generation` has waited for it
     assert output.output_ids == expected.output_ids
     assert output.finish_reasons == expected.finish_reasons
     for row, expected_row in zip(output.logprobs, expected.logprobs, strict=True):
@@ -123,7 +123,7 @@ def test_a_wrong_architecture_is_named_before_anything_is_sent(generation, weigh
 
 @pytest.fixture
 def pair(ray_cluster):
-    """An engine on each bundle."""
+    """Starts an engine on each bundle."""
     pair = TransformersGeneration(
         ray_cluster,
         ray_cluster.bundles_by_engine(1),

@@ -101,7 +101,7 @@ def test_compaction_changes_nothing(model):
     sampling = dataclasses.replace(SAMPLED, max_new_tokens=40, temperature=1.5)
     whole = _generator(model).generate(_request(sampling, prompts))
     lengths = sorted(map(len, whole.output_ids))
-    assert lengths[0] < 5  # rows leave at many different times
+    assert lengths[0] < 5  # rows end at many different times
     assert lengths[-1] == 40
     assert _generator(model, 1).generate(_request(sampling, prompts)).output_ids == whole.output_ids
 
@@ -250,7 +250,7 @@ def test_on_a_gpu_the_memory_comes_back_and_the_tokens_are_those_of_the_cpu(mode
     generator = TransformersGenerator(
         copy.deepcopy(model), device="cuda", generation_batch_size=64, max_sequence_length=128, has_weights=True
     )
-    torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))  # makes cuBLAS take its workspace, which stays
+    torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))  # cuBLAS keeps the workspace it allocates now
     before = torch.cuda.memory_allocated()
     with pytest.raises(RuntimeError, match="prepare_for_generation"):
         generator.generate(_request(GREEDY))

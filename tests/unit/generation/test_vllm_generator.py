@@ -1,4 +1,4 @@
-"""The part of generation with vLLM that needs no GPU: arguments, seeds, answers, and which weights are there."""
+"""Tests vLLM generation without a GPU: arguments, seeds, answers, and which weights are loaded."""
 
 import contextlib
 import gc
@@ -89,7 +89,7 @@ def test_the_policy_waits_for_an_engine_on_its_gpus_that_is_not_built_beside_it(
     )
     generation = VllmGeneration(cluster, [(0,)], policy)
     assert generation.capabilities.built_alone is alone
-    assert VllmGeneration.capabilities.built_alone  # of no engine in particular
+    assert VllmGeneration.capabilities.built_alone  # for any engine
 
 
 @pytest.mark.parametrize(("where", "sleeps"), [(None, True), ("discard", True), ("host", True), ("gpu", False)])
@@ -160,7 +160,7 @@ def test_a_seed_depends_on_what_the_uniforms_depend_on():
 
 
 def answer(reason: str):
-    """Like a `vllm.RequestOutput` whose second token is less likely than another."""
+    """Returns an object like `vllm.RequestOutput` whose second token is not the most likely one."""
     logprobs = [
         {5: SimpleNamespace(logprob=-0.5)},
         {9: SimpleNamespace(logprob=-0.1), 2: SimpleNamespace(logprob=-3.0)},
@@ -175,7 +175,7 @@ def test_an_answer_has_the_log_probs_of_its_tokens():
 
 
 class StandIn(RefitExtension):
-    """Stands for `vllm.LLM` and its worker: a model whose weights load, and an engine that answers no request."""
+    """Replaces `vllm.LLM` and its worker: a model whose weights load, and an engine that answers no request."""
 
     def __init__(self):
         self.model = torch.nn.Linear(3, 2)
@@ -252,10 +252,10 @@ def test_it_waits_for_every_weight_of_each_refit(generator):
     assert generator.weights_checksum().keys() == WEIGHTS.keys()
     generator.finish_generation()
     assert ("sleep", 2) in generator._llm.calls
-    generator.finish_generation()  # it sleeps already
+    generator.finish_generation()  # it is asleep already
     assert generator._llm.state_of_requests.tolist() == [-1] * 4
     generator.prepare_for_generation(["weights"])
-    assert generator._llm.state_of_requests.tolist() == [0, 1, 2, 3]  # no refit would bring them
+    assert generator._llm.state_of_requests.tolist() == [0, 1, 2, 3]  # no refit would restore them
     with pytest.raises(RuntimeError, match="have not been loaded, 2 are missing"):
         generator.generate(TOO_LONG)
 
@@ -263,13 +263,13 @@ def test_it_waits_for_every_weight_of_each_refit(generator):
 def test_an_engine_on_gpus_of_its_own_never_sleeps_and_waits_for_whole_refits():
     generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64, sleeps=False)
     generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
-    assert generator.prepare_for_generation(["weights"])  # there is room for all, as it is there
+    assert generator.prepare_for_generation(["weights"])  # all of its memory is mapped already
     generator.load_weights(list(WEIGHTS.items()))
     generator.prepare_for_generation(["kv_cache"])
     generator.finish_generation()
     generator.prepare_for_generation(["weights", "kv_cache"])  # no refit: the policy has not changed
     assert generator.generate(TOO_LONG).finish_reasons == ["length"]
-    generator.prepare_for_generation(["weights"])  # a refit begins
+    generator.prepare_for_generation(["weights"])  # starts a refit
     generator.load_weights(list(WEIGHTS.items())[:1])
     with pytest.raises(RuntimeError, match=r"have not been loaded, 1 are missing \(bias\)"):
         generator.generate(TOO_LONG)
@@ -299,7 +299,7 @@ def test_the_kv_cache_is_mapped_behind_the_refit():
     generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64)
     generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
     generator.finish_generation()
-    assert not generator.prepare_for_generation(["weights"])  # nothing is known of a generation
+    assert not generator.prepare_for_generation(["weights"])  # no generation has been measured yet
     generator.load_weights(list(WEIGHTS.items()))
     assert generator._llm.calls == [("sleep", 2), ("wake_up", ["weights"])]
     generator.prepare_for_generation(["kv_cache"])
@@ -329,7 +329,7 @@ def test_a_policy_need_not_leave_first_where_there_is_room_for_twice_what_genera
         2: SimpleNamespace(tag="kv_cache", handle=(0, 10 * GIB, 0, 0)),
     }
     monkeypatch.setattr(vllm_generator, "vllm_pools", lambda: pools)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 16 * GIB)  # 3 beside the pools of 13
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 16 * GIB)  # 3 more than the pools of 13
     generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64)
     generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
 
@@ -338,7 +338,7 @@ def test_a_policy_need_not_leave_first_where_there_is_room_for_twice_what_genera
         generator.finish_generation()
         return generator.prepare_for_generation(["weights"])
 
-    assert not has_room(20)  # nothing is known of a generation
+    assert not has_room(20)  # no generation has been measured yet
     generator.load_weights(list(WEIGHTS.items()))
     generator.prepare_for_generation(["kv_cache"])
     generator.generate(TOO_LONG)

@@ -1,4 +1,4 @@
-"""Memory of an engine that sleeps."""
+"""Tests the memory of a sleeping engine."""
 
 from types import SimpleNamespace
 

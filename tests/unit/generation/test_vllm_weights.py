@@ -1,4 +1,4 @@
-"""Weights of a checkpoint in parameters as vLLM's models keep them."""
+"""Tests a checkpoint's weights in parameters laid out as vLLM's models do."""
 
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ SPECS = [TensorSpec.of(name, tensor) for name, tensor in CHECKPOINT.items()]
 
 
 def fused() -> dict[str, torch.Tensor]:
-    """The checkpoint as vLLM has it: qkv, gate and up in one, experts in two, a vocabulary of 64."""
+    """Returns the checkpoint in vLLM's layout: fused qkv, gate and up, experts in two tensors, a vocabulary of 64."""
     own = {name: tensor for name, tensor in CHECKPOINT.items() if not any(f"{p}_proj." in name for p in "qkv")}
     parameters = {name: tensor for name, tensor in own.items() if ".experts." not in name and "gate_proj" not in name}
     parameters["model.embed_tokens.weight"] = torch.cat([CHECKPOINT["model.embed_tokens.weight"], torch.zeros(34, 8)])
@@ -113,7 +113,7 @@ def test_a_tensor_among_discarded_weights_that_nothing_restores_is_found():
 
 
 def module(kind, **attributes):
-    """A module of a class with a name of vLLM's."""
+    """Returns a module whose class has the name of one of vLLM's."""
     made = type(kind, (torch.nn.Module,), {})()
     for name, value in attributes.items():
         setattr(made, name, value)
@@ -121,7 +121,7 @@ def module(kind, **attributes):
 
 
 def method(kind, **attributes):
-    """What vLLM gives a module as its `quant_method`."""
+    """Returns an object that vLLM would assign to a module's `quant_method`."""
     return type(kind, (), {"process_weights_after_loading": lambda layer: None, **attributes})()
 
 

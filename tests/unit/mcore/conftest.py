@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import support.prepared  # noqa: F401  (before a test's first worker imports it, and its objects are collected anew)
+import support.prepared  # noqa: F401  (before a test's first worker imports it, so that its objects are frozen once)
 import torch
 from support.ranks import free_port
 from support.tiny import tiny_policy
@@ -13,7 +13,7 @@ from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 @pytest.fixture
 def make_worker() -> Iterator[Callable[..., MegatronPolicyWorker]]:
-    """Builds one-rank workers; the process groups of the last one end with the test."""
+    """Builds one-rank workers; destroys the process groups of the last one when the test ends."""
     built: list[MegatronPolicyWorker] = []
 
     def make(policy: dict[str, Any] | None = None, **arguments: Any) -> MegatronPolicyWorker:
@@ -34,6 +34,6 @@ def make_worker() -> Iterator[Callable[..., MegatronPolicyWorker]]:
 
     yield make
     if built:
-        built[-1].shutdown()  # the others were, when their successors were built
+        built[-1].shutdown()  # each earlier one was shut down when the next was built
         built.clear()
-        gc.collect()  # models are cycles, and each holds 60 threads of gloo's until it is collected
+        gc.collect()  # models are reference cycles; each holds 60 gloo threads until collected

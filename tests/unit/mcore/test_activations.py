@@ -1,4 +1,4 @@
-"""Activation offloading in megatron-core's own layers and schedules; without a GPU, with copies that come late."""
+"""Tests activation offloading in megatron-core's own layers and schedules, without a GPU and with late copies."""
 
 import gc
 import random
@@ -29,7 +29,7 @@ MBS = 2
 
 
 def steps(worker: Any, num_steps: int = 3, *, visit_phases: bool = True) -> list[dict[str, Any]]:
-    """Micro-batches change in number and length from step to step, and log-probs come between."""
+    """Runs steps whose micro-batches change in number and length, with log-probs between them."""
     chance = random.Random(0)
     out = []
     for seed in range(num_steps):
@@ -47,12 +47,12 @@ def steps(worker: Any, num_steps: int = 3, *, visit_phases: bool = True) -> list
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[dict[str, Any]]]:
-    """What runs without offloading report, by what they ran, so that each runs once in this module."""
+    """Holds the reports of runs without offloading, so that each configuration runs once in this module."""
     return {}
 
 
 def plain_steps(make_worker: Any, plain: dict[str, Any], config: dict[str, Any], **megatron: Any) -> Any:
-    """The steps of a run without offloading, kept in `plain`."""
+    """Returns the steps of a run without offloading, cached in `plain`."""
     kind = f"{config['model_type']} {megatron}"
     if kind not in plain:
         plain[kind] = steps(make_worker(tiny_policy(config, **megatron)))
@@ -106,7 +106,7 @@ def test_beside_selective_recomputation(make_worker, late, config, recomputed):
 
 
 def fill_again(output: torch.Tensor, recomputed: torch.Tensor) -> None:
-    """What megatron-core's C++ extension, which is built for CUDA, does without a copy."""
+    """Refills an emptied tensor; megatron-core's C++ extension, built only for CUDA, does this without a copy."""
     storage, full = output.untyped_storage(), recomputed.untyped_storage()
     storage.resize_(full.nbytes())
     storage.copy_(full)
@@ -114,7 +114,7 @@ def fill_again(output: torch.Tensor, recomputed: torch.Tensor) -> None:
 
 @pytest.fixture
 def recomputing(monkeypatch):
-    """Lets megatron-core discard and recompute outputs without Transformer Engine, which is asked about fp8."""
+    """Lets megatron-core discard and recompute outputs without Transformer Engine, which it asks about fp8."""
     no_fp8 = SimpleNamespace(is_fp8_enabled=lambda: False)
     monkeypatch.setattr(checkpoints, "FP8GlobalStateManager", no_fp8, raising=False)
     monkeypatch.setattr(checkpoints, "activation_recompute_forward", lambda **_: nullcontext(), raising=False)
@@ -124,7 +124,7 @@ def recomputing(monkeypatch):
 
 @pytest.mark.parametrize("modules", [["qkv_linear"], ["qkv_linear", "mlp_norm"], DENSE], ids=str)
 def test_a_norm_of_its_own_may_be_recomputed(make_worker, late, recomputing, plain, modules):
-    """`qkv_linear` saves its output, which is emptied before the layer's copies are asked for, and filled again."""
+    """`qkv_linear` saves the norm's output, which is emptied before the layer's copies are requested, and refilled."""
     again = {
         "activation_checkpointing": True,
         "recompute_granularity": "selective",
@@ -135,7 +135,7 @@ def test_a_norm_of_its_own_may_be_recomputed(make_worker, late, recomputing, pla
     assert steps(worker) == want
     report = worker.activations.offloader.report.modules
     assert report["qkv_linear"].moved_bytes > 0
-    norms = [report[name] for name in ("attn_norm", "mlp_norm") if name in report]  # what recomputation starts from
+    norms = [report[name] for name in ("attn_norm", "mlp_norm") if name in report]  # the inputs of the recomputation
     assert all(norm.freed_bytes == norm.moved_bytes > 0 for norm in norms)
 
 
@@ -148,7 +148,7 @@ def test_norms_too(make_worker, late, plain):
 
 
 def with_room(policy: dict[str, Any], nbytes: int = 2**22) -> dict[str, Any]:
-    """The plan knows Transformer Engine's layers, where norms save nothing of their own."""
+    """Sets the host memory limit; the plan is for Transformer Engine's layers, whose norms save nothing extra."""
     policy["activation_offload"] = {"strict": False, "host_memory_limit_gib": nbytes / 2**30}
     return policy
 
@@ -161,7 +161,7 @@ def test_a_limit_of_the_host_memory_is_kept(make_worker, late, plain):
     assert report.total().refused_bytes > 0
     assert got == plain_steps(make_worker, plain, TINY_QWEN3)
     worker.shutdown()
-    assert worker.activations.offloader is None  # closed with its worker
+    assert worker.activations.offloader is None  # the worker closes it
 
 
 def test_a_failed_step_leaves_nothing_in_the_host_memory(make_worker, late):
@@ -223,7 +223,7 @@ def test_a_module_without_effect_is_said_and_strictly_an_error(make_worker, late
     ],
 )
 def test_what_stays_in_all_passes_but_the_first_is_an_error_too(make_worker, late, num_layers, fraction, says):
-    """Though the first step has moved something, or has had no room for it."""
+    """It is an error even if the first step has moved something, or had no room for it."""
     tiny = tiny_policy(TINY_QWEN3 | {"num_hidden_layers": num_layers})
     policy = offloading_activations(tiny, ["core_attn", "attn_proj"], activation_offload_fraction=fraction)
     policy["activation_offload"] = {"strict": True, "host_memory_limit_gib": None}
@@ -232,14 +232,14 @@ def test_what_stays_in_all_passes_but_the_first_is_an_error_too(make_worker, lat
 
 
 def offloading_worker(make_worker: Any, waits: Waits) -> Any:
-    """Its copies are timed as `waits`."""
+    """Makes a worker whose copies are timed by `waits`."""
     worker = make_worker(offloading_activations(tiny_policy(), ATTENTION))
     worker.activations.offloader.copies.waits = waits
     return worker
 
 
 def said_of_waits(worker: Any, caplog: Any, num_steps: int) -> list[list[str]]:
-    """What each step said of a GPU that waited."""
+    """Returns each step's messages about a GPU that waited."""
     said = []
     for _ in range(num_steps):
         caplog.clear()
@@ -249,7 +249,7 @@ def said_of_waits(worker: Any, caplog: Any, num_steps: int) -> list[list[str]]:
 
 
 def test_the_second_step_says_that_the_link_is_the_limit(make_worker, late, caplog, monkeypatch):
-    slow = LinkSpeed(d2h_bytes_per_s=1e4, h2d_bytes_per_s=1e4)  # what moves takes it some seconds
+    slow = LinkSpeed(d2h_bytes_per_s=1e4, h2d_bytes_per_s=1e4)  # copies take some seconds
     monkeypatch.setattr(context, "measure_link", lambda device, arena: slow)
     worker = offloading_worker(make_worker, Waits(0.026, 0.5))
     first, second, third = said_of_waits(worker, caplog, 3)

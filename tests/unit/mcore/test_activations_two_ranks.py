@@ -1,4 +1,4 @@
-"""Activation offloading with several micro-batches in flight, and in every layout of two ranks, on gloo."""
+"""Tests activation offloading with several micro-batches in flight, in every two-rank layout, on gloo."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ ROWS = (8, 12, 4)
 
 
 def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) -> tuple[list[dict[str, Any]], int]:
-    """What the steps report on this rank, and the bytes that the last one moved."""
+    """Returns the reports of the steps on this rank, and the bytes that the last step moved."""
     from support.late_copies import LateCopies
     from support.phases import checksums
 
@@ -65,5 +65,5 @@ def test_numbers_are_those_of_a_plain_run(both, layout):
         assert offloaded == plain, f"rank {rank}"
         moved.append(nbytes)
     assert min(moved) > 0
-    if layout == "pp2, a stage keeps more":  # so the second moves less than it would
+    if layout == "pp2, a stage keeps more":  # so the second stage moves less
         assert moved[1] < both[1]["pp2"][1][1]

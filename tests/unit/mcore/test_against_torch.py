@@ -1,4 +1,4 @@
-"""Gradients and updates are those of plain torch and transformers."""
+"""Tests that gradients and updates equal those of plain torch and transformers."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def nll(model, data) -> torch.Tensor:
 
 
 def twin(worker):
-    """The Hugging Face model with the worker's weights."""
+    """Returns the Hugging Face model with the worker's weights."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(worker.state.bridge.hf_pretrained)
@@ -27,7 +27,7 @@ def test_every_gradient_is_that_of_the_hugging_face_model(make_worker):
     policy = tiny_policy()
     policy["megatron_cfg"]["optimizer"] |= {
         "optimizer": "sgd",
-        "use_distributed_optimizer": False,  # which supports no sgd
+        "use_distributed_optimizer": False,  # it does not support sgd
         "lr": 1.0,
         "min_lr": 1.0,
         "weight_decay": 0.0,
@@ -48,7 +48,7 @@ def test_every_gradient_is_that_of_the_hugging_face_model(make_worker):
     worker.train(data, NLLLoss(), gbs=8, mbs=4)
     after = dict(worker.hf_weights())
     for name, parameter in model.named_parameters():
-        step = before[name] - after[name]  # a step of plain SGD at rate 1 is the gradient
+        step = before[name] - after[name]  # with plain SGD at rate 1 the update is the gradient
         error = float((step - parameter.grad).norm() / parameter.grad.norm())
         assert error < 1e-3, name  # weights near 1 hold their small gradients to 1e-4
 
@@ -73,7 +73,7 @@ def test_adam_with_clipping_takes_the_steps_of_torch(make_worker, distributed):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
         result = worker.train(data, NLLLoss(), gbs=8, mbs=2)
-        assert norm > 1.0  # so that clipping counts
+        assert norm > 1.0  # so that clipping takes effect
         assert result["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
     trained = dict(worker.hf_weights())
     for name, parameter in model.named_parameters():
@@ -85,7 +85,7 @@ def test_experts_compute_what_those_of_the_hugging_face_model_do(make_worker):
     from transformers import AutoModelForCausalLM
 
     worker = make_worker(tiny_policy(TINY_QWEN3_MOE))
-    torch.manual_seed(3)  # the worker's seed: its random weights are this model's
+    torch.manual_seed(3)  # the worker's seed, which also makes this model's random weights
     model = AutoModelForCausalLM.from_config(worker.state.bridge.hf_pretrained)
     data = random_batch(4)
     assert worker.evaluate(data, NLLLoss(), mbs=4)["loss"] == pytest.approx(float(nll(model, data)), rel=1e-5)

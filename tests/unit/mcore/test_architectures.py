@@ -1,4 +1,4 @@
-"""Families and flags that Megatron-Bridge alone computes otherwise than transformers does, or cannot build."""
+"""Tests families and flags that Megatron-Bridge alone computes differently from transformers, or cannot build."""
 
 import copy
 from typing import Any
@@ -105,7 +105,7 @@ def test_megatron_computes_what_transformers_does(family, name, tied):
 
 
 def with_other_norms_and_biases(config: Any) -> dict[str, torch.Tensor]:
-    """Weights of a model by the names of files: those of one dimension are otherwise all 0 or 1."""
+    """Returns weights by their names in files, with random norms and biases, which are otherwise all 1 or 0."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)
@@ -141,7 +141,7 @@ def test_weights_come_back_bit_for_bit_under_their_names(family, name, tied):
         )
         load_weights(bridge, chunks, want)
         got = dict(bridge.export_hf_weights(chunks, show_progress=False))
-    if tied:  # an export of a config alone writes them twice
+    if tied:  # an export without a checkpoint writes them twice
         want["lm_head.weight"] = want["model.embed_tokens.weight"]
     assert set(got) == set(want)
     assert [key for key in want if not torch.equal(got[key], want[key])] == []

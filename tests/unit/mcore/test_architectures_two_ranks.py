@@ -1,6 +1,6 @@
-"""Two ranks compute what one does of models with biases, windows, scaled rotary embeddings and dense layers.
+"""Tests that two ranks compute what one does, for biases, windows, scaled rotary embeddings and dense layers.
 
-That one rank computes what transformers does is held by test_architectures.
+test_architectures checks that one rank computes what transformers does.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def run(model: str, megatron: dict[str, Any], rank: int, world_size: int, port: int) -> dict[str, Any]:
-    """Two steps, then log-probs and the export; data-parallel ranks have shares of the rows."""
+    """Runs two steps, log-probs and the export; data-parallel ranks share the rows."""
     from nemo_offload_rl.algorithms.losses import NLLLoss
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the run hold the state of their step, whatever happens meanwhile."""
+"""Tests that a checkpoint written beside the run holds the state of its step, whatever happens meanwhile."""
 
 import gc
 import os
@@ -35,7 +35,7 @@ def logprobs(worker):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Holds every write of a tensor back until it is set."""
+    """Blocks every tensor write until it is set."""
     gate = threading.Event()
     stream = HashingSaveStrategy.transform_save_stream
 
@@ -55,7 +55,7 @@ def constant(policy):
 
 AFTER = [1, 2]
 """Seeds of steps behind a checkpoint: what the second one reports depends on optimizer state, too."""
-NUM_STEPS = 3  # the second checkpoint is the first with a plan that is reused, the third reuses it again
+NUM_STEPS = 3  # the second checkpoint is the first to reuse a plan, the third reuses it again
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -69,14 +69,14 @@ def test_every_checkpoint_has_the_state_of_its_own_step(make_worker, tmp_path, g
         want.append(logprobs(worker))
         worker.start_checkpoint(str(tmp_path / f"step_{step}"), save_optimizer=True)
         assert not worker.is_checkpoint_written()
-        # Nothing is written yet, and weights and state change; the phases that move neither go on.
+        # Nothing is written yet, and weights and state change; phases that move neither continue.
         worker.prepare_for_training()
         threading.Timer(0.2, gate.set).start()
         after_it = train(worker, [step + 1, step + 2])
         files = worker.finish_checkpoint()
         write_manifest(tmp_path / f"step_{step}", files)
         assert worker.find_damage(str(tmp_path / f"step_{step}"), read_manifest(tmp_path / f"step_{step}")) == []
-        worker.load_checkpoint(str(tmp_path / f"step_{step}"))  # back to the step that was saved
+        worker.load_checkpoint(str(tmp_path / f"step_{step}"))  # back to the saved step
         assert torch.equal(logprobs(worker), want[step])
         assert train(worker, [step + 1, step + 2]) == after_it
         worker.load_checkpoint(str(tmp_path / f"step_{step}"))
@@ -112,7 +112,7 @@ GENERATION = {"backend": "transformers", "temperature": 1.0}
 
 
 def with_state(policy, kind):
-    """A policy whose optimizer state leaves the GPU for a refit (`leaves`), or stays there (`resident`)."""
+    """Returns a policy whose optimizer state moves to the host for a refit (`leaves`), or stays (`resident`)."""
     policy["offload_optimizer_for_refit"] = "leaves" in kind
     if "resident" in kind:
         policy["residency"]["table"] = {"generate": {"params": "keep"}}
@@ -121,7 +121,7 @@ def with_state(policy, kind):
 
 
 def start_and_train_on(worker, folder):
-    """A checkpoint of the state after a step, and a step at once behind its start; returns what tells the states."""
+    """Starts a checkpoint after a step, trains another step at once; returns what identifies both states."""
     train(worker, [0])
     want = logprobs(worker)
     worker.start_checkpoint(str(folder), save_optimizer=True)
@@ -134,7 +134,7 @@ def load_and_train_on(worker, folder):
 
 
 def late_copies(monkeypatch, snapshot_s, state_s):
-    """Make copies for the snapshot late, and those of state that leaves or comes back."""
+    """Delays the snapshot's copies, and copies of optimizer state to and from the host."""
     copy_all = host_snapshot.copy_all
 
     def late(stream, pairs, ready):
@@ -158,7 +158,7 @@ def late_copies(monkeypatch, snapshot_s, state_s):
     monkeypatch.setattr(CopyStream, "copy_all", late_move)
 
 
-# megatron-core reads replicated state when it plans: it is waited for before.
+# megatron-core reads replicated state while it plans, so that state is waited for first.
 KINDS = ["resident", "leaves", "leaves replicated"]
 
 
@@ -247,7 +247,7 @@ def test_state_leaves_behind_a_step_again_once_the_checkpoint_is_finished(make_w
     train(worker, [0])
     worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
     train(worker, [1])
-    assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU  # its host memory may still be read
+    assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU  # the save may still read its host memory
     worker.finish_checkpoint()
     train(worker, [2])
     assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
@@ -260,7 +260,7 @@ def test_the_garbage_collector_stays_as_it_is_while_files_are_written(make_worke
     worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
     assert not worker.is_checkpoint_written()
     assert gc.isenabled()
-    gc.disable()  # as while a graph is captured
+    gc.disable()  # as during the capture of a graph
     try:
         gate.set()
         worker.finish_checkpoint()
@@ -296,10 +296,10 @@ def test_state_that_is_read_on_the_host_is_not_written_over(make_worker, tmp_pat
     train(worker, [0])
     want = logprobs(worker)
     worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
-    later = train(worker, AFTER)  # state comes back and changes: its host memory is only read
+    later = train(worker, AFTER)  # state comes back and changes; its host memory is only read
     assert not worker.is_checkpoint_written()
     left = threading.Thread(target=worker.offload_before_refit)
-    left.start()  # takes it to that host memory again
+    left.start()  # copies state to that host memory again
     left.join(0.3)
     assert left.is_alive() and not worker.is_checkpoint_written()
     gate.set()
@@ -319,18 +319,18 @@ def test_optimizer_state_is_read_from_its_own_host_memory_and_all_else_is_copied
     worker.start_checkpoint(str(tmp_path / "step_1"), save_optimizer=True)
     taken = arena.allocated_bytes - before
     params = sum(parameter.nbytes for parameter in worker.state.model[0].parameters())
-    assert 2 * params <= taken < 2.5 * params  # the model's and the optimizer's; Adam's state would be as much again
+    assert 2 * params <= taken < 2.5 * params  # weights of model and optimizer; Adam's state would be as much again
     worker.finish_checkpoint()
     train(worker, [1])
     worker.start_checkpoint(str(tmp_path / "step_2"), save_optimizer=True)
     worker.finish_checkpoint()
-    assert arena.allocated_bytes - before == taken  # kept for the next one
+    assert arena.allocated_bytes - before == taken  # kept for the next checkpoint
     worker.shutdown()
     assert PinnedArena.live_bytes() == 0
 
 
 def test_a_checkpoint_in_the_phase_of_generation(make_worker, tmp_path, gate):
-    """As after a validation: weights are on the host, where a log-prob pass of the reference weights writes, too."""
+    """Saves as after a validation: weights are on the host, where a log-prob pass of the reference also writes."""
     worker = make_worker(init_reference_model=True)
     train(worker, [0])
     want = logprobs(worker)
@@ -403,7 +403,7 @@ def test_a_worker_that_ends_waits_for_its_writer(make_worker, tmp_path, gate):
     threading.Timer(0.2, gate.set).start()
     worker.shutdown()
     assert PinnedArena.live_bytes() == 0
-    assert not (tmp_path / "policy" / "layout.json").exists()  # it is no checkpoint
+    assert not (tmp_path / "policy" / "layout.json").exists()  # it is not a checkpoint
 
 
 def save_beside_training(rank, world_size, ports):

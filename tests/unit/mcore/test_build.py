@@ -1,4 +1,4 @@
-"""What is built for a rank, and that it goes again."""
+"""Tests that a rank's model and process groups are freed again."""
 
 import gc
 import weakref
@@ -13,7 +13,7 @@ from nemo_offload_rl.mcore.distributed import parallel
 
 
 def test_a_worker_that_has_ended_leaves_no_model_behind():
-    """Its parameters are of fp32, and views of them in the optimizer keep the nodes that know the model."""
+    """Its parameters are fp32, and the optimizer's views of them hold autograd nodes that reference the model."""
     worker = worker_of_rank(tiny_policy(), 0, 1, free_port())
     worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
     held = [weakref.ref(worker.state.model[0]), weakref.ref(worker.state.optimizer)]
@@ -24,7 +24,7 @@ def test_a_worker_that_has_ended_leaves_no_model_behind():
 
 
 def test_groups_that_cannot_all_be_made_are_left_again(make_worker, monkeypatch):
-    """A GPU without memory for the last of them; with more room the process may try again."""
+    """Fails to make the last group, as a GPU without memory does; with more memory the process may try again."""
 
     def no_memory(*_, **__):
         raise torch.OutOfMemoryError

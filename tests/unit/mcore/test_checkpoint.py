@@ -73,14 +73,14 @@ def test_weights_alone_load_into_a_policy_that_does_not_train(make_worker, tmp_p
 
 
 def test_nothing_that_was_saved_is_held_until_the_next_garbage_collection(make_worker, tmp_path, monkeypatch):
-    """Where state is on the host, what is written are views of page-locked memory that is given back later."""
+    """For state on the host, a save writes views of page-locked memory that is freed later."""
     worker = make_worker()
     train(worker, [0])
     written = []
 
     def read(tensor):
         memory = np.empty(max(tensor.nbytes, 1), dtype=np.uint8)
-        written.append(weakref.ref(memory))  # lives as long as any tensor that views it
+        written.append(weakref.ref(memory))  # it lives as long as any tensor that views it
         host = torch.from_numpy(memory)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return host.copy_(tensor.detach())
 
@@ -174,7 +174,7 @@ def test_a_reused_plan_writes_the_state_of_its_own_step(make_worker, tmp_path, m
         calls.clear()
         worker.save_checkpoint(str(tmp_path / f"step_{step}"), save_optimizer=True)
         num_gathers.append(len(calls))
-    assert num_gathers == [2, 2, 1, 1]  # the plan, twice; what was written, always
+    assert num_gathers == [2, 2, 1, 1]  # later saves reuse the plan and gather only what was written
     worker = make_worker(tiny_policy(), seed=99)
     for step in range(4):
         worker.load_checkpoint(str(tmp_path / f"step_{step}"))
@@ -215,7 +215,7 @@ def test_two_ranks_reuse_their_plans(tmp_path, monkeypatch):
 
 
 def save_where_files_are_full(rank, world_size, ports):
-    """Save, with one file after the other on a device that is always full, and at last where none is."""
+    """Saves with one file after another on a device that is always full, and at last with none."""
     root, said = Path(os.environ["SAVE_BELOW"]), {}
     worker = worker_of_rank(tiny_policy(tensor_model_parallel_size=2), rank, world_size, ports[0])
     worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
@@ -228,7 +228,7 @@ def save_where_files_are_full(rank, world_size, ports):
         try:
             worker.save_checkpoint(str(folder), save_optimizer=True)
         except DiskFullError as error:
-            said[name] = re.sub(r", \S+ \S+ free", "", str(error))  # each rank looks for itself, and others write, too
+            said[name] = re.sub(r", \S+ \S+ free", "", str(error))  # each rank reads it itself, while others write
     worker.train(random_batch(4, seed=1), NLLLoss(), gbs=4, mbs=2)
     sums = worker.save_checkpoint(str(root / "policy"), save_optimizer=True)
     logprobs = worker.get_logprobs(random_batch(4), mbs=2)["logprobs"]
@@ -281,7 +281,7 @@ def test_what_cannot_be_read_is_said_in_a_sentence(saved_checkpoint, name, damag
 
 @pytest.fixture(scope="module")
 def saved_checkpoint(tmp_path_factory):
-    """A worker, and a checkpoint of its, to be left as it was found."""
+    """Saves a checkpoint; tests must leave it and its worker unchanged."""
     worker = worker_of_rank(tiny_policy(), 0, 1, free_port())
     folder = tmp_path_factory.mktemp("policy")
     worker.save_checkpoint(str(folder), save_optimizer=True)

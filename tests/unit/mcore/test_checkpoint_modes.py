@@ -1,6 +1,6 @@
-"""A run goes on from a checkpoint however it keeps optimizer state: resident, streamed, or a share of it on the CPU.
+"""Tests that a run resumes between all ways to keep optimizer state: resident, streamed, or partly on the CPU.
 
-test_streamed_state.py and test_cpu_optimizer_checkpoint.py have the pairs that are not here.
+test_streamed_state.py and test_cpu_optimizer_checkpoint.py test the other pairs.
 """
 
 import pytest
@@ -23,7 +23,7 @@ def _late_copies(monkeypatch):
 
 
 def policy_of(way, kind="bfloat16"):
-    """A policy whose optimizer state is resident, streamed, or in the hands of the CPU by a fraction."""
+    """Returns a policy whose optimizer state is resident, streamed, or stepped on the CPU by a fraction."""
     if way == "streamed":
         return streamed.policy_of(kind.replace("float", "fp"))
     return on_cpu.offloading(on_cpu.policy_of(None if way == "resident" else way, kind))
@@ -46,14 +46,14 @@ def test_a_checkpoint_of_one_way_is_trained_on_in_the_others(make_worker, tmp_pa
     saved, want = saved_state(tmp_path / "source"), run_steps(worker, 2, visit_phases=True)
     for way in ways:
         worker = make_worker(policy_of(way, kind), seed=99)
-        run_steps(worker, 1, visit_phases=False)  # whose counts and moments do not stay
+        run_steps(worker, 1, visit_phases=False)  # loading must replace its counts and moments
         worker.load_checkpoint(str(tmp_path / "source"))
         save(worker, tmp_path / str(way))
         assert differing(saved, saved_state(tmp_path / str(way))) == [], way
         got = run_steps(worker, 2, visit_phases=True)
         if isinstance(way, str) == isinstance(source, str):
             assert got == want, way
-        # Gradients are clipped in bf16 on one side; a step count of 0 would make a difference of 0.016.
+        # One side clips gradients in bf16; a step count of 0 would make a difference of 0.016.
         assert [one["loss"] for one in got] == pytest.approx([one["loss"] for one in want], abs=1e-3), way
 
 

@@ -1,4 +1,4 @@
-"""Which stream a worker computes on; test_gpu.py asks a GPU where gradients are added."""
+"""Tests which stream a worker computes on; test_gpu.py checks on a GPU where gradients are added."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"
 @pytest.mark.parametrize(("megatron", "captures"), [({}, False), (GRAPHS, True)], ids=["eager", "graphs"])
 def test_a_worker_asks_for_another_stream_only_for_graphs(make_worker, monkeypatch, megatron, captures):
     class Asked(Exception):
-        """The worker has said what it wants."""
+        """Ends the worker once it has requested its stream."""
 
     def asked(_, **arguments):
         raise Asked(arguments)
@@ -39,7 +39,7 @@ class FakeStream:
 
 @dataclass
 class FakeCuda:
-    """The streams of one thread."""
+    """Replaces torch.cuda's streams for one thread."""
 
     default: FakeStream
     current: FakeStream
@@ -89,7 +89,7 @@ def test_the_default_stream_stays_without_graphs(cuda):
 
 
 def test_each_gradient_is_added_up_by_the_node_that_tells_the_model(make_worker):
-    """Nodes of one parameter exist once; a second one, without the hook, would leave its gradient unseen."""
+    """Each parameter must have one node: a second one, without the hook, would not report its gradient."""
     worker = make_worker()
     [ddp] = worker.state.model
     parameters = list(ddp.module.parameters())

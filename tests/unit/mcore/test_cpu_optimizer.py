@@ -1,4 +1,4 @@
-"""The CPU optimizer under a worker, with every tensor on the CPU; test_gpu_cpu_optimizer.py has a GPU."""
+"""Tests the CPU optimizer under a worker with all tensors on the CPU; test_gpu_cpu_optimizer.py uses a GPU."""
 
 import os
 
@@ -39,7 +39,7 @@ def offloading(policy):
 
 
 def masters(worker):
-    """Each parameter of megatron-core's optimizers with its float32 copies, on the CPU and on the GPU."""
+    """Returns each parameter of megatron-core's optimizers with its float32 copies, on the CPU and on the GPU."""
     for optimizer in cpu_optimizers(worker.state.optimizer):
         for part in optimizer._parts:
             yield from ((entry.param, entry.master.tensor) for entry in part.params)
@@ -84,7 +84,7 @@ def test_every_fp32_copy_equals_a_model_that_was_loaded_from_a_folder(make_worke
     (part,) = worker.state.optimizer.chained_optimizers
     groups = zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
     of_core = [pair for params, found in groups for pair in zip(params, found, strict=True) if pair[1] is not None]
-    assert len(of_core) == (0 if aware else len(pairs))  # megatron-core's own, which stand in for the model in `pairs`
+    assert len(of_core) == (0 if aware else len(pairs))  # megatron-core's own copies; `pairs` has the model's
     assert all(torch.equal(param.view(-1).float(), master) for param, master in of_core)
 
 
@@ -104,7 +104,7 @@ def test_weights_loaded_apart_from_a_step_reach_every_master(make_worker, aware)
 
 
 def test_numbers_are_those_of_the_resident_optimizer_but_for_the_last_bits(make_worker):
-    """The kernels of torch round differently; and with the precision-aware optimizer gradients are clipped in bf16."""
+    """torch's kernels round differently, and the precision-aware optimizer clips gradients in bf16."""
     want = steps(make_worker(policy_of(None)))
     for fraction, aware, tolerance in ((1.0, False, 1e-5), (0.5, True, 1e-3)):
         for one, other in zip(steps(make_worker(policy_of(fraction, aware=aware))), want, strict=True):
@@ -225,7 +225,7 @@ def test_no_gradient_outlives_the_phase_that_made_it(make_worker):
 
 
 def resumed_on_two_ranks(rank, world_size, ports):
-    """Train, save and resume with half of every rank's shards on the CPU, of dense parameters and of experts."""
+    """Trains, saves and resumes with half of each rank's shards on the CPU, of dense parameters and of experts."""
     folder, reports = os.environ["SAVE_BELOW"], []
     for port in ports:
         policy = policy_of(0.5, "moe bfloat16")

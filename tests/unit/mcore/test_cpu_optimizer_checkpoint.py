@@ -1,4 +1,4 @@
-"""Checkpoints of the CPU optimizer: resumed bit by bit, and loaded into every other way to keep the state."""
+"""Tests CPU-optimizer checkpoints: resumed bit by bit, and loaded into every other way to keep the state."""
 
 import pytest
 import torch
@@ -20,12 +20,12 @@ def worker_of(make_worker, way, kind="bfloat16", seed=3):
 
 
 def saved_state(folder):
-    """Weights, masters and moments; not the groups, in which the optimizers differ."""
+    """Returns weights, masters and moments; not the groups, in which the optimizers differ."""
     return {name: data for name, data in checkpoint_entries(folder).items() if "shard_0_1" not in name}
 
 
 def save(worker, folder):
-    # megatron-core pads shards with uninitialised memory, which is filled in this mode.
+    # megatron-core pads shards with uninitialised memory, which this mode fills.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         worker.save_checkpoint(str(folder), save_optimizer=True)
@@ -68,7 +68,7 @@ def test_every_way_loads_the_same_state_from_every_other(make_worker, tmp_path, 
 
 
 def test_remainders_of_masters_are_read(make_worker, tmp_path, monkeypatch):
-    """As the precision-aware Adam of Transformer Engine saves them, which test_gpu_cpu_optimizer.py asks itself."""
+    """Transformer Engine's precision-aware Adam saves masters so; test_gpu_cpu_optimizer.py tests it directly."""
     worker = worker_of(make_worker, "half")
     run_steps(worker, 2, visit_phases=False)
     (optimizer,) = cpu_optimizers(worker.state.optimizer)

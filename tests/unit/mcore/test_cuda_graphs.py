@@ -1,6 +1,6 @@
-"""The driving of CUDA graphs, with megatron-core's real helper and layers.
+"""Tests how CUDA graphs are captured and replayed, with megatron-core's real helper and layers.
 
-Only Transformer Engine's capture, which needs a GPU, is stood in for, by calls of the same layers.
+Only Transformer Engine's capture, which needs a GPU, is replaced by calls of the same layers.
 """
 
 import gc
@@ -32,7 +32,7 @@ WARMUP_STEPS = 2
 
 
 class EagerGraph:
-    """In the place of a graphed layer: takes the inputs that were captured, in their shapes, and computes."""
+    """Replaces a graphed layer: accepts inputs of the captured shapes, and computes eagerly."""
 
     def __init__(self, layer: Any, sample_args: tuple[Any, ...], sample_kwargs: dict[str, Any]) -> None:
         self.layer = layer
@@ -43,7 +43,7 @@ class EagerGraph:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert not self.was_reset
         assert [tensor.shape for tensor in args] == self.shapes
-        mcore_graphs._set_capture_start()  # a mixture of experts ends behind its router then, as when it is captured
+        mcore_graphs._set_capture_start()  # makes a mixture of experts end after its router, as in a capture
         try:
             return self.layer._te_cuda_graph_capture(*args, **{key: kwargs[key] for key in self.keys})
         finally:
@@ -58,7 +58,7 @@ class EagerGraph:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """In the place of Transformer Engine once installed; `asked` has an entry for each capture."""
+    """Installs a replacement of Transformer Engine; `asked` has an entry for each capture."""
     asked: list[dict[str, Any]] = []
 
     def make_graphed_callables(layers, sample_args, *, sample_kwargs, _order, **options):
@@ -84,13 +84,13 @@ def stand_in(monkeypatch):
 
 @pytest.fixture
 def captures(stand_in):
-    """What was asked to be captured, one entry a capture: {'order': ..., 'kwargs': ..., 'options': ...}."""
+    """Returns the requested captures, one entry each: {'order': ..., 'kwargs': ..., 'options': ...}."""
     return stand_in.asked
 
 
 @pytest.fixture
 def graphed(make_worker, stand_in):
-    """Builds a worker of which the layers have been told of graphs, and its `CudaGraphs`."""
+    """Builds a worker whose layers know of graphs, and its `CudaGraphs`."""
 
     def make(modules=("attn", "mlp"), *, hf_config=None, **megatron):
         worker = make_worker(tiny_policy(hf_config, precision="bfloat16", **megatron))
@@ -99,7 +99,7 @@ def graphed(make_worker, stand_in):
         config.cuda_graph_impl = "transformer_engine"
         config.cuda_graph_modules = normalize_cuda_graph_modules(list(modules))[0]
         for module in worker.state.model[0].modules():
-            if isinstance(module, GraphableMegatronModule):  # what it does itself when it is built with graphs
+            if isinstance(module, GraphableMegatronModule):  # as the layer does when it is built with graphs
                 module.cuda_graphs, module.cuda_graph_manual_hooks = [], []
         return worker, CudaGraphs(
             worker.state.model,
@@ -113,7 +113,7 @@ def graphed(make_worker, stand_in):
 
 
 def train(worker, graphs, rows, *, longest=12, seed=0, mbs=2):
-    """One optimizer step within `graphs.step`."""
+    """Trains one optimizer step within `graphs.step`."""
     worker.prepare_for_training()
     data = random_batch(rows, longest=longest, seed=seed)
     counts = step.global_counts(data, worker.device)
@@ -139,7 +139,7 @@ def test_changing_micro_batches_replay_one_capture_and_change_no_number(make_wor
         worker.offload_before_refit()
         worker.offload_after_refit()
         logprobs = worker.get_logprobs(random_batch(4, longest=7), mbs=2)["logprobs"]
-        assert graphs.num_replays == replays[-1]  # of another shape, and eager
+        assert graphs.num_replays == replays[-1]  # another shape runs eagerly
     assert torch.equal(logprobs, want_logprobs)
     assert graphs.num_captures == len(captures) == 1
     assert captures[0]["order"] == [1, -1]
@@ -157,13 +157,13 @@ def test_the_helper_learns_the_number_of_micro_batches_for_the_time_of_the_captu
     worker.state.config.cuda_graph_warmup_steps = WARMUP_STEPS
     for _ in range(WARMUP_STEPS + 1):
         train(worker, graphs, 6)
-    # Ten warm-up passes of a layer, of which two steps of three micro-batches have made six.
+    # A layer has ten warm-up passes; two steps of three micro-batches have made six of them.
     assert captures[0]["options"]["num_warmup_iters"] == 4
     assert mcore_graphs.get_num_microbatches() == 1
 
 
 def test_a_dispatcher_gets_the_captured_shapes_back():
-    """Of what a captured preparation leaves behind, replays set the tensors alone."""
+    """Of the results of a captured preparation, replays set only the tensors."""
     dispatcher = types.SimpleNamespace(
         cudagraph_attrs=["hidden_shape", "num_out_tokens", "probs", "shared_experts.gate_score"],
         valid_cudagraph_attrs=["probs"],
@@ -199,7 +199,7 @@ def test_another_shape_is_captured_again_and_said(graphed, captures, caplog):
 
 def test_slower_replays_than_eager_steps_are_said_once(graphed, caplog):
     worker, graphs = graphed()
-    # The second eager step, and the second to fifth replay, begin to end; the pace of no other step is asked for.
+    # The second eager step and the second to fifth replays are timed from begin to end; other steps are not timed.
     graphs._speed_check._mark = iter([At(seconds) for seconds in (0, 1.0, 2, 4.0, 5, 6.5, 7, 9.0, 10, 12.0)]).__next__
     for _ in range(WARMUP_STEPS + 1 + 4 + 2):
         train(worker, graphs, 4)
@@ -207,7 +207,7 @@ def test_slower_replays_than_eager_steps_are_said_once(graphed, caplog):
 
 
 class Witness(NoObserver):
-    """Notes what it is told of captures."""
+    """Records what it is told about captures."""
 
     def __init__(self):
         self.told = []
@@ -240,7 +240,7 @@ def test_who_copies_inside_of_graphs_is_told_of_captures_replays_and_deletion(gr
 
 
 class NoRecords(FineGrainedActivationOffloadingInterface):
-    """Without streams to record on."""
+    """Does nothing when the layer records, since there are no streams."""
 
     @staticmethod
     def forward_record():
@@ -270,7 +270,7 @@ def test_a_capture_that_fails_half_way_leaves_no_capture_under_way(graphed, monk
     worker, graphs = graphed()
 
     def fail(*_, **__):
-        gc.disable()  # as beside torch.cuda.graph
+        gc.disable()  # as torch.cuda.graph does
         assert mcore_graphs.is_graph_capturing()
         raise RuntimeError("out of memory")
 
@@ -288,7 +288,7 @@ def test_a_capture_that_fails_half_way_leaves_no_capture_under_way(graphed, monk
 
 
 def test_a_step_that_fails_behind_a_routers_replay_changes_no_later_pass(make_worker, stand_in, graphed, monkeypatch):
-    """megatron-core's layer keeps what its router gave until its experts are done, and passes ask for that first."""
+    """megatron-core's layer keeps its router's output until its experts are done, and the next pass reads it first."""
     worker, graphs = graphed(["moe_router"], hf_config=TINY_QWEN3_MOE)
     for seed in range(WARMUP_STEPS + 1):
         train(worker, graphs, 4, seed=seed)
@@ -402,7 +402,7 @@ def test_expandable_segments_need_unregistered_buffers(name):
 
 
 class Stage:
-    """What the schedules ask a pipeline communicator."""
+    """Answers what the schedules ask a pipeline communicator."""
 
     def __init__(self, stage: int, stages: int, virtual_stages: int) -> None:
         self.pp_group = types.SimpleNamespace(size=lambda: stages, rank=lambda: stage)
@@ -410,7 +410,7 @@ class Stage:
 
 
 def passes(num_microbatches, stage, stages, virtual_stages):
-    """Forward (+) and backward (-) passes in the order of the schedule: (sign, chunk, micro-batch)."""
+    """Returns forward (+) and backward (-) passes in the order of the schedule: (sign, chunk, micro-batch)."""
     where = Stage(stage, stages, virtual_stages)
     warmup = get_pp_rank_microbatches(num_microbatches, virtual_stages, stages, p2p_communicator=where)[2]
     table = get_schedule_table(num_microbatches, virtual_stages, stages)

@@ -1,4 +1,4 @@
-"""What a user reads, and what stays behind, where offloading activations fails: without a GPU."""
+"""Tests the user's message, and the state left behind, when activation offloading fails; without a GPU."""
 
 import gc
 
@@ -19,7 +19,7 @@ class DriverError(RuntimeError):
 
 
 class Failing(LateCopies):
-    """From the third request on."""
+    """Fails from the third request on."""
 
     def out(self, spans, after):
         if self.num_out > 2:
@@ -41,7 +41,7 @@ def test_no_room_for_streams_is_what_is_said(make_worker, monkeypatch):
     before = activation_offload.CheckpointWithoutOutput.checkpoint
     with pytest.raises(DriverError):
         make_worker(offloading_activations(tiny_policy(), MODULES))
-    gc.collect()  # frames of the error view the memory
+    gc.collect()  # the error's frames hold views of the memory
     assert PinnedArena.live_bytes() == 0
     assert not isinstance(PipelineOffloadManager.OFFLOAD_MGR, activation_offload.ActivationOffloader)
     assert activation_offload.CheckpointWithoutOutput.checkpoint is before

@@ -33,7 +33,7 @@ def test_an_export_loads_in_transformers_and_trains_on_from_there(make_worker, t
 
 
 class Loaded:
-    """Takes weights and keeps them."""
+    """Receives weights and keeps them."""
 
     def load_weights(self, named_tensors) -> None:
         self.weights = {name: tensor.clone() for name, tensor in named_tensors}

@@ -1,4 +1,4 @@
-"""A step that fails or is skipped leaves nothing: no activations, no hooks, and routers' biases as they were."""
+"""Tests that a failed or skipped step leaves no activations and no hooks, and restores the routers' biases."""
 
 import gc
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def failing_backward(logprobs: torch.Tensor, data: Any, counts: Any) -> Any:
 
 
 def fail(worker: Any, where: str) -> None:
-    """A step of two micro-batches fails in the loss function, in its backward pass, or in a part of the third layer."""
+    """Fails a step of two micro-batches in the loss, in its backward pass, or in a part of the third layer."""
     loss = {"loss": failing, "backward": failing_backward}.get(where, NLLLoss())
     layer: Any = modules_of(worker, TransformerLayer)[2]
     part = {"attention": layer.self_attention, "mlp": layer.mlp, "experts": getattr(layer.mlp, "experts", None)}
@@ -49,7 +49,7 @@ def fail(worker: Any, where: str) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Any]:
-    """What runs without a failure have given, by what they ran, so that each runs once in this module."""
+    """Holds results of runs without a failure, so that each configuration runs once in this module."""
     return {}
 
 
@@ -65,7 +65,7 @@ def undisturbed() -> dict[str, Any]:
         (TINY_QWEN3_MOE, "experts", {}, True),
         (TINY_QWEN3_MOE, "experts", ALL_GATHER, True),
         (TINY_QWEN3_MOE, "loss", ALL_GATHER, True),
-        # Without offloading only what Megatron saves itself can stay: each place of a failure once.
+        # Without offloading only Megatron's own saved tensors could stay: each place of a failure once.
         (TINY_QWEN3, "attention", {}, False),
         (TINY_QWEN3_MOE, "mlp", ALL_GATHER, False),
         (TINY_QWEN3_MOE, "loss", ALL_GATHER, False),
@@ -116,7 +116,7 @@ def test_a_failed_step_leaves_no_activation_alive(
 
 @pytest.mark.parametrize("num_before", [0, 1])
 def test_a_failed_reduction_of_gradients_does_not_spoil_the_next(make_worker, num_before):
-    """It fails between two buckets; in the first backward pass megatron-core also counts the gradients of each."""
+    """Fails between two buckets; in the first backward pass megatron-core also counts the gradients of each."""
     ddp = {
         "grad_reduce_in_fp32": False,
         "overlap_grad_reduce": True,
@@ -143,7 +143,7 @@ def test_a_failed_reduction_of_gradients_does_not_spoil_the_next(make_worker, nu
 
 
 def test_shared_experts_beside_the_exchange_of_tokens_begin_anew():
-    """Their parts follow each other, or are refused; the overlap itself needs a GPU."""
+    """The parts of shared experts must run in order, or are refused; the overlap itself needs a GPU."""
     experts = SharedExpertMLP.__new__(SharedExpertMLP)
     torch.nn.Module.__init__(experts)
     experts.config = SimpleNamespace(moe_shared_expert_overlap=True)
@@ -155,7 +155,7 @@ def test_shared_experts_beside_the_exchange_of_tokens_begin_anew():
 
 
 def balance(worker: Any, by: str) -> None:
-    """Give its routers what those of other families are built with; none of those has a tiny model for a CPU."""
+    """Gives routers the balancing of other families; none of those has a tiny model for a CPU."""
     config = worker.state.config
     buffers = {"expert_bias": torch.zeros(4), "local_tokens_per_expert": torch.zeros(4)}
     if by == "quantiles":

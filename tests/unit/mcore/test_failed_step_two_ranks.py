@@ -1,4 +1,4 @@
-"""Steps that fail while forward passes gather parameters, on two gloo ranks."""
+"""Tests steps that fail while forward passes gather parameters, on two gloo ranks."""
 
 import signal
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def worker_that(gathers: bool, rank: int, world_size: int, port: int) -> Any:
 
 
 def error_on_one_rank(rank: int, world_size: int, ports: list[int]) -> list[str]:
-    """What each of two calls raises, where the loss fails on rank 1 alone, the first time between two micro-batches."""
+    """Returns what each of two calls raises if the loss fails on rank 1 alone, the first time between micro-batches."""
     from nemo_offload_rl.algorithms.losses import NLLLoss
 
     worker = worker_that(True, rank, world_size, ports[0])
@@ -33,10 +33,10 @@ def error_on_one_rank(rank: int, world_size: int, ports: list[int]) -> list[str]
             raise ZeroDivisionError("of rank 1")
         return NLLLoss()(logprobs, data, counts)
 
-    signal.alarm(TIMEOUT_S)  # kills this process, where an exception would not end a wait for another rank
+    signal.alarm(TIMEOUT_S)  # kills this process, because an exception would not end a wait for another rank
     try:
         worker.train(random_batch(4, seed=rank), loss, gbs=8, mbs=2)
-    except Exception as error:  # noqa: BLE001  (rank 0 learns that rank 1 has left, in words of gloo)
+    except Exception as error:  # noqa: BLE001  (rank 0 gets gloo's message that rank 1 has gone)
         signal.alarm(0)
         hooks = [len(chunk.remove_forward_pre_hook_handles) for chunk in worker.state.model]
         return [type(error).__name__, *map(str, hooks)]
@@ -80,7 +80,7 @@ def saved(worker: Any) -> Any:
     from nemo_offload_rl.mcore.checkpoint import checkpoint
 
     out: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:  # it starts a process to write, which processes of tests may not do
+    with pytest.MonkeyPatch.context() as patch:  # saving starts a writer process, which a daemon process may not
         patch.setattr(checkpoint, "save", lambda *_, **__: out.append(checksums(worker)))
         worker.save_checkpoint("", save_optimizer=True)
     return out
@@ -96,13 +96,13 @@ VERBS: dict[str, Callable[[Any], Any]] = {
 
 
 def behind_an_error(verb: str, rank: int, world_size: int, port: int, *, gathers: bool) -> Any:
-    """What a verb gives where the last `train` has failed on both ranks, between a step and the next forward pass."""
+    """Returns the result of a verb after `train` has failed on both ranks, between a step and the next forward pass."""
     from nemo_offload_rl.algorithms.losses import NLLLoss
 
     worker = worker_that(gathers, rank, world_size, port)
     data = random_batch(8, longest=40, seed=rank)
     data["input_lengths"][:4] = data["input_lengths"][:4].clamp(max=12)
-    data["input_lengths"][4] = 40  # the second global batch has a row longer than max_total_sequence_length 32
+    data["input_lengths"][4] = 40  # a row of the second global batch exceeds max_total_sequence_length 32
     with pytest.raises(ValueError, match="40"):
         worker.train(data, NLLLoss(), gbs=8, mbs=2)
     out = VERBS[verb](worker)

@@ -1,4 +1,4 @@
-"""The same worker on a CUDA GPU, with Transformer Engine and deterministic kernels: numbers compare exactly."""
+"""Tests the worker on a CUDA GPU, with Transformer Engine and deterministic kernels: numbers compare exactly."""
 
 import os
 
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
 ]
 
-# Large enough for cuDNN's fused attention, and for memory to be seen leaving.
+# Large enough for cuDNN's fused attention, and for freed memory to show.
 GPU_QWEN3 = TINY_QWEN3 | {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
 
 
@@ -67,7 +67,7 @@ def test_packed_losses_are_the_unpacked_ones(make_worker):
     for a, b in zip(got_steps, want_steps, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=5e-3)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-2)
-    # 8 rows of micro-batches of 2 are 4; packed rows of 48 tokens hold what fits.
+    # 8 rows are 4 micro-batches of 2; packed rows of 48 tokens hold as many as fit.
     assert got_steps[0]["num_microbatches"] != want_steps[0]["num_microbatches"]
 
 
@@ -89,7 +89,7 @@ def test_packed_pairs_have_the_loss_and_gradient_of_padded_ones(make_worker):
 
 
 def test_memory_of_dpo_steps_does_not_grow_behind_the_first(make_worker):
-    """NeMo-RL #2859: its second step ran out of memory, since the first had made the optimizer's state."""
+    """NeMo-RL #2859: its second step ran out of memory, since the first had created the optimizer's state."""
     worker = make_worker(gpu_policy(), init_reference_model=True, group_size=2)
     batch = random_batch(8).in_groups(2)
     peaks = []
@@ -122,7 +122,7 @@ def test_overlapped_reduction_and_gather_change_no_number(make_worker):
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_gradients_are_added_where_they_are_computed(make_worker, graphs):
-    """On a stream of their own they would slow copies of activations (docs/decisions/activation-manager.md)."""
+    """On another stream they would slow copies of activations (docs/decisions/activation-manager.md)."""
     megatron = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]} if graphs else {}
     worker = make_worker(gpu_policy(**megatron))
     default, streams = torch.cuda.default_stream(), set()

@@ -1,4 +1,4 @@
-"""Activation offloading on a CUDA GPU: numbers compare exactly, and copies that come late show a missing wait."""
+"""Tests activation offloading on a CUDA GPU: numbers compare exactly, and late copies show a missing wait."""
 
 import os
 import random
@@ -57,7 +57,7 @@ def policy_of(model: str, *, packed: bool = False, **megatron: Any) -> dict[str,
 
 
 def steps(worker: Any, num_steps: int = NUM_STEPS, *, visit_phases: bool = False) -> list[dict[str, Any]]:
-    """Loss, gradient norm and parameters of each step; micro-batches change in number and length."""
+    """Returns loss, gradient norm and parameters of each step; micro-batches change in number and length."""
     chance = random.Random(0)
     out = []
     for seed in range(num_steps):
@@ -105,7 +105,7 @@ def test_ten_steps_are_bit_equal_to_a_plain_run(make_worker, monkeypatch, plain,
 
 @pytest.mark.parametrize("recomputed", [[], ["layernorm", "moe_act"]], ids=str)
 def test_norms_of_their_own_may_be_recomputed(make_worker, monkeypatch, recomputed):
-    """What `qkv_linear` saves is then emptied right behind it, and filled again: it must stay where it is."""
+    """Recomputation empties what `qkv_linear` saves and refills it later, so it must stay on the GPU."""
     again = {
         "activation_checkpointing": bool(recomputed),
         "recompute_granularity": "selective",
@@ -119,12 +119,12 @@ def test_norms_of_their_own_may_be_recomputed(make_worker, monkeypatch, recomput
     assert steps(worker, 4) == want
     modules = worker.activations.offloader.report.modules
     assert min(modules[name].moved_bytes for name in ("qkv_linear", "core_attn")) > 0
-    for name in ("attn_norm", "mlp_norm", "moe_act"):  # what recomputation starts from
+    for name in ("attn_norm", "mlp_norm", "moe_act"):  # the inputs of the recomputation
         assert modules[name].freed_bytes == modules[name].moved_bytes > 0
 
 
 def test_a_gpu_that_waits_for_copies_is_said_once(make_worker, monkeypatch, caplog):
-    """With every copy late; the step that is timed computes what the others do."""
+    """Delays every copy; the timed step computes what the others do."""
     want = steps(make_worker(policy_of("dense")), 3)
     worker = make_worker(offloading_activations(policy_of("dense"), ATTENTION))
     delay_moves(monkeypatch, seconds=0.003)
@@ -147,7 +147,7 @@ def test_a_gpu_that_waits_for_copies_is_said_once(make_worker, monkeypatch, capl
 
 
 def delayed_copies(monkeypatch: Any, seconds: float) -> None:
-    """What torch copies on a side stream comes late, as megatron-core's manager has it do; ours, too."""
+    """Delays torch's copies on side streams, as megatron-core's manager makes them, and ours."""
     delay_moves(monkeypatch, seconds)
     copy = torch.Tensor.copy_
     main = torch.cuda.current_stream()
@@ -161,7 +161,7 @@ def delayed_copies(monkeypatch: Any, seconds: float) -> None:
 
 
 def test_late_copies_show_in_the_manager_of_megatron_core(make_worker, monkeypatch):
-    """The same delays, the same model: ours computes what a plain run does, and the other one does not."""
+    """With the same delays and the same model, ours computes what a plain run does; megatron-core's does not."""
     want = steps(make_worker(policy_of("dense")), 3)
     worker = make_worker(offloading_activations(policy_of("dense"), ATTENTION))
     delayed_copies(monkeypatch, 0.005)
@@ -175,9 +175,9 @@ def test_late_copies_show_in_the_manager_of_megatron_core(make_worker, monkeypat
 
 
 def test_a_missing_wait_would_show(make_worker, monkeypatch):
-    """Activations that come back are used at once, and gradients are wrong, or not finite."""
+    """Activations would be read too early, and gradients are wrong or not finite."""
     want = steps(make_worker(policy_of("dense")), 2)
-    # Attention's offsets and seeds stay: a kernel that reads garbage there may end the process.
+    # Attention's offsets and seeds stay: a kernel that reads garbage from them may kill the process.
     worker = make_worker(offloading_activations(policy_of("dense"), ATTENTION, min_offloaded_tensor_size=2**14))
     delay_moves(monkeypatch, seconds=0.01)
     monkeypatch.setattr(worker.activations.offloader.copies, "wait", lambda handle: None)

@@ -1,4 +1,4 @@
-"""The CPU optimizer on a CUDA GPU: copies that are late, and checkpoints between all ways to keep the state."""
+"""Tests the CPU optimizer on a CUDA GPU: late copies, and checkpoints between all ways to keep the state."""
 
 import os
 
@@ -55,7 +55,7 @@ def offloading(policy, *, verify=True):
 
 
 def masters(worker):
-    """The float32 master of each parameter, by the bits that its optimizer keeps; in the order of its groups."""
+    """Returns each parameter's float32 master, from the bits that its optimizer keeps; in the order of its groups."""
     found = []
     for part in worker.state.optimizer.chained_optimizers:
         for param in (param for group in part.optimizer.param_groups for param in group["params"]):
@@ -68,7 +68,7 @@ def masters(worker):
 @pytest.mark.parametrize("kind", ["", "moe"])
 @pytest.mark.parametrize("way", ["half", "whole", "half, masters on the GPU"])
 def test_late_copies_and_phases_change_no_number(make_worker, monkeypatch, way, kind):
-    """Late gradients would be of the step before; late parameters would show in the next step."""
+    """Late gradients would be the step before's; late parameters would show in the next step."""
     plain = run_steps(make_worker(policy_of(way, kind)), 6, visit_phases=False)
     assert run_steps(make_worker(policy_of(way, kind, overlap=False)), 6, visit_phases=False) == plain
     monkeypatch.setattr("nemo_offload_rl.mcore.optimizer.cpu_optimizer._PART", 100_000)
@@ -146,7 +146,7 @@ def test_every_way_loads_the_same_masters_from_every_other(make_worker, tmp_path
         worker.load_checkpoint(str(tmp_path / "policy"))
         got = masters(worker)
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True)), way
-        # Only Transformer Engine rounds halves up: parameters may differ in those alone.
+        # Only Transformer Engine rounds halves up, so parameters may differ only in those.
         assert "precision_aware" in (way, source) or checksums(worker) == bits
         losses[way] = run_steps(worker, 2, visit_phases=False)[-1]["loss"]
     assert max(losses.values()) - min(losses.values()) < 0.05, losses

@@ -1,4 +1,4 @@
-"""CUDA graphs of Transformer Engine in training steps on a GPU: numbers compare exactly, and replays are counted."""
+"""Tests Transformer Engine's CUDA graphs in training steps on a GPU: equal numbers, and counted replays."""
 
 import gc
 import os
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
 ]
 
-LONGEST = 128  # at lengths that are no multiple of it, graphs of attention have another kernel than eager passes
+LONGEST = 128  # at lengths that are no multiple of 128, captured attention uses another kernel than eager passes
 LAYERS = 4
 MBS = 2
 WARMUP_STEPS = 2
@@ -36,7 +36,7 @@ SCOPES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "moe router": ("moe", ["moe_router"], {}),
     "moe attn+moe_router": ("moe", ["attn", "moe_router"], {}),
     "moe attn+moe_router+moe_preprocess": ("moe", ["attn", "moe_router", "moe_preprocess"], {}),
-    # The loss is scaled by the number of micro-batches, which the graph has to read anew.
+    # The loss is scaled by the number of micro-batches, which the graph must read in each replay.
     "moe aux_loss attn+moe_router": ("moe", ["attn", "moe_router"], AUX_LOSS),
 }
 OVERLAP = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -50,7 +50,7 @@ def _deterministic():
 def policy_of(
     kind: str, modules: list[str] | None, *, packed_row: int | None = None, **megatron: Any
 ) -> dict[str, Any]:
-    """A policy whose batches are padded to LONGEST with and without graphs; `modules` None is without."""
+    """Returns a policy whose batches are padded to LONGEST with and without graphs; `modules` None captures nothing."""
     graphs = {"cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_warmup_steps": WARMUP_STEPS}
     if modules is not None:
         graphs |= {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": modules}
@@ -76,7 +76,7 @@ def policy_of(
 
 
 def train_step(worker: Any, rows: int, seed: int) -> dict[str, Any]:
-    """One step over rows of which one is LONGEST, and the checksums after it; without the count of replays."""
+    """Trains a step in which one row has LONGEST tokens; returns report and checksums, without the replay count."""
     report: dict[str, Any] = worker.train(random_batch(rows, longest=LONGEST, seed=seed), NLLLoss(), gbs=rows, mbs=MBS)
     report["metrics"].pop("num_graph_replays", None)
     report["checksums"] = checksums(worker)
@@ -84,7 +84,7 @@ def train_step(worker: Any, rows: int, seed: int) -> dict[str, Any]:
 
 
 def run_steps(worker: Any, *, visit_phases: bool, rows: tuple[int, ...] = ROWS) -> list[dict[str, Any]]:
-    """Reports of a step each, with log-probs of other shapes and, if wanted, all phases after each."""
+    """Returns a report per step, with log-probs of other shapes and, if wanted, all phases after each."""
     reports = []
     for seed, count in enumerate(rows):
         report = train_step(worker, count, seed)
@@ -115,7 +115,7 @@ def test_ten_steps_are_bit_equal_to_eager_ones(make_worker, monkeypatch, scope):
 
 ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
 EXPERTS = ["expert_fc1", "moe_act"]
-# What is captured, what is offloaded, and of that what lies inside of a graph.
+# The captured modules, the offloaded ones, and which of those are inside a graph.
 OFFLOADED: dict[str, tuple[str, list[str], list[str], list[str], dict[str, Any]]] = {
     "attn": ("dense", ["attn"], ATTENTION, ATTENTION, {}),
     "attn, half": ("dense", ["attn"], ATTENTION, ATTENTION, {"activation_offload_fraction": 0.5}),
@@ -132,7 +132,7 @@ def test_ten_offloaded_steps_are_bit_equal_to_eager_plain_ones(make_worker, monk
     plain = run_steps(make_worker(policy_of(kind, None, moe_grouped_gemm=True)), visit_phases=False)
     policy = policy_of(kind, captured, moe_grouped_gemm=True)
     worker = make_worker(offloading_activations(policy, modules, mbs=MBS, gbs=12, **megatron))
-    delay_moves(monkeypatch, seconds=0.002)  # the copies inside of graphs are as late in each replay
+    delay_moves(monkeypatch, seconds=0.002)  # copies inside graphs are delayed in each replay, too
     assert run_steps(worker, visit_phases=True) == plain
     assert worker.graphs.num_captures == 1
     report = worker.activations.offloader.report
@@ -162,7 +162,7 @@ def test_overlapped_reduction_and_gather_change_no_number(make_worker):
 
 
 def test_streamed_optimizer_state_changes_no_number(make_worker, monkeypatch):
-    """Updates that are late, or a window whose address a graph holds, would show."""
+    """Late updates would show, and so would a window whose address a graph holds."""
     plain = run_steps(make_worker(policy_of("dense", None)), visit_phases=False)
     policy = policy_of("dense", ["attn", "mlp"]) | {"offload_optimizer_for_refit": True}
     policy["residency"] |= {"table": {"train": {"optimizer_state": "streamed"}}, "stream_window_mib": 8}
@@ -244,13 +244,13 @@ LAYOUTS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     ),
     "ep2": ("moe", ["attn", "moe_router"], {"expert_model_parallel_size": 2}),
 }
-# One capture is enough where a shorter step replays a part of it; then it is captured again for the longest.
+# One capture is enough if a shorter step replays a part of it; it is captured again for a longer one.
 LAYOUT_ROWS = (8, 8, 8, 4, 16, 12, 8, 16)
 NUM_CAPTURES = {"dp2": 1, "tp2": 1, "pp2": 2, "pp2_vpp2": 6, "ep2": 1}
 
 
 def run_layout(layout: str, rank: int, world_size: int, port: int, *, graphs: bool) -> tuple[list[Any], list[int], int]:
-    """Steps on one of two ranks: what they report, the replays in each, and the number of captures."""
+    """Runs steps on one of two ranks; returns their reports, the replays in each, and the number of captures."""
 
     kind, modules, overrides = LAYOUTS[layout]
     worker = worker_of_rank(policy_of(kind, modules if graphs else None, **overrides), rank, world_size, port)
@@ -275,7 +275,7 @@ def run_layout(layout: str, rank: int, world_size: int, port: int, *, graphs: bo
 
 
 def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, tuple[Any, Any]]:
-    """For each layout the eager run and the one with graphs."""
+    """Runs each layout eagerly and with graphs."""
     return off_and_on(LAYOUTS, ports, lambda layout, port, on: run_layout(layout, rank, world_size, port, graphs=on))
 
 

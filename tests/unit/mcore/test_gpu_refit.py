@@ -1,4 +1,4 @@
-"""A policy's export replayed from CUDA graphs, through GPU memory that another process maps, is a fresh one."""
+"""Tests that a policy's export replayed from CUDA graphs, in memory mapped by another process, equals a new one."""
 
 import itertools
 
@@ -51,7 +51,7 @@ def test_replays_bring_what_a_fresh_export_has_after_every_phase(make_worker, en
         seen.append(expected)
         worker.offload_after_refit()
     assert all(one != other for one, other in itertools.pairwise(seen))
-    worker.prepare_refit_info(transport)  # gives the graphs back
+    worker.prepare_refit_info(transport)  # frees the graphs
     assert look(engine)["num_senders"] == 0
 
 

@@ -1,4 +1,4 @@
-"""The residency engine on a CUDA GPU: numbers compare exactly, and the driver's books say what left."""
+"""Tests the residency engine on a CUDA GPU: equal numbers, and memory that the driver counts as free."""
 
 import os
 
@@ -39,7 +39,7 @@ def offloading(policy, *, pinned=True, verify=False):
 def policy_of(kind, monkeypatch):
     policy = tiny_policy((TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3) | SHAPE, "bfloat16")
     policy["megatron_cfg"]["optimizer"]["use_precision_aware_optimizer"] = "precision_aware" in kind
-    if "early" in kind:  # a refit follows each training, whose end state leaves from
+    if "early" in kind:  # a refit follows each training, and state is offloaded from the end of the training
         policy["generation"] = {"backend": "transformers", "temperature": 1.0}
     if "torch_adamw" in kind:
         monkeypatch.setattr(megatron.core.optimizer, "Adam", torch.optim.AdamW)
@@ -177,7 +177,7 @@ def test_a_worker_gives_all_its_memory_back(make_worker, monkeypatch):
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
 
-    # The first life loads kernels and takes workspaces, which stay with the process.
+    # The first worker loads kernels and allocates workspaces, which the process keeps.
     first = free_after_a_life()
     assert first - free_after_a_life() < 64 * MIB
     make_worker()

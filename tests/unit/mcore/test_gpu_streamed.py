@@ -1,4 +1,4 @@
-"""Streamed optimizer state on a CUDA GPU: numbers compare exactly, and the GPU holds no more of it than the window."""
+"""Tests streamed optimizer state on a CUDA GPU: equal numbers, and no more GPU memory than the window."""
 
 import os
 
@@ -52,7 +52,7 @@ def state_of(worker):
 
 
 def delay(stream, monkeypatch, *, seconds):
-    """Make each group of copies on one stream start late."""
+    """Makes each group of copies on one stream start late."""
     copy_all = stream.copy_all
 
     def late(pairs):
@@ -90,7 +90,7 @@ def test_a_missing_wait_would_show(make_worker, monkeypatch, missing):
     plain = run_steps(make_worker(policy_of("fused_adam", monkeypatch, streamed=False)), 3, visit_phases=False)
     worker = make_worker(policy_of("fused_adam", monkeypatch))
     copies = state_of(worker).window.copies
-    if missing == "departure":  # chunks come into slots that others have not left
+    if missing == "departure":  # chunks arrive in slots whose contents have not been copied out yet
         monkeypatch.setattr(copies.back, "follow", lambda mark: None)
         delay(copies.out, monkeypatch, seconds=0.2)
     else:
@@ -108,7 +108,7 @@ def test_a_missing_wait_would_show(make_worker, monkeypatch, missing):
 
 @pytest.mark.whole_gpu
 def test_the_gpu_never_holds_more_of_it_than_the_window(make_worker, monkeypatch):
-    """Neither when the optimizer is built, nor when its state is made, nor in a step."""
+    """Checks the build of the optimizer, the creation of its state, and a step."""
 
     def peak_beside(streamed):
         torch.cuda.reset_peak_memory_stats()
@@ -126,7 +126,7 @@ def test_the_gpu_never_holds_more_of_it_than_the_window(make_worker, monkeypatch
     assert sizes[Target.OPTIMIZER_STATE] == WINDOW_MIB * MIB
     inner = worker.state.optimizer.chained_optimizers[0].optimizer
     assert all(has_no_memory(value) for state in inner.state.values() for value in state.values() if value.dim())
-    # Params and gradients may be there twice for a moment, as they move into ranges.
+    # Params and gradients may exist twice for a moment, as they move into ranges.
     assert peak < 2.2 * (sizes[Target.PARAMS] + sizes[Target.GRADS]) + resident_sizes[Target.OPTIMIZER_STATE] / 2
     before = torch.cuda.mem_get_info()[0]
     worker.offload_after_refit()
@@ -136,7 +136,7 @@ def test_the_gpu_never_holds_more_of_it_than_the_window(make_worker, monkeypatch
 
 @pytest.mark.parametrize("kind", ["fused_adam", "precision_aware", "undistributed"])
 def test_checkpoints_are_those_of_resident_state_and_load_either_way(make_worker, monkeypatch, tmp_path, kind):
-    torch.use_deterministic_algorithms(True, warn_only=True)  # megatron-core pads shards with uninitialised memory
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills megatron-core's uninitialised padding of shards
     try:
         worker = make_worker(policy_of(kind, monkeypatch, streamed=False))
         run_steps(worker, 2, visit_phases=False)

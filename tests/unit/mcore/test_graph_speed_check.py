@@ -1,4 +1,4 @@
-"""How replayed training steps are compared with eager ones, with events of plain numbers."""
+"""Tests how replayed training steps are compared with eager ones, with events of plain numbers."""
 
 import logging
 
@@ -12,7 +12,7 @@ SHAPE, OTHER = (4, 2, 128), (3, 2, 128)
 
 
 class Training:
-    """Steps of known lengths, and what is said of them."""
+    """Runs steps of known lengths through the check."""
 
     def __init__(self) -> None:
         self.now = 10.0
@@ -41,7 +41,7 @@ def training(caplog) -> Training:
 def test_slower_replays_are_said_once(training, caplog):
     training.eager(9.0, 2.0, 1.0, 3.0)
     training.replayed(9.0, 1.5, 1.25, 1.5)
-    assert caplog.messages == []  # the third has not been read
+    assert caplog.messages == []  # the third step's events have not been read
     training.replayed(1.5)
     assert caplog.messages == [slower_than_eager(1.25, 1.0, ["attn", "mlp"], copies_inside=False)]
     num_marks = len(training.events)
@@ -56,13 +56,13 @@ def test_replays_that_are_slower_by_less_than_a_tenth_are_not_said(training, cap
     training.eager(9.0, 1.0)
     training.replayed(9.0, 1.5, fastest, 1.5, 1.5)
     num_marks = len(training.events)
-    training.replayed(*[5.0] * 5)  # after three nothing is compared any more
+    training.replayed(*[5.0] * 5)  # after three steps the comparison ends
     assert caplog.messages == []
     assert len(training.events) == num_marks
 
 
 def test_the_first_eager_step_is_no_baseline(training, caplog):
-    training.eager(0.5, 1.0)  # a fast one would be too strict, a slow one too mild
+    training.eager(0.5, 1.0)  # a fast one would be too strict, a slow one too lenient
     training.replayed(*[1.0] * 5)
     assert caplog.messages == []
 

@@ -1,4 +1,4 @@
-"""Exports with what is kept between them: those of Megatron-Bridge, bit for bit."""
+"""Tests that exports with cached mappings equal those of Megatron-Bridge, bit for bit."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ QWEN2 = TINY_QWEN3 | {"model_type": "qwen2"}
 
 @pytest.fixture
 def originals():
-    """Megatron-Bridge's functions, by name."""
+    """Returns Megatron-Bridge's functions, by name."""
     auto_bridge()
     weight_export.make_exports_fast()
     from megatron.bridge.models.conversion import param_mapping

@@ -1,4 +1,4 @@
-"""Log-probs whose logits are computed in chunks are those of whole logits, and never has anything all logits."""
+"""Tests that log-probs from chunked logits equal those of whole logits, without ever holding all logits."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def narrow_columns(monkeypatch):
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states [S, B, H], a weight, targets [S, B] and weights of a loss [S, B, 2]."""
+    """Returns hidden states [S, B, H], a weight, targets [S, B] and weights of a loss [S, B, 2]."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(14, 2, HIDDEN, generator=generator).to(dtype)
     weight = (0.5 * torch.randn(PADDED, HIDDEN, generator=generator)).to(dtype)
@@ -42,7 +42,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
 
 
 def whole(kept: tuple[SamplingFilter, ...], temperature: float, dtype: torch.dtype = torch.float32):
-    """Values and gradients from whole logits."""
+    """Returns values and gradients from whole logits."""
     hidden, weight, targets, factors = inputs(dtype)
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -88,7 +88,7 @@ def test_chunks_in_bfloat16_differ_from_whole_logits_by_rounding():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the most elements that any operation's result has."""
+    """Records the most elements of any operation's result."""
 
     elements = 0
 
@@ -155,7 +155,7 @@ print("all equal")
 
 
 def test_the_kernels_compute_the_same():
-    """On a CPU, where Triton interprets them."""
+    """Runs on a CPU, where Triton interprets the kernels."""
     environ = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
         [sys.executable, "-c", IN_TRITONS_INTERPRETER], env=environ, capture_output=True, text=True, check=False
@@ -165,7 +165,7 @@ def test_the_kernels_compute_the_same():
 
 @pytest.mark.parametrize("kernel", ["_statistics_kernel", "_gradient_kernel"])
 def test_a_kernel_compiles_for_a_gpu(kernel):
-    """The interpreter takes more than the compiler does, which needs no GPU."""
+    """The interpreter accepts more than the compiler, which needs no GPU."""
     function = getattr(logprob_kernels, kernel)
     types = dict.fromkeys(function.arg_names, "*fp32") | {
         "logits": "*bf16",
@@ -203,7 +203,7 @@ def test_chunks_on_a_gpu(temperature):
 
 
 def of_a_rank(rank: int, world_size: int, ports: list[int]) -> list[tuple[torch.Tensor, ...]]:
-    """Values and gradients, of hidden states and of this rank's weight, with the vocabulary split."""
+    """Returns values and gradients, of hidden states and of this rank's weight, with the vocabulary split."""
     cpu_device.install()
     linear_logprob._COLUMNS = 8
     torch.distributed.init_process_group(
@@ -272,7 +272,7 @@ def test_a_step_with_chunks_is_one_without(make_worker, loss, tied, generation):
         worker = make_worker(policy_of(chunk, tied=tied, generation=generation))
         logprobs = worker.get_logprobs(data, mbs=2)["logprobs"]
         buffers = [buffer for chunk_of_model in worker.state.model for buffer in chunk_of_model.buffers]
-        gradients = []  # behind the backward pass: a refit may follow training, and then they leave with it
+        gradients = []  # read after the backward pass: if a refit follows training, gradients are dropped for it
         worker.state.before_update = lambda of=buffers, to=gradients: to.extend(one.grad_data.clone() for one in of)
         result = worker.train(data, loss, gbs=data.size // data.group_size, mbs=2)
         found.append((logprobs, torch.cat(gradients), result["loss"], result["metrics"]))
@@ -323,11 +323,11 @@ def test_log_prob_passes_have_chunks_of_their_own(make_worker, monkeypatch):
     assert sizes == [7, 7]
     worker.train(data, NLLLoss(), gbs=2, mbs=2)
     worker.evaluate(data, NLLLoss(), mbs=2)
-    assert sizes == [7, 7]  # not asked for
+    assert sizes == [7, 7]  # no chunks are set for these
 
 
 def test_the_output_layers_hooks_run(make_worker):
-    """By them parameters are gathered, and activations have left, before logits are computed."""
+    """The hooks gather parameters, and complete the offloading of activations before logits are computed."""
     worker = make_worker(policy_of(5))
     (layer,) = (module for name, module in worker.state.model[0].named_modules() if name.endswith("output_layer"))
     calls = []

@@ -32,14 +32,14 @@ def test_values_and_gradients_are_those_of_log_softmax(monkeypatch, dtype, tempe
 
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient, logits.grad, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-5)
-    assert gradient[..., 17:].abs().max() == 0  # padding of the vocabulary gets no probability and no gradient
+    assert gradient[..., 17:].abs().max() == 0  # the vocabulary's padding gets no probability and no gradient
 
 
 FILTERS = [SamplingFilter(top_k=5), SamplingFilter(top_p=0.9), SamplingFilter(top_k=5, top_p=0.9)]
 
 
 def filtered(logits: torch.Tensor, kept: SamplingFilter, temperature: float) -> torch.Tensor:
-    """Log-probs [V] of one row's filtered distribution, by plain loops."""
+    """Returns log-probs [V] of one row's filtered distribution, by plain loops."""
     scaled = logits.double() / temperature
     order = scaled.argsort(descending=True).tolist()[: kept.top_k]
     probs = scaled[order].softmax(0).tolist()
@@ -92,7 +92,7 @@ def test_a_target_that_the_filter_would_drop_counts_as_kept():
 
 
 def of_a_slice(rank: int, world_size: int, ports: list[int]) -> list[tuple[list[float], list[list[float]]]]:
-    """Values and this rank's gradients of log-probs on half of a vocabulary, whose last column is padding."""
+    """Returns values and this rank's gradients of log-probs on half of a vocabulary, whose last column is padding."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://localhost:{ports[0]}", rank=rank, world_size=world_size
     )
@@ -161,6 +161,6 @@ def test_the_fused_kernel_computes_the_same():
         return values.detach(), leaf.grad
 
     values, gradient = run(1.0)
-    want, want_gradient = run(1.0 + 1e-9)  # not 1: the unfused path
+    want, want_gradient = run(1.0 + 1e-9)  # not 1, to take the unfused path
     torch.testing.assert_close(values, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient, want_gradient, rtol=2e-2, atol=1e-5)

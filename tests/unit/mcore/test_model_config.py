@@ -20,7 +20,7 @@ def test_any_field_of_the_transformer_config_reaches_the_model():
         policy | {"hf_config": policy["hf_config"]}, model_config.make_bridge(policy, model_config.hf_config(policy))
     )
     assert (provider.hidden_dropout, provider.layernorm_epsilon, provider.rotary_interleaved) == (0.1, 1e-3, True)
-    assert provider.attention_dropout == 0.0  # off where the recipe says nothing
+    assert provider.attention_dropout == 0.0  # the default of an absent key
 
 
 def test_recomputation_counts_only_with_activation_checkpointing():
@@ -39,7 +39,7 @@ def test_virtual_stages_never_send_in_batches():
 
 
 def test_packed_rows_of_a_dense_model_go_through_a_pipeline():
-    """megatron-core's default dispatcher of experts refuses them, in models without experts too."""
+    """megatron-core's default token dispatcher refuses them, also in models without experts."""
     megatron = {"moe_token_dispatcher_type": "allgather", "pipeline_model_parallel_size": 2}
     packed = overrides_of(packed=True, **megatron)
     assert (packed["variable_seq_lengths"], packed["moe_token_dispatcher_type"]) == (True, "alltoall")
@@ -117,7 +117,7 @@ def test_overrides_reach_what_the_config_has_made_of_them(where, tmp_path):
 
 
 def test_the_recipe_is_left_as_it_is():
-    """transformers writes into the mappings that it is given."""
+    """transformers writes into the mappings that it receives."""
     fields = tiny_policy()["hf_config"] | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     before = copy.deepcopy(fields)
     model_config.hf_config({"model_name": "x", "hf_config": fields})

@@ -1,4 +1,4 @@
-"""What a recipe does not tell of its model or machine is checked where Megatron's config is made."""
+"""Tests checks on Megatron's config that need the model or the machine, which a recipe alone does not describe."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Objects that ranks exchange while a checkpoint is planned go through a group of their own."""
+"""Tests that objects exchanged while a checkpoint is planned use a process group of their own."""
 
 import pytest
 import torch

@@ -25,9 +25,9 @@ def test_each_phase_does_its_part():
     assert sizes_of(modified_first_fit_decreasing(sizes := [5, 20, 36, 52, 18, 45, 60], 100), sizes) == [
         [60, 36],  # the largest medium item that fits
         [52, 45],
-        [20, 18, 5],  # first-fit decreasing of what is left
+        [20, 18, 5],  # first-fit decreasing of the rest
     ]
-    # 76 has no medium partner and takes no pair: what fits, the largest first. 55 takes a pair, its smallest first.
+    # 76 has no medium partner and gets no pair: what fits, largest first. 55 gets a pair, smallest first.
     assert sizes_of(modified_first_fit_decreasing(sizes := [76, 55, 20, 22, 24, 3, 2], 100), sizes) == [
         [76, 22, 2],
         [55, 20, 24],
@@ -36,7 +36,7 @@ def test_each_phase_does_its_part():
 
 
 def test_pairs_beside_large_items_save_a_bin():
-    sizes = [61, 60, 21, 20, 19, 19]  # first-fit decreasing puts 21 beside 61, where 18 are wasted
+    sizes = [61, 60, 21, 20, 19, 19]  # first-fit decreasing puts 21 beside 61, and wastes 18
     assert sizes_of(modified_first_fit_decreasing(sizes, 100), sizes) == [[61, 19, 20], [60, 19, 21]]
     assert first_fit_decreasing(sizes, 100) == 3
 

@@ -1,4 +1,4 @@
-"""Where the ranks of one machine listen."""
+"""Tests which addresses the ranks of one machine listen on."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from support.ranks import run_ranks
 
 
 def listen(rank: int, world_size: int, ports: list[int]) -> list[Any]:
-    """What each rank listens on while the groups are there, and while they are there for a second time."""
+    """Returns what each rank listens on with process groups, and with groups created a second time."""
     import psutil
     import torch
 
     from nemo_offload_rl.mcore.distributed import parallel
 
-    keep_devices_apart()  # one that is shared goes on listening
+    keep_devices_apart()  # a shared device keeps listening
     seen = []
     for port in ports:
         sizes = parallel.ParallelSizes(tensor=2, pipeline=1, virtual_pipeline=None, expert=1, expert_tensor=1)
@@ -50,7 +50,7 @@ def test_groups_of_a_rank_alone_are_shut_down_beside_one_another():
 
 
 def end_twice(rank: int, world_size: int, ports: list[int]) -> list[float | bool]:
-    """A sum in a group of its own, and whether there are groups after both ways to end them."""
+    """Returns a sum in a group of its own, and whether groups remain after both ways to destroy them."""
     import torch
 
     from nemo_offload_rl.mcore.patches.process_groups import shut_down_groups_at_once

@@ -1,4 +1,4 @@
-"""Steps that change no parameter."""
+"""Tests the detection of steps that change no parameter."""
 
 import pytest
 import torch

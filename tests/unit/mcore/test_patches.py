@@ -1,6 +1,6 @@
-"""The symbols of other packages that `mcore/patches` replaces, clears or calls: there, and called as expected.
+"""Tests that the symbols that `mcore/patches` replaces, clears or calls exist, with the expected signatures.
 
-Read from the installed sources: importing the packages would show what has already been replaced.
+Reads the installed sources, because importing the packages would show symbols that are already replaced.
 """
 
 import ast
@@ -74,7 +74,7 @@ SIGNATURES = {
     f"{CORE}.tensor_parallel.random:_get_cuda_rng_state": "(device='cuda', clone=False, graph_safe=False)",
     f"{CORE}.tensor_parallel.random:_set_cuda_rng_state": "(new_state, device=-1, graph_safe=False)",
     f"{CORE}.transformer.moe.moe_utils:maybe_move_tensor_to_cpu": "(tensor, as_numpy=False, record_stream=False)",
-    # cpu_optimizer: what megatron-core calls of it, and what reloads masters
+    # cpu_optimizer: what it uses of megatron-core's optimizer, and how masters are reloaded
     f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer.__init__": (
         "(self, params, offload_fraction=0.5, cpu_optimizer_cls=None, gpu_optimizer_cls=None, "
         "param_update_in_fp32=False, pin_cpu_grads=True, pin_cpu_params=True, overlap_cpu_optimizer_d2h_h2d=True, "
@@ -115,7 +115,7 @@ SIGNATURES = {
     "torch.distributed.distributed_c10d:broadcast_object_list": (
         "(object_list, src=None, group=None, device=None, group_src=None)"
     ),
-    # output_layer, whose call goes through the hooks; the weight is the layer's or the one that the processor gets
+    # output_layer, whose call runs the hooks; the weight is the layer's or the one passed to the processor
     f"{CORE}.tensor_parallel.layers:ColumnParallelLinear.forward": (
         "(self, input_, weight=None, runtime_gather_output=None)"
     ),
@@ -189,7 +189,7 @@ def source_of(module: str) -> ast.Module:
 
 
 def found(module: str, name: str) -> ast.AST:
-    """A function or class of a module, at its top or within its `if`s and `try`s; of a class, one of its methods."""
+    """Finds a function or class of a module, at its top or inside its `if`s and `try`s, or a method of a class."""
     scope: ast.AST = source_of(module)
     for part in name.split("."):
         kinds = (ast.FunctionDef, ast.ClassDef)

@@ -1,4 +1,4 @@
-"""A policy's export, recorded and replayed, is a fresh one; on a CPU, recorded operations stand for CUDA graphs."""
+"""Tests that a recorded and replayed export of a policy equals a new one; on a CPU, recorded ops replace graphs."""
 
 import weakref
 
@@ -41,7 +41,7 @@ def test_a_replayed_export_is_a_fresh_one_after_every_step(make_worker, ray_clus
         assert found["sums"] == {name: tensor_checksum(tensor) for name, tensor in worker.hf_weights()}
         assert step == 0 or found["num_copied"] == 0
         worker.offload_after_refit()
-    worker.prepare_refit_info(CudaIpcTransport([], verify=False))  # gives the buckets back
+    worker.prepare_refit_info(CudaIpcTransport([], verify=False))  # frees the buckets
     assert look(engine)["num_senders"] == 0
     ray.kill(engine)
 

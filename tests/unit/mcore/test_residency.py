@@ -1,4 +1,4 @@
-"""The residency engine under a worker: numbers, checkpoints and memory, without a GPU."""
+"""Tests the residency engine under a worker: numbers, checkpoints and memory, without a GPU."""
 
 import signal
 import time
@@ -43,18 +43,18 @@ def policy_of(kind):
     return policy
 
 
-# Each class of optimizer once; the fourth, fp32 undistributed, is in the checkpoint tests, which compare steps, too.
+# Each class of optimizer once; the checkpoint tests compare steps of the fourth, fp32 undistributed.
 KINDS = ["bf16", "fp32", "bf16 undistributed sgd", "bf16 moe"]
 
 
-NUM_STEPS = 4  # the last of which begins after a prefetch
+NUM_STEPS = 4  # the last begins after a prefetch
 GENERATION = {"backend": "transformers", "temperature": 1.0}
 """Of a policy that a refit follows each training of."""
 
 
 @pytest.fixture(scope="module")
 def plain_bf16() -> list[dict[str, Any]]:
-    """What steps report that visit no phases between them, in bfloat16."""
+    """Returns the reports of steps that visit no phases between them, in bfloat16."""
     worker = worker_of_rank(policy_of("bf16"), 0, 1, free_port())
     torch.set_num_threads(1)
     reports = run_steps(worker, NUM_STEPS, visit_phases=False)
@@ -102,7 +102,7 @@ def test_a_copy_that_fails_beside_other_work_is_an_error_of_the_next_phase(make_
         raise RuntimeError("the link is gone")
 
     monkeypatch.setattr(mover, "_copy_out", fail)
-    worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)  # its own results are there
+    worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)  # its results are complete before the move fails
     worker.offload_before_refit()
     with pytest.raises(ResidencyError, match=r"Cannot move optimizer_state off the GPU for phase refit: the link is"):
         worker.offload_after_refit()
@@ -114,7 +114,7 @@ def test_the_pageable_way_changes_no_number_either(make_worker, plain_bf16):
 
 
 def test_a_missing_wait_would_show(make_worker, monkeypatch, plain_bf16):
-    """The test above can fail: without the wait before the optimizer's step, the numbers differ."""
+    """Checks that the test above can fail: without the wait before the optimizer's step, the numbers differ."""
     delay_moves(monkeypatch, seconds=0.7)
     worker = make_worker(offloading(policy_of("bf16"), verify=False))
     for remove in worker.engine.hooks:
@@ -194,7 +194,7 @@ def test_reference_weights_are_swapped_in_and_out(make_worker):
 
 
 def failing_copies(worker, monkeypatch, *, number, lasts):
-    """Have a copy to the GPU fail, `number` copies from now, or it and all that follow."""
+    """Makes one copy to the GPU fail, `number` copies from now, or that one and all later ones."""
     mover, done = worker.engine.context.mover, []
     copy_back = mover._copy_back
 
@@ -240,7 +240,7 @@ def test_weights_that_a_swap_has_lost_are_refused_by_every_verb(make_worker, mon
         worker.offload_before_refit,
         worker.offload_after_refit,
     ]
-    for verb in verbs + verbs:  # none of them makes room for another
+    for verb in verbs + verbs:  # none of them frees memory for another
         with pytest.raises(ResidencyError, match=r"weights are lost.*restart the worker from the last checkpoint"):
             verb()
     worker.residency_metrics()
@@ -271,7 +271,7 @@ def test_a_single_cell_of_the_table_can_be_overridden(make_worker):
     worker.offload_after_refit()
     assert worker.residency.where(Target.PARAMS) is Placement.GPU
     assert worker.engine.mapped_bytes == worker.engine.nbytes()[Target.PARAMS]
-    assert worker.engine.targets[Target.PARAMS].flat_buffer.backed_ranges[0].host is None  # so it takes no host memory
+    assert worker.engine.targets[Target.PARAMS].flat_buffer.backed_ranges[0].host is None  # so it uses no host memory
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -295,7 +295,7 @@ def test_a_worker_gives_all_its_host_memory_back(make_worker):
 
 
 def hold_host_memory(when, port, pipe):
-    """Move everything to the host, say how much is held there, and wait to be killed."""
+    """Moves everything to the host, reports how much is held there, and waits to be killed."""
     worker = worker_of_rank(offloading(policy_of("bf16"), verify=False), 0, 1, port, init_reference_model=True)
     worker.offload_before_refit()
     if when == "offloaded":
@@ -322,11 +322,11 @@ def test_a_killed_worker_leaves_nothing_behind(when):
     assert worker.exitcode == -signal.SIGKILL
     psutil.wait_procs(children, timeout=10)
     assert not [child for child in children if child.is_running()]
-    assert {path.name for path in Path("/dev/shm").iterdir()} <= shared_memory  # and anonymous memory goes with it
+    assert {path.name for path in Path("/dev/shm").iterdir()} <= shared_memory  # anonymous memory ends with the process
 
 
 def test_routers_take_their_expert_bias_back_to_fp32_before_it_is_housed(make_worker):
-    """They do so in every forward pass, in memory of its own, and the reference weights would not have it."""
+    """Routers convert it in every forward pass into new memory, which the reference weights would not have."""
     worker = make_worker(policy_of("bf16 moe"))
     routers = [module for module in worker.state.model[0].modules() if isinstance(module, TopKRouter)]
     for router in routers:

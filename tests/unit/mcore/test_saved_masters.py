@@ -1,4 +1,4 @@
-"""Masters of a checkpoint in another form: whole, or as remainders of bf16 parameters."""
+"""Tests loading masters saved in another form: whole, or as remainders of bf16 parameters."""
 
 import torch
 
@@ -7,7 +7,7 @@ from nemo_offload_rl.mcore.checkpoint.saved_masters import join_masters, split_m
 
 
 def every_upper_half():
-    """float32 of every sign, exponent and mantissa of bf16 that is finite, each with lower halves around the middle."""
+    """Returns float32 of every finite bf16's sign, exponent and mantissa, each with lower halves around the middle."""
     high = torch.arange(2**16, dtype=torch.int32)
     high = high[(high & 0x7F80) != 0x7F80]
     lows = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
@@ -23,7 +23,7 @@ def test_remainders_and_parameters_give_back_every_bit(monkeypatch):
     assert torch.equal(join_masters(params, remainders).view(torch.int32), masters.view(torch.int32))
     rounded = masters.bfloat16()
     differ = params.view(torch.int16) != rounded.view(torch.int16)
-    assert (masters.view(torch.int32)[differ] & 0xFFFF == 0x8000).all()  # halves: up there, to even elsewhere
+    assert (masters.view(torch.int32)[differ] & 0xFFFF == 0x8000).all()  # ties: rounded up there, to even elsewhere
     assert differ.sum() == every_upper_half().numel() // 6 // 2
 
 
@@ -33,7 +33,7 @@ def test_a_parameter_without_a_remainder_is_its_own_master():
 
 
 def test_remainders_are_what_the_arithmetic_of_transformer_engine_makes_of_a_master():
-    """Its kernel, by hand: the upper 16 bits, one more where the lower ones begin with 1; and the lower ones."""
+    """Repeats its kernel by hand: the upper 16 bits, plus one if the lower ones begin with 1; and the lower ones."""
     master = torch.tensor([0x3F80_8000, 0x3F80_7FFF, 0x3F81_8000], dtype=torch.int32).view(torch.float32)
     params = torch.empty(3, dtype=torch.bfloat16)
     assert split_masters(master, params).tolist() == [-32768, 32767, -32768]

@@ -1,4 +1,4 @@
-"""Streamed optimizer state under a worker: numbers, checkpoints and failures, without a GPU, with late copies."""
+"""Tests streamed optimizer state under a worker: numbers, checkpoints, failures; no GPU, late copies."""
 
 import os
 import re
@@ -85,12 +85,12 @@ def test_masters_that_megatron_core_makes_have_no_memory():
         assert parameter.detach().to(torch.float32).is_contiguous()
     assert has_no_memory(master)
     assert (master.shape, master.dtype) == (parameter.shape, torch.float32)
-    assert master.isnan().all()  # what reads it in place of the host's memory shows
+    assert master.isnan().all()  # a read of it instead of the host's memory would show
 
 
 @pytest.mark.parametrize("kind", ["bf16", "bf16 undistributed"])
 def test_checkpoints_are_those_of_resident_state_and_load_into_streamed_state(make_worker, tmp_path, kind):
-    torch.use_deterministic_algorithms(True, warn_only=True)  # megatron-core pads shards with uninitialised memory
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills megatron-core's uninitialised padding of shards
     try:
         worker = make_worker(policy_of(kind, streamed=False))
         run_steps(worker, 2, visit_phases=False)
@@ -102,11 +102,11 @@ def test_checkpoints_are_those_of_resident_state_and_load_into_streamed_state(ma
         worker.save_checkpoint(str(tmp_path / "streamed"), save_optimizer=True)
     finally:
         torch.use_deterministic_algorithms(False)
-    # So a streamed run's checkpoint resumes with resident state, too.
+    # So a streamed run's checkpoint also resumes with resident state.
     assert differing(checkpoint_entries(tmp_path / "resident"), checkpoint_entries(tmp_path / "streamed")) == []
     run_steps(worker, 1, visit_phases=True)
     worker.prepare_for_training()
-    worker.engine.prefetch_streamed_state()  # what is in the window is of no use then
+    worker.engine.prefetch_streamed_state()  # the window's contents are stale then
     worker.load_checkpoint(str(tmp_path / "resident"))
     assert run_steps(worker, 2, visit_phases=True) == wanted
 
@@ -175,7 +175,7 @@ def test_after_a_step_that_failed_in_the_middle_every_verb_is_refused(make_worke
 
 
 def errors_of_a_chain(rank, world_size, ports):
-    """What a step says whose copies fail at the beginning of the experts' optimizer, and what later verbs say."""
+    """Returns the error of a step whose copies fail at the start of the experts' optimizer, and later verbs' errors."""
     policy = policy_of("bf16 moe")
     policy["megatron_cfg"]["expert_model_parallel_size"] = 2
     worker, data = worker_of_rank(policy, rank, world_size, ports[0]), random_batch(8)

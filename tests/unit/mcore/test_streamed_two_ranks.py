@@ -1,4 +1,4 @@
-"""Streamed optimizer state on two ranks with gloo: shards that cut parameters, and experts' optimizers of their own."""
+"""Tests streamed optimizer state on two gloo ranks: shards that cut parameters, and separate experts' optimizers."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {}, "moe_ep2": {"expert_model_paral
 
 
 def run(layout: str, rank: int, world_size: int, port: int, *, streamed: bool) -> tuple[list[dict[str, Any]], int]:
-    """What the steps report on this rank, and the number of its chunks."""
+    """Returns the steps' reports on this rank, and the number of its chunks."""
     from support.late_streams import LateStream
     from support.phases import run_steps
 

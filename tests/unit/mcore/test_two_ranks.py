@@ -1,4 +1,4 @@
-"""Two ranks compute what one does: DP, TP, sequence parallel, PP, virtual PP, EP, on gloo."""
+"""Tests that two ranks compute what one does: DP, TP, sequence parallel, PP, virtual PP, EP, on gloo."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
 
-# Of the logits, which are computed again in the backward pass; one rank computes them whole.
+# Of the logits, which the backward pass computes again; one rank computes them whole.
 CHUNKS = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 5}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
@@ -33,7 +33,7 @@ def hf_config_of(layout: str) -> dict[str, Any] | None:
 
 
 def run(layout: str, overrides: dict[str, Any], rank: int, world_size: int, port: int) -> dict[str, Any]:
-    """Three steps, the last on pairs, then log-probs; each rank has all rows but those that go to another DP rank."""
+    """Runs three steps, the last on pairs, then log-probs; each rank has all rows except those of another DP rank."""
     from nemo_offload_rl.algorithms.losses import DPOLoss, NLLLoss
     from nemo_offload_rl.mcore.logprob import linear_logprob
 
@@ -41,7 +41,7 @@ def run(layout: str, overrides: dict[str, Any], rank: int, world_size: int, port
         tiny_policy(hf_config_of(layout), **overrides), rank, world_size, port, init_reference_model=True
     )
     torch.set_num_threads(1)
-    linear_logprob._COLUMNS = 1  # several parts of a vocabulary of 14, too
+    linear_logprob._COLUMNS = 1  # so that a vocabulary of 14 has several parts, too
     ranks = worker.parallel_ranks()
     share = 8 // ranks["dp_size"]
     mine = slice(ranks["dp_rank"] * share, (ranks["dp_rank"] + 1) * share)

@@ -1,4 +1,4 @@
-"""A folder that lacks weights is refused: Megatron-Bridge alone leaves what the memory holds in their place."""
+"""Tests that a folder without all weights is refused: Megatron-Bridge alone keeps uninitialised memory instead."""
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -44,7 +44,7 @@ def test_whole_folders_are_loaded(make_worker, tmp_path, config):
 
 
 def test_a_weight_without_a_name_is_said(make_worker):
-    """The biases by which routers choose have none in Qwen3's files."""
+    """In Qwen3's files, the biases by which routers choose have no names."""
     policy = tiny_policy(
         TINY_QWEN3_MOE, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid", moe_router_dtype="fp32"
     )

@@ -1,4 +1,4 @@
-"""What a step computes, on one rank."""
+"""Tests the computation of a step on one rank."""
 
 from dataclasses import dataclass
 
@@ -57,7 +57,7 @@ def test_log_probs_follow_the_sampling_temperature(make_worker):
 
 
 class LossThatLooks:
-    """Keeps the log-probs that it gets, before the optimizer's step."""
+    """Records the log-probs that it receives, before the optimizer's step."""
 
     def __call__(self, logprobs, data, counts):
         self.logprobs = logprobs.detach().clone()
@@ -76,9 +76,9 @@ def test_log_probs_follow_the_filter_of_an_engine_that_reports_them_filtered(mak
     filtered = worker.get_logprobs(data, mbs=2)["logprobs"]
     real = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
     real[:, 0] = False
-    assert (filtered[real] > unfiltered[real]).all()  # what is filtered out gives its probability to the rest
+    assert (filtered[real] > unfiltered[real]).all()  # filtered-out tokens give their probability to the rest
     reference = worker.get_reference_policy_logprobs(data, mbs=2)["reference_logprobs"]
-    torch.testing.assert_close(reference, unfiltered)  # of the KL penalty: over all tokens
+    torch.testing.assert_close(reference, unfiltered)  # for the KL penalty: over all tokens
     loss = LossThatLooks()
     worker.train(data, loss, gbs=4, mbs=4)
     torch.testing.assert_close(loss.logprobs, filtered)
@@ -89,7 +89,7 @@ def test_training_learns_and_follows_the_schedule(make_worker):
     worker = make_worker()
     results = [worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=8) for _ in range(20)]
     assert results[-1]["loss"] < 0.8 * results[0]["loss"]
-    # Warm-up over two steps from 1e-4 to 1e-3; the rate reported is the next step's.
+    # The rate warms up over two steps from 1e-4 to 1e-3; the reported rate is the next step's.
     assert [round(r["lr"], 6) for r in results[:3]] == [5.5e-4, 1e-3, 1e-3]
     assert results[0]["num_steps"] == 1
     assert results[0]["tokens"] == int(random_batch(8)["input_lengths"].sum())
@@ -103,13 +103,13 @@ def test_several_global_batches_are_several_steps(make_worker):
 
 @dataclass
 class PoisonedLoss:
-    """A loss, or one of its gradients, that is not finite."""
+    """Returns a loss, or a gradient, that is not finite."""
 
     in_gradient_only: bool
 
     def __call__(self, logprobs, data, counts):
         zero = (logprobs - logprobs.detach()).sum()
-        # sqrt at 0 is finite, and its derivative is not.
+        # sqrt is finite at 0; its derivative is not.
         poison = zero.sqrt() if self.in_gradient_only else zero / zero
         loss = poison - logprobs.sum() / counts.valid_toks
         return loss, {"loss_again": loss.detach()}

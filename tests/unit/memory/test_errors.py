@@ -1,4 +1,4 @@
-"""What is raised where cleanup after an error fails, too."""
+"""Tests what is raised if the cleanup after an error also fails."""
 
 from contextlib import ExitStack
 

@@ -49,7 +49,7 @@ def test_a_chunk_alone_can_be_used_and_given_back():
     assert gpu_range.tensor[: 16 * MIB].eq(7).all()
     assert gpu_range.tensor[48 * MIB :].eq(7).all()
     gpu_range.map(1)
-    assert gpu_range.tensor[16 * MIB : 32 * MIB].eq(0).all()  # its contents were lost
+    assert gpu_range.tensor[16 * MIB : 32 * MIB].eq(0).all()  # unmapping has lost its contents
     assert gpu_range.tensor.data_ptr() == address
     gpu_range.close()
 

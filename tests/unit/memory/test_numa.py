@@ -26,7 +26,7 @@ def make_sysfs(
     nodes: dict[int, tuple[str, str]],
     devices: dict[str, dict[str, str]] | None = None,
 ) -> Path:
-    """Write nodes, each (cpulist, distance), and PCI devices, each {file: contents}, as the kernel shows them."""
+    """Writes nodes, each (cpulist, distance), and PCI devices, each {file: contents}, as sysfs files."""
     (root / "devices/system/node").mkdir(parents=True)
     (root / "devices/system/node/online").write_text("0\n")
     for number, (cpus, distances) in nodes.items():
@@ -43,7 +43,7 @@ def make_sysfs(
 
 
 TWO_SOCKETS = {0: ("0-3,8-11", "10 21"), 1: ("4-7,12-15", "21 10")}
-# Grace CPUs on nodes 0 and 1; each GPU's memory is a node without CPUs, and so are spare nodes between them.
+# Grace CPUs on nodes 0 and 1; each GPU's memory is a node without CPUs, with spare nodes between them.
 GB200 = {
     0: ("0-71", "10 40 80 120"),
     1: ("72-143", "40 10 120 80"),
@@ -161,11 +161,11 @@ def test_on_a_kernel_without_numa_a_number_is_an_error_and_auto_binds_nothing(tm
     assert bind_process("auto", GPU, tmp_path).node is None
 
 
-# What follows binds for real, each in a process of its own: bindings cannot be undone by one without privileges.
+# These tests really bind, each in its own process: an unprivileged process cannot undo a binding.
 
 
 def in_a_process(code: str, *arguments: str) -> dict:
-    """Run code that leaves `result`, a mapping, and return it; its log is under "log"."""
+    """Runs code that sets `result`, a mapping, in a new process; returns it, with the log under "log"."""
     preamble = """
         import json, logging, os, sys, threading, io
         from pathlib import Path
@@ -180,7 +180,7 @@ def in_a_process(code: str, *arguments: str) -> dict:
 
 
 def two_halves(root: Path) -> tuple[Path, int, int]:
-    """A sysfs whose nodes 0 and 1 share out the CPUs that this test may use; returns it and a CPU of each."""
+    """Writes a sysfs whose nodes 0 and 1 share the CPUs that this test may use; returns it and a CPU of each."""
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
         pytest.skip("needs two CPUs")
@@ -209,7 +209,7 @@ def test_every_thread_is_bound_and_the_memory_preferred(tmp_path):
     half = sorted(os.sched_getaffinity(0))[::2]
     assert first in half
     assert second not in half
-    assert (result["node"], result["cpus"]) == (0, half)  # CPU 10000 of the node is not this process's
+    assert (result["node"], result["cpus"]) == (0, half)  # this process may not use the node's CPU 10000
     assert len(result["threads"]) == 2
     assert all(cpus == half for cpus in result["threads"].values())
     if not result["preferred"]:
@@ -257,7 +257,7 @@ def test_a_mapping_is_preferred_on_its_node_and_a_node_that_is_not_there_is_a_wa
         assert " N0=256" in result["lines"][0]
 
 
-# As a container's seccomp profile does it: the calls named by their numbers fail with an errno.
+# Makes the numbered system calls fail with an errno, as a container's seccomp profile does.
 DENY = """
 import ctypes, struct
 
@@ -312,7 +312,7 @@ def test_what_a_container_denies_is_a_warning(tmp_path, error, words):
 
 
 def test_this_process_was_left_alone():
-    """Every test above bound another process than this one."""
+    """Every test above must bind another process than this one."""
     mode = ctypes.c_int(-1)
     number = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
     if number is None or ctypes.CDLL(None).syscall(number, ctypes.byref(mode), None, 0, None, 0) != 0:

@@ -28,7 +28,7 @@ def no_leak():
 
 
 class Ledger:
-    """Stands where the CUDA driver stands: notes what is locked, and refuses from the n-th lock on."""
+    """Replaces the CUDA driver: records what is page-locked, and refuses from the n-th call on."""
 
     def __init__(self, *, refuse_from=None, refuse_only=None):
         self.locked = {}
@@ -52,7 +52,7 @@ def rss():
 
 
 def is_resident(address):
-    """Whether the kernel has given the page at an address (bit 63 of its entry; bit 62 would be swap)."""
+    """Returns whether the kernel has allocated the page at an address (bit 63 of its entry; bit 62 would be swap)."""
     with open("/proc/self/pagemap", "rb") as entries:
         entries.seek(address // PAGE * 8)
         return bool(int.from_bytes(entries.read(8), "little") >> 63)
@@ -180,7 +180,7 @@ def test_a_refused_chunk_unlocks_the_others_and_leaves_plain_memory(refused, cap
         segment = arena.allocate("moments", 6 * MIB)
         assert not segment.pinned
         assert ledger.locked == {}
-        assert len(ledger.history) == refused + 1  # it is not tried again and again
+        assert len(ledger.history) == refused + 1  # it does not try again
         assert (arena.allocated_bytes, arena.pinned_bytes) == (6 * MIB, 0)
         segment.tensor.fill_(3)
         assert int(segment.tensor.sum(dtype=torch.int64)) == 3 * 6 * MIB
@@ -224,7 +224,7 @@ def test_memory_that_cannot_be_mapped_is_an_error_with_numbers(nbytes):
 
 
 def test_an_error_while_touching_leaves_nothing_behind(monkeypatch):
-    """The kernel's own refusal: the fourth slice is said to lie where nothing is mapped, which is ENOMEM, too."""
+    """Raises the kernel's own error: the fourth slice has an unmapped address, which also fails with ENOMEM."""
     ledger = Ledger()
     arena = PinnedArena(locker=ledger, lock_chunk_bytes=MIB, num_touch_threads=1)
     before = rss()

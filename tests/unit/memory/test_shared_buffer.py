@@ -1,4 +1,4 @@
-"""Buffers that a second process opens."""
+"""Tests buffers that a second process opens."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ NBYTES = 300_000
 
 
 def add_one(pipe):
-    """The second process: adds 1 to every byte of each buffer that it is told of."""
+    """Runs as the second process: adds 1 to every byte of each buffer whose handle it receives."""
     while (handle := pipe.recv()) is not None:
         try:
             with handle.opened() as tensor:
@@ -33,7 +33,7 @@ def other_process():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_both_processes_see_one_memory(other_process, device):
     buffer = make_shared_buffer(NBYTES, torch.device(device))
-    for value in (3, 40):  # it may be opened again and again
+    for value in (3, 40):  # a buffer may be opened repeatedly
         buffer.tensor.fill_(value)
         if device == "cuda":
             torch.cuda.synchronize()
@@ -54,7 +54,7 @@ def test_host_memory_is_given_back_and_leaves_no_name():
 
 def test_a_process_that_has_gone_is_said(other_process):
     buffer = make_shared_buffer(NBYTES, torch.device("cpu"))
-    handle = dataclasses.replace(buffer.handle, pid=2**22 + 1)  # above every process id
+    handle = dataclasses.replace(buffer.handle, pid=2**22 + 1)  # larger than every process id
     assert "that process must be alive and of the same user" in other_process(handle)
     buffer.close()
 

@@ -1,4 +1,4 @@
-"""Ranges that a second process maps, at one address for as long as they live."""
+"""Tests ranges that a second process maps, at one address as long as they exist."""
 
 import os
 
@@ -19,7 +19,7 @@ def wait(device):
 
 
 def add_one(pipe):
-    """The second process: adds 1 to every byte of the range whose handle it gets, and tells where it has mapped it."""
+    """Runs as the second process: adds 1 to every byte of a range, and returns the address it was mapped at."""
     peer = None
     while (handle := pipe.recv()) is not None:
         if isinstance(handle, str):
@@ -64,7 +64,7 @@ def test_both_processes_see_one_memory_at_addresses_that_stay(other_process, dev
 @pytest.mark.whole_gpu
 def test_gpu_memory_is_given_back_once_neither_process_maps_it(other_process):
     shared = make_shared_range(2**30, torch.device("cuda"))
-    other_process(shared.map())  # from now on the other process has its CUDA context
+    other_process(shared.map())  # creates the other process's CUDA context
     shared.unmap()
     before = torch.cuda.mem_get_info()[0]
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""A clock for a stream's waits, with events of plain numbers; and on a CUDA GPU, with its events."""
+"""Tests the clock of a stream's waits with events of plain numbers; and, on a CUDA GPU, with its events."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ CYCLES = 15_000_000  # 8 to 15 ms of a GPU's clock
 
 
 class Timeline:
-    """A stream that gets on when it is told to."""
+    """Simulates a stream whose time the test advances."""
 
     def __init__(self) -> None:
         self.now = 10.0
@@ -59,7 +59,7 @@ def late_copy(copies: CudaCopies, span: Span) -> CopyHandle:
 
 @pytest.mark.gpu
 def test_a_stream_that_is_held_up(copies, span):
-    copies.wait(late_copy(copies, span))  # not watched
+    copies.wait(late_copy(copies, span))  # this copy is not watched
     torch.cuda.synchronize()
     with copies.timed_waits() as waits:
         copies.wait(late_copy(copies, span))

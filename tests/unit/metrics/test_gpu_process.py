@@ -1,4 +1,4 @@
-"""What the driver counts for a process, from a stand-in of NVML."""
+"""Tests which memory the driver counts for a process, with a replacement of NVML."""
 
 from types import SimpleNamespace
 

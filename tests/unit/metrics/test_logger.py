@@ -124,7 +124,7 @@ def test_metrics_that_find_no_space_are_kept_and_written_later(tmp_path, caplog)
             logger.log(step, {"train/loss": float(step)})
             logger.log(step, {"train/lr": 0.5})
         assert not logger.is_whole
-        assert [row["step"] for row in read_metrics(path)] == [0, 1, 2]  # whole rows alone
+        assert [row["step"] for row in read_metrics(path)] == [0, 1, 2]  # only complete rows
     assert len(caplog.records) == 1
     assert "File too large" in caplog.text
     logger.log(5, {"train/grad_norm": 2.0})
@@ -160,7 +160,7 @@ def test_history_stays_where_there_is_no_space_to_write_it_again(tmp_path):
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread ends so
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread may raise
 def test_tensorboard_ends_where_there_is_no_space_and_metrics_go_on(tmp_path, caplog):
     logger = RunLogger(tmp_path, tensorboard=True)
     with files_of_at_most(2000):

@@ -38,6 +38,6 @@ def test_memory_of_cuda_graphs_is_told_from_other_memory():
         copy = source + 1
     assert graph_pool_bytes() - before >= copy.untyped_storage().nbytes()
     stats = memory_stats()
-    if "gpu_driver_gib" in stats:  # the driver knows this process by its number
+    if "gpu_driver_gib" in stats:  # the driver sees this process under its own id
         assert stats["gpu_driver_gib"] > stats["gpu_reserved_gib"] >= 0.25
         assert 0 < stats["gpu_context_gib"] < 4

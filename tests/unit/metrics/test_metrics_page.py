@@ -8,7 +8,7 @@ from nemo_offload_rl.residency.table import Phase, Placement, Target
 
 
 class Ended:
-    """A move of 2 GB that took 0.1 s."""
+    """Describes a move of 2 GB that took 0.1 s."""
 
     nbytes = 2_000_000_000
     is_queued = True
@@ -32,7 +32,7 @@ def test_everything_that_the_engine_measures_is_on_the_page():
     meter.record_transition(Phase.TRAIN, 0.03, meter.memory(), dict.fromkeys(Target, 1))
     metrics = residency_metrics(meter.take_metrics())
     assert metrics["residency/train/optimizer_state/share_of_link"] == 0.4
-    # Six of the move, nine and seven (what is left on the GPU) of the transition, two of the host.
+    # Six of the move, nine plus seven (of memory left on the GPU) of the transition, two of the host.
     assert len(metrics) == 24
     assert undocumented(metrics) == []
 

@@ -10,7 +10,7 @@ def moved(phase, target, **quantities):
 
 
 def out_and_back(exposed_s, **back):
-    """A step in which optimizer state left for the refit and came back for training."""
+    """Returns a step's metrics in which optimizer state moved to the host for the refit and back for training."""
     out = moved("refit", "optimizer_state", gb=6.24, copy_s=0.1135, gb_per_s=54.98, share_of_link=0.997)
     return {
         **out,
@@ -43,7 +43,7 @@ def test_medians_are_over_the_steps_that_moved_it():
         {"step": 2, **out_and_back(0.03)},
         {"step": 3, **out_and_back(0.02)},
         {"step": 4, "residency/train/grads/exposed_s": 0.003, "residency/host_rss_gib": 21.0},
-        {"step": 5, "residency/train/grads/exposed_s": None},  # a number that was not finite
+        {"step": 5, "residency/train/grads/exposed_s": None},  # its value was not finite
     ]
     medians = median_moves(rows)
     assert list(medians) == [
@@ -80,7 +80,7 @@ def test_the_table_fits_into_100_columns_with_a_large_model():
     text = shown(moves_table([row]))
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
     assert "…" not in text
-    assert len(cells(text)) == 4  # no row takes two lines
+    assert len(cells(text)) == 4  # no row spans two lines
     assert cells(text)[-1][:4] == ["logprob", "reference weights", "141.000", "2.6000"]
 
 

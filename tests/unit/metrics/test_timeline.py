@@ -48,7 +48,7 @@ def test_copies_begin_where_their_phase_is_entered():
     bars = copy_bars(STEP)
     assert [(bar.label, bar.start_s, bar.seconds) for bar in bars] == [
         ("optimizer state, for refit", 0.0, 0.5),
-        ("params, for generate", 0.75, 0.25),  # at the refit's end, when the weights have been sent
+        ("params, for generate", 0.75, 0.25),  # at the end of the refit, once the weights have been sent
         ("optimizer state, for train", 7.0, 0.5),
     ]
     assert bars[0].note == "6.25 GB in 500 ms, 0 ms waited"

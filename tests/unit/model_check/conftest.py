@@ -6,6 +6,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
-    """Twins are cycles, and each holds 50 threads of gloo's until it is collected."""
+    """Collects twins after a test: they are reference cycles, and each holds 50 gloo threads until collected."""
     yield
     gc.collect()

@@ -1,4 +1,4 @@
-"""The check as a run and `validate --deep` start it."""
+"""Tests the check as a run and `validate --deep` start it."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def empty_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_process(monkeypatch):
-    """Starting one is an error."""
+    """Fails the test if a process is started."""
     monkeypatch.setattr(sys, "executable", "/no/such/python")
 
 
@@ -56,7 +56,7 @@ def test_what_is_not_known_is_found_out_by_a_process_and_then_known(monkeypatch)
 
 def test_what_is_known_starts_nothing(no_process):
     policy = tiny_policy()
-    with pytest.raises(FileNotFoundError):  # so that the rest of this test says something
+    with pytest.raises(FileNotFoundError):  # shows that the fixture works
         ModelCheck(policy, hf_config(policy), device="cpu")
     keep(policy, RIGHT)
     with ModelCheck(policy, hf_config(policy), device="cpu") as check:
@@ -90,7 +90,7 @@ def test_a_process_that_takes_too_long_is_ended():
 
 @pytest.fixture
 def failing_process(tmp_path, monkeypatch):
-    """What is started instead of Python says two things and fails."""
+    """Replaces Python with a process that prints two lines and fails."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho something >&2\necho MemoryError >&2\nexit 3\n")
     python.chmod(0o755)
@@ -115,7 +115,7 @@ def test_the_process_ends_with_the_one_that_started_it():
         assert starter.stdout is not None
         checking = psutil.Process(int(starter.stdout.readline()))
         os.kill(starter.pid, signal.SIGKILL)
-        checking.wait(timeout=120)  # it looks once it has started
+        checking.wait(timeout=120)  # it looks for its starter once it runs
 
 
 def checked_worker(policy):

@@ -1,4 +1,4 @@
-"""Small twins of families and flags: Megatron computes them as transformers does, and what is wrong is seen."""
+"""Tests small twins of families and flags: Megatron computes what transformers does, and faults are found."""
 
 import copy
 import os
@@ -90,4 +90,4 @@ def test_tied_weights_have_one_gradient():
     config = twin_config(hf_config(RIGHT["llama, tied"]))
     gradients = reference_of(config, rows(config.vocab_size, seed=0), seed=0).gradients
     assert "model.embed_tokens.weight" in gradients
-    assert "lm_head.weight" not in gradients  # families whose bridge exports it once would lack it
+    assert "lm_head.weight" not in gradients  # absent for families whose bridge exports it once

@@ -1,4 +1,4 @@
-"""`python -m nemo_offload_rl.model_check`, called in this process: where the model comes from, and what is printed."""
+"""Tests `python -m nemo_offload_rl.model_check` in this process: where the model comes from, and its output."""
 
 import importlib
 import io
@@ -20,9 +20,9 @@ TINY = Path(__file__).parents[3] / "examples/configs/grpo_tiny_cpu.yaml"
 
 @pytest.fixture
 def checked(monkeypatch, capfd):
-    """Calls it with arguments; returns its exit status and its answer, beside which it prints nothing."""
+    """Calls it with arguments; returns its exit status and its answer, and checks that it prints nothing else."""
     for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)  # as importing it does, but for this test alone
+        monkeypatch.setenv(name, value)  # importing it sets these, here for this test only
     command = importlib.import_module("nemo_offload_rl.model_check.__main__")
     cpu_device.install()
     torch.set_num_threads(1)
@@ -39,7 +39,7 @@ def checked(monkeypatch, capfd):
 
 @pytest.fixture
 def config(tmp_path):
-    """Writes a config.json."""
+    """Returns a function that writes a config.json."""
 
     def write(**fields):
         path = tmp_path / "config.json"

@@ -1,4 +1,4 @@
-"""What is kept of a check, and what users are told."""
+"""Tests which results of a check are stored, and what users are told."""
 
 import math
 
@@ -32,7 +32,7 @@ def test_a_result_comes_back_from_its_file_as_it_was(folder):
     for result in (RIGHT, WRONG):
         cache.write("name", result)
         assert cache.read("name") == result
-    assert [path.name for path in folder.iterdir()] == ["name.json"]  # nothing partial is left
+    assert [path.name for path in folder.iterdir()] == ["name.json"]  # no partial file is left
     cache.write("nan", CheckResult((Difference("padded", math.nan, 1.0, "a"),), "cpu", "local", {"model": 0.5}))
     kept = cache.read("nan")
     assert kept is not None

@@ -79,7 +79,7 @@ def test_rope_scaling_begins_within_the_rows():
 
 
 def test_the_softmax_scale_keeps_its_relation_to_the_size_of_heads():
-    assert twin_of(whole("gemma2"))["query_pre_attn_scalar"] == 16  # as it was 256 for heads of 256
+    assert twin_of(whole("gemma2"))["query_pre_attn_scalar"] == 16  # it was 256 for heads of 256
     assert twin_of(whole("gemma2", query_pre_attn_scalar=144, head_dim=128))["query_pre_attn_scalar"] == 18
 
 

@@ -15,7 +15,7 @@ from nemo_offload_rl.placement.cluster import (
     available_threads,
 )
 
-# Each of these starts its own Ray, so they run in a process of their own.
+# Each of these tests starts its own Ray, so each runs in its own process.
 START_AND_STOP = """
 import os, pathlib, psutil, ray, signal
 from nemo_offload_rl.placement.cluster import Cluster

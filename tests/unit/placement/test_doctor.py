@@ -47,7 +47,7 @@ GOOD = MachineFacts(
 
 
 def line(facts: MachineFacts, subject: str) -> tuple[str, str, str]:
-    """What is found, the verdict and the remedy of the one check with this subject."""
+    """Returns value, verdict and remedy of the only check with this subject."""
     (check,) = [check for check in judge(facts) if check.subject == subject]
     return check.found, check.verdict, check.remedy
 
@@ -240,7 +240,7 @@ def test_json_has_every_fact_and_every_verdict():
 
 
 def test_the_table_keeps_words_in_brackets():
-    """A driver's "[N/A]" is no markup."""
+    """A driver's "[N/A]" must not be read as markup."""
     console = Console(file=io.StringIO(), width=160)
     facts = replace(GOOD, links={}, not_measured={ADDRESS: "[Errno 12] no memory"})
     console.print(checks_table("box", judge(facts)))

@@ -1,4 +1,4 @@
-"""Readings of GPUs: from NVML (here a library of the same functions), and from the actors of several nodes."""
+"""Tests readings of GPUs: from NVML (here a fake library), and from the actors of several nodes."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ class NVMLError(Exception):
 
 
 class Nvml:
-    """Two GPUs; the second, a part of one, reports no power."""
+    """Replaces NVML with two GPUs; the second, a MIG slice, reports no power."""
 
     NVMLError = NVMLError
     NVML_TEMPERATURE_GPU = 0
@@ -93,7 +93,7 @@ def test_readings_come_at_their_interval_until_the_end():
 
 
 class Node:
-    """A node's actor with readings that are known."""
+    """Replaces a node's actor, with known readings."""
 
     def __init__(self, answers, start_s=0.0):
         time.sleep(start_s)
@@ -118,7 +118,7 @@ def test_a_step_has_the_readings_of_all_nodes_since_the_step_before(ray_cluster,
         nonlocal seen
         seen = monitor.of_step(1)
         is_mean = seen.get("performance/gpus/node0/gpu0/utilization_percent") == 30.0
-        return is_mean and bool(caplog.records)  # what node1 has said, too
+        return is_mean and bool(caplog.records)  # node1's error has been logged, too
 
     wait_until(is_complete)  # the mean of both collections
     assert seen["performance/gpus/node0/gpu0/memory_gib"] == 7.0  # the largest
@@ -158,7 +158,7 @@ def test_an_actor_that_is_late_to_start_is_told_of_once_and_then_read(ray_cluste
     late, early = node.remote([[reading(7.0, 2.0)]], start_s=4.0), node.remote([[reading(1.0, 1.0)]])
     monitor = GpuMonitor([late, early], flush_interval_s=0.1, late_after_s=0.5)
     wait_until(lambda: monitor.of_step(1))
-    assert {name.split("/")[2] for name in monitor.of_step(1)} == {"node1"}  # which waits for no other
+    assert {name.split("/")[2] for name in monitor.of_step(1)} == {"node1"}  # node1 does not wait for the other
     wait_until(lambda: len(monitor.of_step(1)) == 4)
     assert monitor.of_step(1)["performance/gpus/node0/gpu0/utilization_percent"] == 7.0
     monitor.close()
@@ -180,7 +180,7 @@ def test_a_dead_actor_ends_the_readings_of_its_node_alone(ray_cluster, caplog):
 
 @pytest.fixture
 def signals_as_they_are(monkeypatch):
-    monkeypatch.setattr(gpu_monitor, "ignore_ending_signals", lambda: None)  # what an actor does to its own process
+    monkeypatch.setattr(gpu_monitor, "ignore_ending_signals", lambda: None)  # an actor does this to its own process
 
 
 def test_a_node_gives_its_readings(monkeypatch, signals_as_they_are):

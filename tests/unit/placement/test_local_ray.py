@@ -1,4 +1,4 @@
-"""How Ray is started on this machine, without starting it."""
+"""Tests how Ray is started on this machine, without starting it."""
 
 import shutil
 import signal
@@ -23,7 +23,7 @@ def test_the_object_store_leaves_some_shared_memory_to_others(monkeypatch, free_
 
 
 def test_with_too_little_shared_memory_the_object_store_is_on_the_disk_and_says_so(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 * MIB))  # a container's /dev/shm
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 * MIB))  # as in a container
     monkeypatch.setattr(local_ray.tempfile, "gettempdir", lambda: str(tmp_path))
     options = object_store_options(has_gpus=False)
     assert options == {"object_store_memory": 1024 * MIB, "_plasma_directory": str(tmp_path)}

@@ -27,7 +27,7 @@ OWN_PATHS = {"v1": "4:memory:{path}\n1:cpu:/\n", "v2": "0::{path}\n", "hybrid": 
 
 
 class Host:
-    """A procfs and a sysfs in a folder, with 64 GiB of memory, 48 of them available."""
+    """Writes a procfs and a sysfs in a folder: 64 GiB of memory, 48 of them available."""
 
     def __init__(self, folder: Path, version: str, path: str = "/", root: str = "/") -> None:
         self.proc, self.sysfs = folder / "proc", folder / "sys"
@@ -40,7 +40,7 @@ class Host:
         (self.proc / "self/mountinfo").write_text(other + MOUNTS[version].format(root=root))
 
     def group(self, folder: str, **files: object) -> None:
-        """Write files of a cgroup; `memory_stat` is a mapping, and an underscore in a name stands for a point."""
+        """Writes files of a cgroup; `memory_stat` is a mapping, and underscores in names become points."""
         path = self.sysfs / "fs/cgroup" / folder
         path.mkdir(parents=True, exist_ok=True)
         for name, contents in files.items():
@@ -88,7 +88,7 @@ def test_v2_counts_the_page_cache_that_goes_first_as_free(tmp_path):
 def test_v2_without_a_limit(tmp_path):
     host = Host(tmp_path, "v2", path="/pod")
     host.group("pod", memory_max="max", memory_current=7 * GIB)
-    host.group("", memory_stat={"inactive_file": GIB})  # the root has neither limit nor usage
+    host.group("", memory_stat={"inactive_file": GIB})  # the root cgroup has neither limit nor usage
     assert host.free() is None
 
 
@@ -165,7 +165,7 @@ def test_memlock_is_this_process_s_soft_limit(limit):
     assert done.stdout.strip() == str(limit)
 
 
-# GPUs: nvidia-smi is a script on PATH that says what the driver's program says.
+# Tests of GPUs replace nvidia-smi on PATH with a script.
 
 H200 = "0, NVIDIA H200, GPU-1e2d, 00000000:65:00.0, 143771, 5, 16, 5, 16, 580.159.04"
 PLAIN = (
@@ -175,7 +175,7 @@ PLAIN = (
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """Returns a function that puts an nvidia-smi on PATH, alone there; its arguments are left in a file."""
+    """Returns a function that makes an nvidia-smi the only program on PATH; it writes its arguments to a file."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -309,7 +309,7 @@ def test_facts_of_this_machine_are_complete():
 @pytest.mark.gpu
 @pytest.mark.whole_gpu
 def test_a_link_is_measured_and_gives_everything_back():
-    torch.cuda.empty_cache()  # what earlier tests left
+    torch.cuda.empty_cache()  # frees what earlier tests cached
     before = torch.cuda.memory_reserved(0)
     speed = benchmark_link(0, block_bytes=64 << 20, repeats=3)
     assert speed.d2h_gb_per_s > 1

@@ -43,7 +43,7 @@ def test_segments_are_whole_of_one_domain_each_and_of_few_domains():
     cluster = [*small, node(5), node(6), *large]
     assert ids(choose_nodes(cluster, 4, 2, free_slots)) == [10, 11, 12, 13]
     assert ids(choose_nodes(cluster, 6, 2, free_slots)) == [10, 11, 12, 13, 0, 1]
-    assert choose_nodes(cluster, 8, 2, free_slots) is None  # 14, 2, 5 and 6 are in no whole segment
+    assert choose_nodes(cluster, 8, 2, free_slots) is None  # nodes 14, 2, 5 and 6 are in no whole segment
     assert choose_nodes(cluster, 8, 4, free_slots) is None
 
 
@@ -53,7 +53,7 @@ def test_a_cluster_with_too_few_says_what_it_has_and_the_remedy():
     assert "asks for 8 nodes (cluster.num_nodes) with 4 ranks each" in text
     assert "of the Ray cluster's 5 nodes only these" in text
     assert "10.0.0.1 (00000004);" in text
-    assert why_too_few(cluster, 8, 4, 2) == text  # without segments there would be too few, too
+    assert why_too_few(cluster, 8, 4, 2) == text  # without segments there would be too few as well
     text = why_too_few(cluster, 4, 4, 2)
     assert "asks for 2 segments of 2 nodes of one NVLink domain (cluster.segment_size)" in text
     assert "the label nvidia.com/gpu.clique puts 2 in a, 1 in b; 1 nodes have no such label;" in text
@@ -86,7 +86,7 @@ def test_what_ray_says_of_nodes(monkeypatch):
 
 @contextmanager
 def server(*, greets):
-    """Accepts connections on the loopback address, and greets as a gRPC server does."""
+    """Accepts connections on the loopback address and sends the greeting of a gRPC server."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve():
@@ -109,9 +109,9 @@ def test_a_node_answers_where_its_process_does_and_not_its_kernel_alone(monkeypa
         assert not answers_at("127.0.0.1", stopped, 0.2)
         nodes = [node(0, port=alive, address="127.0.0.1"), node(1, port=stopped, address="127.0.0.1"), node(2)]
         assert ids(that_answer(nodes, 0.2)) == [0, 2]
-        assert ids(that_answer(nodes[1:2], 0.2)) == [1]  # this machine alone
+        assert ids(that_answer(nodes[1:2], 0.2)) == [1]  # only this machine
         monkeypatch.setenv("RAY_USE_TLS", "1")
-        assert answers_at("127.0.0.1", stopped, 5)  # with TLS a server greets later
+        assert answers_at("127.0.0.1", stopped, 5)  # a server with TLS greets later
     assert not answers_at("127.0.0.1", alive, 5)
 
 

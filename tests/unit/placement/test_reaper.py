@@ -1,4 +1,4 @@
-"""What ends when a driver has ended, also when it was killed."""
+"""Tests which processes and folders are removed after a driver has ended, also if it was killed."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from nemo_offload_rl.placement import reaper
 from nemo_offload_rl.placement.reaper import MARK, Reaper
 from nemo_offload_rl.placement.signals import ending_signals_blocked
 
-# A driver with what Ray makes: a session folder, and a grandchild in a group of its own whose parent is gone.
+# A driver with Ray's leftovers: a session folder, and a grandchild in its own group whose parent is gone.
 DRIVER = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_a_killed_driver_leaves_neither_processes_nor_its_session_folder(tmp_pat
     driver.wait()
     wait_until_gone(grandchild)
     deadline = time.monotonic() + 20
-    while session_folders(tmp_path) != ["yesterday"]:  # of another process, and the link to ours is gone
+    while session_folders(tmp_path) != ["yesterday"]:  # another driver's; ours and the link to it are removed
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -98,7 +98,7 @@ def test_a_driver_waits_until_everything_is_gone_and_may_keep_the_logs(tmp_path,
 
 @contextmanager
 def sleeping(mark: str = "", **streams) -> Iterator[subprocess.Popen]:
-    """A process, with the mark in its environment."""
+    """Starts a process with the mark in its environment."""
     process = subprocess.Popen(["sleep", "1000"], env=os.environ | {MARK: mark}, **streams)
     try:
         yield process
@@ -110,7 +110,7 @@ def sleeping(mark: str = "", **streams) -> Iterator[subprocess.Popen]:
 def test_marked_processes_and_those_that_write_into_a_session_folder_are_killed(tmp_path):
     mark, folder = f"{os.getpid()}-{uuid.uuid4().hex}", tmp_path / "session_today_1"
     folder.mkdir()
-    # An agent of Ray's, whose title takes the place of its environment, writes; a user may look at the log.
+    # The writer is like Ray's agents, whose titles overwrite their environment; the reader is like a user.
     with (folder / "log").open("w") as written, (folder / "log").open() as read, ExitStack() as ended:
         marked, another = (ended.enter_context(sleeping(one)) for one in (mark, "1-another"))
         writer, reader = ended.enter_context(sleeping(stdout=written)), ended.enter_context(sleeping(stdin=read))
@@ -132,7 +132,7 @@ def test_session_folders_of_the_driver_alone_are_deleted_with_the_link_to_them(t
     folders = reaper._session_folders(tmp_path, "session_*_7", [str(tmp_path / "session_before_7")])
     assert folders == [str(tmp_path / "session_now_7")]
     link = tmp_path / "session_latest"
-    for target, is_left in (("session_now_8", True), ("session_now_7", False)):  # of another driver, and ours
+    for target, is_left in (("session_now_8", True), ("session_now_7", False)):  # another driver's, and ours
         link.unlink(missing_ok=True)
         link.symlink_to(tmp_path / target)
         reaper._delete_sessions(tmp_path, folders)
@@ -145,7 +145,7 @@ def test_a_driver_that_closes_its_end_has_said_what_it_wants(said):
     outer, (read, write) = os.dup(0), os.pipe()
     os.dup2(read, 0)
     try:
-        assert reaper._wait_for_driver(os.getpid()) == b""  # who is not this process's parent is gone
+        assert reaper._wait_for_driver(os.getpid()) == b""  # a process that is not this one's parent counts as gone
         os.write(write, said)
         os.close(write)
         assert reaper._wait_for_driver(os.getppid()) == said

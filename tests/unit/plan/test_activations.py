@@ -1,4 +1,4 @@
-"""Bytes of offloaded activations: against what was measured, and how they follow from shape, split and schedule."""
+"""Tests bytes of offloaded activations: against measurements, and by shape, split and schedule."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ BENCHMARK = str(CONFIGS.parents[1] / "benchmarks" / "recipes" / "grpo_1_5B_rando
 ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 EXPERTS = ("mlp_norm", "expert_fc1", "moe_act")
 
-# The model of the measurement: sequences of 4096, micro-batch 4.
+# The measured model: sequences of 4096, micro-batch 4.
 DENSE = ActivationFacts(
     num_tokens=4 * 4096,
     num_residual_tokens=4 * 4096,
@@ -66,8 +66,11 @@ def layer_mib(facts: ActivationFacts, *modules: str, **arguments: Any) -> dict[s
 
 @pytest.mark.parametrize(("modules", "moved_mib", "saved_mib"), [(("core_attn",), 2880, 1918), (ATTENTION, 5760, 4730)])
 def test_what_was_measured_on_an_h200(modules, moved_mib, saved_mib):
-    """megatron-core's manager, one H200, 16 layers: of each module it keeps the last layer's group on the GPU, copies a
-    storage again for each module, and tells the bytes of one micro-batch."""
+    """Compares with megatron-core's manager on one H200 with 16 layers.
+
+    For each module it keeps the last layer's group on the GPU, copies a storage again for each module, and reports the
+    bytes of one micro-batch.
+    """
     layer = module_bytes(DENSE, asked(*modules)).values()
     assert 15 * sum(size.saved for size in layer) / MIB == pytest.approx(moved_mib, rel=0.02)
     assert 15 * sum(size.distinct - size.held for size in layer) / MIB == pytest.approx(saved_mib, rel=0.02)
@@ -78,7 +81,7 @@ def test_each_module_of_a_dense_layer():
         "attn_norm": 0,
         "qkv_linear": 64 + 64,
         "core_attn": 64 + 32 + 32 + 64,
-        "attn_proj": 0,  # core_attn has it
+        "attn_proj": 0,  # core_attn copies it
         "mlp_norm": 0,
         "expert_fc1": 0,
         "moe_act": 0,
@@ -103,7 +106,7 @@ def test_the_attention_output_stays_where_one_of_its_two_modules_stays():
 
 
 def test_each_module_of_experts():
-    # 32768 copies of tokens of 2048 elements; gate and up projection are as wide each.
+    # 32768 copies of tokens with 2048 elements; gate and up projection are as wide.
     assert layer_mib(MOE, *EXPERTS) == {"mlp_norm": 64, "expert_fc1": 128, "moe_act": 256}
     assert layer_mib(MOE, "fused_group_mlp") == {"fused_group_mlp": 128 + 256 + 128}
     one_by_one = dataclasses.replace(MOE, fused_swiglu=False)
@@ -184,7 +187,7 @@ def test_storages_start_at_pages():
 def test_host_memory_is_for_experts_that_are_busier_than_the_average():
     average = module_bytes(MOE, asked("moe_act"))["moe_act"].in_flight
     assert slab_bytes(MOE, asked("moe_act")) == EXPERT_LOAD_FACTOR * average
-    # Attention does not depend on them.
+    # Attention does not depend on experts.
     assert slab_bytes(MOE, asked("core_attn")) == slab_bytes(DENSE, asked("core_attn"))
 
 
@@ -194,7 +197,7 @@ def test_offsets_and_seeds_of_attention_have_room_where_the_smallest_tensors_mov
         return (needed_slab_bytes(DENSE, asked(*modules, smallest=smallest)) - named) / SLAB_ALIGNMENT_BYTES
 
     assert pages("core_attn", smallest=0) == pages("core_attn", smallest=1024) == 8 * DENSE.num_layers
-    assert pages("core_attn", smallest=1025) == 0  # such tensors stay
+    assert pages("core_attn", smallest=1025) == 0  # such tensors stay on the GPU
     assert pages("qkv_linear", smallest=0) == 0  # it has none
 
 
@@ -213,7 +216,7 @@ def test_a_fraction_is_kept_layer_by_layer():
     assert layers(1.0) == [16, 16]
     assert layers(0.75) == [12, 12]
     assert layers(0.5) == [8, 8]
-    # 10 times 128 MiB are a quarter of 16 times 320; where there is room for 192, there was for 128 before.
+    # 10 times 128 MiB are a quarter of 16 times 320; a limit with room for 192 has room for 128.
     assert layers(0.25) == [10, 0]
     assert layers(0.0) == [0, 0]
     assert slab_bytes(DENSE, asked("core_attn", fraction=0.25)) == 4 * 192 * MIB
@@ -222,7 +225,7 @@ def test_a_fraction_is_kept_layer_by_layer():
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 0.8, 0.9, 1.0])
 def test_host_memory_holds_what_leaves_in_the_first_pass_and_later(fraction):
-    """Other groups leave in the first one."""
+    """The first pass offloads other groups than later ones."""
     settings = asked("qkv_linear", "core_attn", fraction=fraction)
     sizes = [one.distinct for one in module_bytes(DENSE, settings).values()]
     layers = [sizes] * DENSE.num_layers
@@ -278,7 +281,7 @@ def test_tensor_parallel_ranks_share_heads_and_with_sequence_parallelism_tokens(
     policy = policy_of("policy.max_total_sequence_length=1024", "policy.megatron_cfg.tensor_model_parallel_size=4")
     policy["sequence_packing"]["enabled"] = False
     [facts] = activation_facts(QWEN2_1_5B, policy, world_size=8)
-    assert (facts.num_heads, facts.num_query_groups) == (3, 1)  # two ranks hold the same group
+    assert (facts.num_heads, facts.num_query_groups) == (3, 1)  # both ranks hold the same group
     policy["megatron_cfg"]["sequence_parallel"] = True
     [shard] = activation_facts(QWEN2_1_5B, policy, world_size=8)
     assert (facts.num_residual_tokens, shard.num_residual_tokens) == (facts.num_tokens, facts.num_tokens // 4)
@@ -303,7 +306,7 @@ def test_stages_hold_fewer_micro_batches_the_later_they_are():
 def test_experts_that_are_padded_compute_on_their_capacity():
     policy = policy_of()
     policy["sequence_packing"]["enabled"] = False
-    policy["megatron_cfg"]["moe_expert_capacity_factor"] = 1.5  # without padding fewer tokens at most
+    policy["megatron_cfg"]["moe_expert_capacity_factor"] = 1.5  # without padding: at most as many tokens
     [facts] = activation_facts(TINY_QWEN3_MOE, policy, world_size=8)
     assert facts.num_expert_tokens == 2 * facts.num_tokens
     policy["megatron_cfg"]["moe_pad_expert_input_to_capacity"] = True

@@ -1,4 +1,4 @@
-"""Whether vLLM stays awake while the policy computes: what the plan counts for it, the decision, and the refusal."""
+"""Tests whether vLLM stays awake while the policy computes: its memory in the plan, the decision, the refusal."""
 
 import copy
 
@@ -69,7 +69,7 @@ def test_it_sleeps_where_training_needs_the_room():
     [
         (None, []),  # several nodes
         (140, ["policy.generation.backend=transformers"]),
-        (140, ["~policy.generation.vllm_kwargs.kv_cache_memory_bytes"]),  # vLLM takes what it finds
+        (140, ["~policy.generation.vllm_kwargs.kv_cache_memory_bytes"]),  # vLLM uses all that it finds free
     ],
 )
 def test_it_is_left_open_where_the_room_is_not_known_or_has_another_use(gpu_gib, overrides):
@@ -109,7 +109,7 @@ def test_an_awake_engine_is_in_every_phase_of_table_and_plan():
 
 def test_it_stays_awake_beside_rows_that_are_left_open_if_they_are_no_shorter_for_it():
     rows = "policy.sequence_packing.train_mb_tokens=auto"
-    assert decided(140, *RESIDENT, rows)[0] == "gpu"  # the longest that bring anything
+    assert decided(140, *RESIDENT, rows)[0] == "gpu"  # the longest rows that gain anything
     assert decided(80, *RESIDENT, rows) == (None, [])
     assert decided(20, *RESIDENT, rows) == (None, [])  # not even the longest sequence fits
     config = load(RECIPE, [*VLLM, *RESIDENT, rows]).config
@@ -146,7 +146,7 @@ def test_an_engine_that_is_to_stay_awake_where_it_cannot_is_refused():
     with pytest.raises(ValueError, match=rf"^{KEY} is gpu, so vLLM keeps 14\.39 GiB .* the GPU has 40\.00 GiB; set"):
         check_awake_engine_fits(run.plan, run.engine, 40 * GIB)
     asleep, _ = planned(80, *RESIDENT, *LONG_ROWS)
-    check_awake_engine_fits(asleep.plan, asleep.engine, 40 * GIB)  # which need not stay
+    check_awake_engine_fits(asleep.plan, asleep.engine, 40 * GIB)  # it need not stay awake
 
 
 def test_how_much_memory_has_to_be_free_for_a_refit_that_needs_nothing_of_torchs_cache():
@@ -159,7 +159,7 @@ def test_how_much_memory_has_to_be_free_for_a_refit_that_needs_nothing_of_torchs
     beside = engine.refit_bytes + 2 * engine.reserve_bytes + 2 * GIB
     assert free(f"++{KEY}=gpu") == beside
     assert free() == beside + engine.weights_bytes + CACHE
-    assert free(config=load(RECIPE, [VLLM[0]]).config) is None  # vLLM takes what it finds free
+    assert free(config=load(RECIPE, [VLLM[0]]).config) is None  # vLLM uses what it finds free
     assert free("policy.generation.backend=transformers") is None
     apart = ["++policy.generation.colocated.enabled=false", "++policy.generation.colocated.resources.gpus_per_node=1"]
     assert free(*apart, "cluster.gpus_per_node=2") == 0

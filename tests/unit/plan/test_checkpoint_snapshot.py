@@ -1,4 +1,4 @@
-"""What `async_save` takes of the host, against hand counts of a model of 1,543,714,304 parameters in bf16."""
+"""Tests the host memory of `async_save` against hand counts for a bf16 model of 1,543,714,304 parameters."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def planned(*overrides):
 @pytest.mark.parametrize(
     ("overrides", "nbytes"),
     [
-        ([], 2 * N),  # optimizer state is read where it leaves to
+        ([], 2 * N),  # offloaded optimizer state is read in place
         (["++policy.residency.table.train.optimizer_state=streamed"], 2 * N),
         (STAYS, (2 + 10) * N),
         ([*STAYS, "checkpointing.save_optimizer=false"], 2 * N),

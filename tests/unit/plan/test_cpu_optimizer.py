@@ -1,4 +1,4 @@
-"""What the plan says of the CPU optimizer, against hand counts of a model of 1,543,714,304 parameters in bf16."""
+"""Tests the plan of the CPU optimizer against hand counts for a bf16 model of 1,543,714,304 parameters."""
 
 import pytest
 

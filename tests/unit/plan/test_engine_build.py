@@ -1,4 +1,4 @@
-"""What a policy takes of the GPU while it is built, beside an engine."""
+"""Tests the GPU memory that a policy needs while it is built beside an engine."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Model FLOPs against torch's counter on tiny models, and one by hand."""
+"""Tests model FLOPs against torch's counter on tiny models, and one case by hand."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def config_of(fields):
 
 
 def counted(fields, *, backward: bool) -> int:
-    """FLOPs by torch's counter, without the table of rotary embeddings."""
+    """Counts FLOPs with torch's counter, without the table of rotary embeddings."""
     config = config_of(fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     with FlopCounterMode(display=False) as counter:
@@ -42,7 +42,7 @@ def counted(fields, *, backward: bool) -> int:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("passes", [1, TRAINING_PASSES])
 def test_flops_are_those_that_torch_counts(name, passes):
-    """Torch's eager attention computes all pairs, causal or not; what is above the diagonal is added for that."""
+    """Torch's eager attention computes all pairs, causal or not, so those above the diagonal are added."""
     model = read_flop_model(config_of(MODELS[name]).to_dict(), POLICY)
     sizes = model.architecture
     masked = LENGTH * LENGTH - attention_pairs(LENGTH)
@@ -57,9 +57,9 @@ def test_a_model_is_counted_by_hand():
         "tie_word_embeddings": True,
     }  # fmt: skip
     model = read_flop_model(config_of(fields).to_dict(), POLICY)
-    # A layer: queries 128, keys and values 64 each, output 128, three products of the MLP 256 each; logits 160.
+    # Per layer: queries 128, keys and values 64 each, output 128, three products of the MLP 256 each; logits 160.
     assert model.per_token == 2 * (128 + 64 + 64 + 128 + 3 * 256) + 160
-    # Of 3 tokens 6 pairs, of 1 token 1, each 4 x 2 heads x 4 a layer.
+    # 3 tokens have 6 pairs, 1 token has 1; each costs 4 x 2 heads x 4 per layer.
     assert model.forward_flops([3, 1]) == 4 * model.per_token + 2 * 32 * (6 + 1)
 
 

@@ -90,12 +90,12 @@ def test_the_kv_cache_gets_what_the_share_leaves():
     assert found.share_of(80 * GIB) == 0.5
     fewer = engine(1, {"max_num_seqs": 8, "max_num_batched_tokens": 2048}, enforce_eager=True)
     assert fewer.reserve_bytes == 2048 * 2 * (4 * 1536 + 16 * 128 + 3 * 8960) + 8 * 151936 * 20 + GIB
-    assert engine(1, {"max_num_seqs": None}).reserve_bytes == RESERVE  # null is vLLM's own number, at most 1024
+    assert engine(1, {"max_num_seqs": None}).reserve_bytes == RESERVE  # null leaves it to vLLM: at most 1024
 
 
 def test_the_kv_cache_is_no_larger_than_the_sequences_under_way_can_fill():
     few = engine(1, {"max_num_seqs": 2, "block_size": 128}, max_model_len=520)
-    # 5 blocks and a further one each, and the one that vLLM gives to none
+    # 5 blocks and one more each, and the one that vLLM leaves unused
     assert few.kv_cache_bytes(80 * GIB) == few.most_kv_cache_bytes == 13 * 128 * few.kv_bytes_per_token
     assert few.share_of(80 * GIB) == (few.weights_bytes + few.reserve_bytes + few.most_kv_cache_bytes) / (80 * GIB)
     assert engine(1).share_of(80 * GIB) == 0.5  # 1024 sequences of 4096 tokens would take more

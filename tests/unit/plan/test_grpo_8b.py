@@ -1,4 +1,4 @@
-"""By the plan, GRPO of 8 B parameters (benchmarks/recipes/grpo_8B_random.yaml) fits a GPU of 78 GiB."""
+"""Tests that, by the plan, GRPO of 8 B parameters (benchmarks/recipes/grpo_8B_random.yaml) fits a GPU of 78 GiB."""
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config
@@ -40,7 +40,7 @@ def test_every_phase_fits_with_streamed_state():
 
 
 def test_resident_state_does_not():
-    # Numbers of tokens, since none can be chosen where not even the state has room.
+    # Numbers of tokens, since `auto` finds none where even the state does not fit.
     rows = [f"policy.sequence_packing.{key}=2048" for key in ("train_mb_tokens", "logprob_mb_tokens")]
     _, _, of_phases = planned("policy.residency.table.train.optimizer_state=gpu", *rows)
     assert of_phases[Phase.TRAIN] > 14 * N > GPU

@@ -1,4 +1,4 @@
-"""What fits into a host's memory, and what its user is told where it does not."""
+"""Tests which recipes fit a host's memory, and what the user is told if one does not."""
 
 import pickle
 

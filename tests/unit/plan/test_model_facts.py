@@ -1,4 +1,4 @@
-"""Counts of parameters against models that are built: every family, and every way of splitting one."""
+"""Tests parameter counts against built models: every family, and every way to split one."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ HF_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": TINY_QWEN3,
     "qwen3_moe": TINY_QWEN3_MOE,
 }
-# Of a family, with flags that change what parameters there are.
+# Each family with flags that change which parameters it has.
 FLAGS: dict[str, dict[str, Any]] = {
     "attention_biases": {"attention_bias": True},
     "mlp_biases": {"mlp_bias": True},
@@ -80,7 +80,7 @@ def policy_of(layout: str) -> dict[str, Any]:
 
 
 def optimizer_bytes(optimizer: Any, model: list[Any]) -> int:
-    """Bytes of what the optimizer keeps once it has stepped, without what lies in the model's parameter buffers."""
+    """Returns the bytes of the optimizer's state after a step, without what lies in the model's parameter buffers."""
     buffers = {buffer.param_data.untyped_storage().data_ptr() for chunk in model for buffer in chunk.buffers}
     kept = []
     for group in optimizer.param_groups:
@@ -110,7 +110,7 @@ def join(policy: dict[str, Any], rank: int, world_size: int, port: int) -> None:
 
 
 def build_and_count(layout: str, rank: int, world_size: int, port: int) -> dict[str, Any]:
-    """What a worker really holds, and the config that transformers makes of the recipe's mapping."""
+    """Returns what a worker really holds, and transformers' config for the recipe's mapping."""
     from megatron.core import parallel_state
 
     from nemo_offload_rl.hf_config import hf_config
@@ -166,7 +166,7 @@ def test_a_rank_alone_is_counted_exactly(alone, layout):
     assert facts.num_frozen_params == built["num_frozen_params"]
     assert facts.num_optimizer_params == built["num_optimizer_params"] == built["num_params"]
     assert facts.param_size == facts.grad_size == (2 if layout == "qwen3_bf16" else 4)
-    if not layout.startswith("qwen3_moe"):  # the experts' parameters lie in buffers of their own
+    if not layout.startswith("qwen3_moe"):  # experts' parameters have their own buffers
         assert facts.num_optimizer_params * facts.optimizer_size == built["optimizer_bytes"]
 
 
@@ -190,7 +190,7 @@ def test_ranks_that_share_a_model_are_counted_exactly(together, layout):
             assert facts.num_optimizer_params == largest == facts.num_params
 
 
-# Parameters of models that everybody knows, from their config.json.
+# Parameters of public models, from their config.json.
 PUBLIC: dict[int, dict[str, Any]] = {
     494_032_768: QWEN2_0_5B,
     1_235_814_400: LLAMA_1B,
@@ -219,7 +219,7 @@ def test_stages_together_are_the_model_and_ranks_share_the_experts_less_than_the
     experts = 48 * 128 * 3 * 2048 * 768
     num_params = 30_532_122_624
     assert sum(stage.num_params for stage in stages) == num_params - experts + experts // 4
-    # 8 data-parallel ranks, of which the experts, dealt out to 4, have 2.
+    # With 8 data-parallel ranks, each expert is on 2 of them, because experts are split over 4.
     for stage in stages[1:3]:
         rest = stage.num_params - experts // 16
         assert stage.num_optimizer_params == pytest.approx(rest / 8 + experts / 16 / 2, rel=1e-5)

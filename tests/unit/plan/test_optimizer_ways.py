@@ -1,4 +1,4 @@
-"""The ways to keep optimizer state, against hand counts of a model of 1,543,714,304 parameters in bf16."""
+"""Tests the ways to keep optimizer state against hand counts for a bf16 model of 1,543,714,304 parameters."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ def planned(*overrides, link=50e9, model=QWEN2_1_5B, **speeds):
 
 
 def host(gib):
-    """A machine of which 95% can be had."""
+    """Returns a machine 95% of whose memory is available."""
     nbytes = int(gib * GIB)
     return Host("this machine", HostFacts("a", "", nbytes, nbytes, None, None), "measured")
 
@@ -52,7 +52,7 @@ def test_every_ways_bytes_and_seconds():
         "resident": (params_and_grads + 10 * N, 10 * N, reference_and_params),
         "page-locked around refit": (params_and_grads + 10 * N, 0, reference_and_params + 10 * N),
         "streamed": (params_and_grads + 512 * MIB, 0, reference_and_params + 10 * N),
-        # What is stepped on the GPU has float32 state there, and float32 gradients during the step.
+        # State that is stepped on the GPU is float32 there, with float32 gradients during the step.
         "CPU optimizer, 0.5": (params_and_grads + (12 + 4) * N // 2, 0, reference_and_params + (12 + 16) * N // 2),
         "CPU optimizer, 1": (params_and_grads, 0, reference_and_params + 16 * N),
     }
@@ -67,7 +67,7 @@ def test_every_ways_bytes_and_seconds():
 
 
 def test_the_estimates_are_those_that_were_measured():
-    """docs/results/cpu_optimizer.json: 25,804 MiB at the peak; 14 bytes a parameter of it are state."""
+    """docs/results/cpu_optimizer.json: 25,804 MiB at the peak, of which state takes 14 bytes per parameter."""
     ways = planned(link=55e9)
     assert ways["CPU optimizer, 0.5"].wait_s == pytest.approx(0.311, rel=0.15)
     assert ways["streamed"].wait_s == pytest.approx(0.330, rel=0.15)
@@ -115,7 +115,7 @@ def test_the_overrides_of_a_way_turn_it_on_from_any_other(start):
     [
         (40, "resident"),
         (24, "CPU optimizer, 0.5"),
-        (20, "streamed"),  # of the CPU optimizer 0.5 the state fits, but not what a micro-batch needs beside it
+        (20, "streamed"),  # the CPU optimizer at 0.5 has room for its state, but not for a micro-batch
         (16, "streamed"),
         (13, "CPU optimizer, 1"),
         (8, None),

@@ -1,4 +1,4 @@
-"""The residency table that a recipe asks for, and who wrote its cells."""
+"""Tests the residency table of a recipe, and which key set each cell."""
 
 import pytest
 from support.tiny import policy_without_model
@@ -64,7 +64,7 @@ def test_single_cells_go_over_the_defaults_and_say_who_wrote_them():
     assert plan.table[Phase.REFIT][Target.OPTIMIZER_STATE] is Placement.GPU
     assert plan.sources[Phase.REFIT] == {Target.OPTIMIZER_STATE: f"{TABLE}.refit.optimizer_state"}
     assert set(plan.sources[Phase.GENERATE]) == {Target.PARAMS, Target.GRADS}
-    assert DEFAULT_TABLE[Phase.GENERATE][Target.PARAMS] is Placement.HOST  # which no recipe can change
+    assert DEFAULT_TABLE[Phase.GENERATE][Target.PARAMS] is Placement.HOST  # no recipe can change this
 
 
 def test_every_setting_reaches_the_plan():
@@ -84,7 +84,7 @@ def test_every_setting_reaches_the_plan():
 
 @pytest.mark.parametrize("phase", Phase)
 def test_the_schema_has_every_phase_and_target_and_only_cells_that_there_are(phase):
-    """The schema imports nothing of the engine's, so its words are compared here."""
+    """The schema imports nothing from the engine, so their words are compared here."""
     keys = schema_keys(GRPOMasterConfig)
     below = {path.removeprefix(f"{TABLE}.") for path in keys if path.startswith(f"{TABLE}.")}
     assert {path for path in below if "." not in path} == set(Phase)

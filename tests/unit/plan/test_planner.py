@@ -1,4 +1,4 @@
-"""Bytes, host memory and time of a step that follow from a table and from what a rank holds."""
+"""Tests bytes, host memory and time of a step, computed from a table and a rank's sizes."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def rank_of(policy, facts=FACTS, **arguments):
 
 
 def traffic_of(rank):
-    """(phase, target) to (out, back), of what moves at all."""
+    """Returns (phase, target) to (out, back), for everything that moves."""
     return {
         (transition.phase, traffic.target): (traffic.d2h_bytes, traffic.h2d_bytes)
         for transition in rank.transitions
@@ -55,7 +55,7 @@ def test_sizes_of_targets():
 def test_what_is_on_the_gpu_in_each_phase_of_the_default_table():
     on_gpu = rank_of({}, WITH_REFERENCE).gpu_bytes
     assert {phase: sum(cells.values()) for phase, cells in on_gpu.items()} == {
-        LOGPROB: 2000,  # optimizer state left for the refit before it
+        LOGPROB: 2000,  # optimizer state was offloaded for the refit before it
         TRAIN: 2000 + 3600 + 6000,
         REFIT: 2000,
         GENERATE: 0,
@@ -83,7 +83,7 @@ def test_state_that_never_leaves_takes_no_host_memory_and_no_time():
     assert traffic_of(rank) == {}
     assert sum(rank.host_bytes.values()) == 0
     assert rank.gpu_bytes[GENERATE] == {PARAMS: 2000, GRADS: 0, OPTIMIZER: 6000, REFERENCE: 0}
-    # But the swap with reference weights needs a place for the parameters.
+    # But the swap with reference weights needs host memory for the parameters.
     assert rank_of(policy, WITH_REFERENCE).host_bytes[PARAMS] == 2000
 
 
@@ -94,7 +94,7 @@ def residency(**table):
 def test_offload_for_logprob_moves_what_would_still_be_there():
     policy = {"offload_optimizer_for_refit": False, "offload_optimizer_for_logprob": True}
     assert traffic_of(rank_of(policy))[LOGPROB, OPTIMIZER] == (6000, 0)
-    # With the other flag it has left already, and stays away.
+    # With the other flag it was offloaded earlier, and stays on the host.
     both = {"offload_optimizer_for_refit": True, "offload_optimizer_for_logprob": True}
     assert (LOGPROB, OPTIMIZER) not in traffic_of(rank_of(both))
 
@@ -147,7 +147,7 @@ def test_ranks_of_a_stage_fill_one_host_after_another():
         (5, "host 1", 4000),
     ]
     assert plan.largest_rank.stage == 0
-    assert PlannedRun(plan, needs).first_host_state_bytes == 3 * 11600  # frozen ones have no gradients
+    assert PlannedRun(plan, needs).first_host_state_bytes == 3 * 11600  # frozen parameters have no gradients
     assert PlannedRun(plan, rank_needs(plan, ranks_per_host=2, num_hosts=1)).first_host_state_bytes == 11600 + 5600
 
 
@@ -185,11 +185,11 @@ def test_streamed_optimizer_state_is_on_the_host_and_crosses_the_link_both_ways_
     assert rank.gpu_bytes[TRAIN] == {PARAMS: 2000, GRADS: 3600, OPTIMIZER: window, REFERENCE: 0}
     assert rank.gpu_bytes[REFIT][OPTIMIZER] == rank.gpu_bytes[GENERATE][OPTIMIZER] == 0
     assert rank.host_bytes[OPTIMIZER] == 6000
-    assert OPTIMIZER not in {target for _, target in traffic_of(rank)}  # only its window comes and goes
+    assert OPTIMIZER not in {target for _, target in traffic_of(rank)}  # only its window moves
     [traffic] = rank.step_traffic
     assert (traffic.target, traffic.d2h_bytes, traffic.h2d_bytes) == (OPTIMIZER, 6000, 6000)
-    # Both directions at once, each at 92% of the speed that it has alone.
+    # Both directions at once, each at 92% of its speed alone.
     assert traffic.seconds == pytest.approx(6000 / (0.92 * PCIE5_X16_BYTES_PER_S))
     [staged] = rank_of({"residency": streamed, "use_pinned_optimizer_offload": False}).step_traffic
-    assert staged.seconds == pytest.approx(12000 / STAGED_BYTES_PER_S)  # one behind the other
+    assert staged.seconds == pytest.approx(12000 / STAGED_BYTES_PER_S)  # one after the other
     assert rank_of({}).step_traffic == ()

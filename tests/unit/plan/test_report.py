@@ -1,4 +1,4 @@
-"""What `nemo-offload-rl plan` prints, asked as a user asks it."""
+"""Tests the output of `nemo-offload-rl plan` through the command line."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ def printed(capsys, *arguments):
 
 
 def row(text, first):
-    """The cells of the first row of a table that starts so."""
+    """Returns the cells of a table's first row that starts with this cell."""
     line = next(line for line in text.splitlines() if line.startswith(f"│ {first} "))
     return [cell.strip() for cell in line.strip("│").split("│")]
 
@@ -62,7 +62,7 @@ def test_the_engines_weights_and_kv_cache_are_shown_beside_the_policys_targets(c
     assert row(memory, "vLLM's weights")[names.index("GPU in refit")] == "2.88"
     generate = names.index("GPU in generate")
     cache = float(row(memory, "vLLM's KV cache")[generate])
-    assert cache == pytest.approx(512 * (512 + 16) * 28672 / 2**30, abs=0.01)  # all sequences that are under way
+    assert cache == pytest.approx(512 * (512 + 16) * 28672 / 2**30, abs=0.01)  # all sequences in flight
     graphs = row(memory, "refit's CUDA graphs")
     assert graphs[2:6] == ["0.0273"] * 4  # in every phase; 26 MiB in the policy's process, 2 in vLLM's
     params, state, everything = (float(row(memory, name)[generate]) for name in ("params", "optimizer_state", "all"))
@@ -139,7 +139,7 @@ def test_json_has_every_stage_and_host(capsys):
     assert plan["table"] == DEFAULT_TABLE
     assert plan["written_by"]["logprob"] == {"optimizer_state": "policy.offload_optimizer_for_logprob"}
     first, last = plan["stages"]
-    # Both have the embedding, which is the output layer too.
+    # Both have the embedding, which is also the output layer.
     assert first["facts"]["num_params"] + last["facts"]["num_params"] == 1_543_714_304 + 151936 * 1536
     assert last["facts"]["num_params"] - first["facts"]["num_params"] == 1536  # the last norm
     assert plan["host_bytes_per_host"] == {

@@ -1,4 +1,4 @@
-"""The tokens of a packed row that `auto` stands for."""
+"""Tests how many tokens of a packed row `auto` chooses."""
 
 import copy
 import json
@@ -79,7 +79,7 @@ def test_a_larger_gpu_has_longer_rows_and_they_fit():
             policy["sequence_packing"]["train_mb_tokens"] = tokens + more
             facts = activation_facts(QWEN2_1_5B, policy, world_size=1)
             [taken] = training_pass_bytes(QWEN2_1_5B, policy, facts, None)
-            assert (14 * N + MARGIN * taken + 3 * GIB <= size * GIB) is fits  # its process and generation's
+            assert (14 * N + MARGIN * taken + 3 * GIB <= size * GIB) is fits  # its own process and generation's
 
 
 def test_beside_vllm_its_context_and_graphs_and_those_of_a_refit_count():

@@ -1,4 +1,4 @@
-"""Engines on jobs, and no host memory left behind."""
+"""Provides engines attached to jobs, and checks that they free all host memory."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ def no_leak() -> Iterator[None]:
 
 @pytest.fixture
 def engines(no_leak) -> Iterator[Callable[..., Engine]]:
-    """Attaches engines to jobs; what was attached is closed with the test, and everything has been given back then."""
+    """Attaches engines to jobs; closes them when the test ends and checks that they freed everything."""
     made: list[Engine] = []
     torch.set_num_threads(1)
     arena = PinnedArena()

@@ -1,4 +1,4 @@
-"""docs/add-a-target.md is right: what it says to write works, and nothing else has to change."""
+"""Tests that the code of docs/add-a-target.md works, and that no other change is needed."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The whole engine on plain torch models and optimizers, between two places of host memory."""
+"""Tests the whole engine on plain torch models and optimizers, between two places of host memory."""
 
 import copy
 import itertools
@@ -66,7 +66,7 @@ def test_objects_and_addresses_stay(engines):
     job = make_job()
     engine = engines(job)
     parameters = {name: place for name, place in job.places().items() if name in dict(job.model.named_parameters())}
-    run_steps(job, 1, engine)  # its moments came with the step, and moved into a range when they left
+    run_steps(job, 1, engine)  # the step created its moments, which moved into a range when they were offloaded
     places = job.places()
     assert parameters.items() <= places.items()
     run_steps(job, 3, engine)
@@ -86,7 +86,7 @@ def test_a_step_that_follows_late_arrivals_waits_for_them(engines):
 def test_the_delay_would_show_a_missing_wait(engines):
     plain, job, trouble = make_job(), make_job(), Trouble()
     engine = engines(job, ranges=trouble)
-    for remove in engine.hooks:  # what asks for the state before it is used
+    for remove in engine.hooks:  # the hooks require the state before it is used
         remove()
     trouble.delay_s = 0.1
     run_steps(job, 2, engine)
@@ -142,7 +142,7 @@ def test_the_host_side_is_as_large_as_the_state(engines):
 
 
 def generating(engines, job: Job, trouble: Trouble) -> tuple[Engine, dict[str, torch.Tensor]]:
-    """An engine in GENERATE after a step, and what everything was before."""
+    """Returns an engine in GENERATE after a step, and copies of everything from before."""
     engine = engines(job, ranges=trouble)
     run_steps(job, 2, engine)
     engine.residency.require(Target.OPTIMIZER_STATE)
@@ -187,7 +187,7 @@ def test_optimizer_state_that_finds_no_memory_is_told_at_the_step_and_can_come_l
         job.step(2)
     assert engine.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
     assert engine.targets[Target.OPTIMIZER_STATE].flat_buffer.mapped_bytes == 0
-    job.model.load_state_dict(plain.model.state_dict())  # the failed step's forward moved the running means
+    job.model.load_state_dict(plain.model.state_dict())  # the failed step's forward pass changed the running means
     for parameter in job.model.parameters():
         parameter.grad = None
     trouble.chunks_left = None
@@ -248,7 +248,7 @@ def test_optimizer_state_that_never_leaves_stays_where_it_is():
 
 
 class FullHost(PinnedArena):
-    """An arena of a host that has no more memory."""
+    """Represents a host without free memory."""
 
     is_full = False
 
@@ -281,7 +281,7 @@ def test_new_state_that_finds_no_gpu_memory_to_move_through_is_kept_and_moves_la
     plain, job, trouble = make_job(), make_job(), Trouble()
     engine = engines(job, ranges=trouble)
     losses = [job.step(0)]
-    trouble.chunks_left = 2  # some of the moments find room, and have to move out again
+    trouble.chunks_left = 2  # some moments fit, and must move out again
     with pytest.raises(
         ResidencyError, match=r"Cannot move optimizer_state off .*Cannot allocate the GPU memory range for"
     ):
@@ -367,7 +367,7 @@ def test_a_view_that_would_not_follow_is_refused():
     with pytest.raises(ValueError, match=r"0\.\d\.weight is also referenced by 1 tensors or graphs"):
         attach([job.model], job.optimizer, arena, ranges=small_chunks)
     assert output.grad_fn is not None
-    arena.close()  # which would say what was left behind
+    arena.close()  # raises if anything is left behind
 
 
 def test_closing_gives_everything_back_and_takes_the_hooks_away():
@@ -389,7 +389,7 @@ def fail_with_the_reference(engine: Engine, job: Job, reference: dict[str, torch
 
 
 class Gauge(Meter):
-    """A meter of a GPU with so many bytes free."""
+    """Measures a GPU with a given number of free bytes."""
 
     free = 0
 
@@ -448,7 +448,7 @@ def test_what_moved_is_measured(engines):
 
 
 class Late(FlatBufferTarget):
-    """A target with a lazy wait."""
+    """Moves a target with a lazy wait."""
 
     lazy_wait = True
 
@@ -466,9 +466,9 @@ def test_what_leaves_again_has_arrived_before():
     residency.enter(Phase.REFIT)
     residency.wait_until_released()
     with torch.cuda.stream(mover._back.stream):
-        torch.cuda._sleep(200_000_000)  # a tenth of a second: the way back is busy
+        torch.cuda._sleep(200_000_000)  # a tenth of a second, in which copies to the GPU are busy
     residency.enter(Phase.TRAIN)
-    residency.enter(Phase.REFIT)  # it was not used
+    residency.enter(Phase.REFIT)  # the prefetched state was not used
     residency.enter(Phase.TRAIN)
     residency.require(Target.OPTIMIZER_STATE)
     assert torch.equal(tensor.cpu(), wanted)

@@ -1,4 +1,4 @@
-"""What an engine meets at the edges: replaced state, strays, failures that were not waited for, impossible tables."""
+"""Tests an engine's edge cases: replaced state, unknown views, failed moves without a wait, impossible tables."""
 
 import copy
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_leak")
 
 
 def test_loaded_state_in_one_storage_gets_slots_of_its_own(engines):
-    """copy.deepcopy, like torch.load, puts what shared a storage into one: state saved while it lives in a range."""
+    """copy.deepcopy, like torch.load, copies a shared storage as one: here state that was saved while in a range."""
     job = make_job()
     engine = engines(job, ranges=small_chunks)
     run_steps(job, 2, engine)
@@ -35,7 +35,7 @@ def test_loaded_state_in_one_storage_gets_slots_of_its_own(engines):
 
 
 def test_ranges_whose_addresses_change_work_alike(engines):
-    """As where the driver has no virtual memory management; the optimizer steps the parameters themselves."""
+    """Moves as with a driver without virtual memory management; the optimizer steps the parameters themselves."""
     plain = run_steps(make_job(), 3)
     job = make_job()
     engine = engines(job, ranges=lambda nbytes, device, _: TorchRange(nbytes, device))
@@ -43,7 +43,7 @@ def test_ranges_whose_addresses_change_work_alike(engines):
 
 
 def test_moments_in_fewer_bits_come_back_before_they_are_saved(engines):
-    """megatron-core computes fp32 ones of them where they are said to be: on the GPU."""
+    """megatron-core computes fp32 moments where the state is supposed to be: on the GPU."""
     job = make_job()
     engine = engines(job)
     run_steps(job, 1, engine)
@@ -74,7 +74,7 @@ def test_reference_weights_are_not_swapped_into_params_that_are_away(engines):
 
 
 def test_a_buffer_that_changes_its_memory_is_housed_anew_and_has_no_reference(engines):
-    """As a router's expert bias, which megatron-core takes back to fp32 in a forward pass."""
+    """A router's expert bias changes so, because megatron-core converts it back to fp32 in a forward pass."""
     job = make_job()
     job.model.register_buffer("expert_bias", torch.ones(100, dtype=torch.bfloat16))
     engine = engines(job, with_reference=True)
@@ -97,7 +97,7 @@ def test_a_buffer_that_something_unknown_uses_stays(engines):
     inputs = torch.ones(2, 10, requires_grad=True)
     product = nn.functional.linear(
         inputs, job.model.scale.view(10, 10), torch.ones(10)
-    )  # keeps a view of its own making
+    )  # keeps a view that only it knows
     engine.residency.enter(Phase.GENERATE)
     assert job.model.scale.eq(3).all()
     assert [name for name, _ in engine.targets[Target.PARAMS].strays()] == ["0..scale"]
@@ -136,7 +136,7 @@ def test_a_prefetch_that_failed_is_no_measurement(engines):
 
 
 def test_state_that_found_no_memory_and_was_not_needed_is_no_error_later(engines):
-    """As after a step that was skipped, since its loss was not finite."""
+    """Happens after a step that was skipped because its loss was not finite."""
     job, trouble = make_job(), Trouble()
     engine = engines(job, ranges=trouble)
     run_steps(job, 1, engine)
@@ -156,7 +156,7 @@ def test_a_table_that_cannot_be_takes_no_memory():
     table[Phase.LOGPROB][Target.PARAMS] = Placement.DROPPED
     with pytest.raises(ValueError, match="params does not support placement dropped in phase logprob"):
         attach([job.model], job.optimizer, arena, table=table, ranges=small_chunks)
-    arena.close()  # which would say what was left behind
+    arena.close()  # raises if anything is left behind
 
 
 def test_tensors_without_memory_of_their_own_may_be_about(engines):

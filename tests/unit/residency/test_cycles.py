@@ -1,4 +1,4 @@
-"""200 cycles of phases with batches of varying lengths: nothing grows."""
+"""Tests that nothing grows over 200 cycles of phases with batches of varying lengths."""
 
 import random
 
@@ -20,7 +20,7 @@ WARM_UP, NUM_CYCLES = 20, 200
 
 
 def cycle(job, engine, number):
-    """One GRPO step's phases, with what starts early; left where generation has the GPU."""
+    """Runs one GRPO step's phases with early moves; ends in GENERATE."""
     residency, choose = engine.residency, random.Random(number)
     residency.prefetch(Phase.LOGPROB)
     if number % 2:
@@ -38,12 +38,12 @@ def cycle(job, engine, number):
     residency.enter(Phase.REFIT)
     residency.enter(Phase.GENERATE)
     assert residency.where(Target.OPTIMIZER_STATE) is residency.where(Target.PARAMS) is Placement.HOST
-    if number % 3 == 0:  # as in a step that ends without metrics now and then
+    if number % 3 == 0:  # as in a step that ends without metrics
         engine.meter.take_metrics()
 
 
 def run_cycles(job, engine, num_cycles=NUM_CYCLES):
-    """Counts and memory of the first cycle behind the warm-up, and of the last one."""
+    """Returns counts and memory of the first cycle after the warm-up, and of the last one."""
     readings = []
     for number in range(WARM_UP + num_cycles):
         cycle(job, engine, number)
@@ -89,5 +89,5 @@ def test_200_cycles_on_a_gpu_leave_its_memory_streams_and_handles_flat():
     engine = attach([job.model], job.optimizer, arena, options=Options(with_reference=True), ranges=make_range)
     readings = run_cycles(job, engine)
     assert_flat(readings)
-    assert engine.mapped_bytes == 0  # what is left is the context and torch's own
+    assert engine.mapped_bytes == 0  # the rest is the context and torch's own
     engine.close()

@@ -37,7 +37,7 @@ def test_tensors_move_in_as_they_are(arena):
         assert (tensor.shape, tensor.stride(), tensor.dtype) == shape
         assert begin <= tensor.data_ptr() < end
     base[0, 0] = 5
-    assert turned[0, 0] == 5  # still one memory
+    assert turned[0, 0] == 5  # they still share memory
     assert [buffer_slice.offset % ALIGNMENT for buffer_slice in flat_buffer.slices] == [0, 0, 0]
     assert flat_buffer.nbytes == flat_buffer.mapped_bytes == 4 * ALIGNMENT + 2 * ALIGNMENT
     del memory

@@ -13,7 +13,7 @@ class MeterOfAGpu(Meter):
 
 
 def test_the_seconds_of_all_entries_of_a_phase_are_added_up():
-    """As those of its moves are: a validation enters it once more before anybody takes the metrics."""
+    """So are the seconds of its moves: a validation enters the phase once more before the metrics are taken."""
     meter = MeterOfAGpu(torch.device("cpu"))
     meter.record_transition(Phase.LOGPROB, 0.5, meter.memory(), {})
     meter.record_transition(Phase.TRAIN, 0.0625, meter.memory(), {})
@@ -22,7 +22,7 @@ def test_the_seconds_of_all_entries_of_a_phase_are_added_up():
     metrics = meter.take_metrics()
     assert metrics["logprob/enter_s"] == pytest.approx(0.75)
     assert metrics["train/enter_s"] == pytest.approx(0.0625)
-    assert metrics["logprob/gpu_free_before_gib"] == 3  # memory is that of the last entry
+    assert metrics["logprob/gpu_free_before_gib"] == 3  # memory is the last entry's
     assert "logprob/enter_s" not in meter.take_metrics()
 
 

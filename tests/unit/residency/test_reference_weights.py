@@ -1,4 +1,4 @@
-"""Swaps of the policy's weights with the reference weights that fail: at every copy, in both directions."""
+"""Tests swaps between policy and reference weights that fail: at every copy, in both directions."""
 
 import contextlib
 import sys
@@ -18,23 +18,23 @@ from nemo_offload_rl.residency.transfer import BackedRange, Mover
 pytestmark = pytest.mark.usefixtures("no_leak")
 
 NUM_CHUNKS = 4  # of the params of a job with seven layers
-SWAP_IN = range(2 * NUM_CHUNKS)  # each chunk is saved, and then another is put in
+SWAP_IN = range(2 * NUM_CHUNKS)  # each chunk is saved, then the other weights are copied in
 SWAP_BACK = range(NUM_CHUNKS)
 ERRORS = [MemoryError, KeyboardInterrupt]
 
 
 def each_pair(values):
-    """Returns cases (value, is_late, error) in which every two of them meet."""
+    """Returns cases (value, is_late, error) that contain every pair of these."""
     return [(value, is_late, ERRORS[(value + is_late) % 2]) for value in values for is_late in (False, True)]
 
 
 class FailingCopies:
-    """Has a mover's copies of chunks fail.
+    """Makes a mover's copies of chunks fail.
 
     Attributes:
-        copies_left: how many more there are before the failure; None for any number.
-        lasts: whether all copies fail from then on, or one.
-        is_late: whether what fails has been copied.
+        copies_left: how many succeed before the failure; None for any number.
+        lasts: whether all later copies fail, or only one.
+        is_late: whether the failing copy has been made.
     """
 
     def __init__(self, monkeypatch, mover, error):
@@ -64,12 +64,12 @@ class FailingCopies:
 
 
 def trained(engines):
-    """An engine in LOGPROB after two steps, its job, and the weights of the start."""
+    """Returns an engine in LOGPROB after two steps, its job, and the initial weights."""
     job = make_job(num_layers=7)
     first = weights(job)
     engine = engines(job, with_reference=True)
     run_steps(job, 2, engine)
-    engine.residency.require(Target.OPTIMIZER_STATE)  # or its copies, which come late, would be those that fail
+    engine.residency.require(Target.OPTIMIZER_STATE)  # waits, so that its late copies are not those that fail
     engine.residency.enter(Phase.LOGPROB)
     assert (
         sum(len(backed.range.chunks) for backed in engine.targets[Target.PARAMS].flat_buffer.backed_ranges)
@@ -83,7 +83,7 @@ def weights(job):
 
 
 def assert_all_works(engine, job, first, own):
-    """The policy's weights are what they were, and so is everything that can be done with them."""
+    """Checks that the policy's weights are unchanged, and that every use of them works."""
     assert_equal(weights(job), own)
     with engine.reference.swapped_in():
         assert_equal(weights(job), first)
@@ -94,7 +94,7 @@ def assert_all_works(engine, job, first, own):
 
 
 def uses(engine, job):
-    """Everything that weights are used for, from LOGPROB."""
+    """Yields every use of the weights, from LOGPROB on."""
     inputs = torch.ones(8, 512)
     yield lambda: job.model(inputs)
     yield lambda: engine.residency.require(Target.PARAMS)
@@ -142,7 +142,7 @@ def test_a_swap_in_after_which_no_copy_works_leaves_the_policy_as_it_was_or_refu
     with pytest.raises((error, ResidencyError)), engine.reference.swapped_in():
         raise AssertionError("the swap did not fail")
     copies.disarm()
-    if number == 0:  # nothing had been put in
+    if number == 0:  # nothing had been copied in
         assert_all_works(engine, job, first, own)
     else:
         assert_every_use_is_refused(engine, job)
@@ -170,7 +170,7 @@ def test_a_swap_back_after_which_no_copy_works_is_told_by_every_use(engines, mon
 
 
 def swap_interrupted_at(engine, number):
-    """Swap in and back, with a Ctrl-C at a line of the module, by its number in time; returns how many there were."""
+    """Swaps in and back with a Ctrl-C at the module's `number`-th executed line; returns how many lines ran."""
     lines, was = [], sys.gettrace()
 
     def trace(frame, event, _):
@@ -233,7 +233,7 @@ def test_a_swap_inside_a_swap_is_refused_before_it_saves_over_the_policys_own(en
 
 
 def test_weights_that_have_never_moved_are_refused_too(engines, monkeypatch):
-    """No move of theirs is there to be waited for."""
+    """No move of these weights exists that could be waited for."""
     job = make_job(num_layers=7)
     engine = engines(job, with_reference=True)
     FailingCopies(monkeypatch, engine.context.mover, MemoryError).arm(3, lasts=True)
@@ -243,7 +243,7 @@ def test_weights_that_have_never_moved_are_refused_too(engines, monkeypatch):
 
 
 class FullRing:
-    """Staging buffers that fail with copies on their way through them."""
+    """Fails while staging buffers have copies in flight."""
 
     def to_host(self, source, destination, stream):
         raise KeyboardInterrupt
@@ -253,7 +253,7 @@ class FullRing:
 
 
 def test_copies_through_staging_buffers_have_ended_when_a_failure_is_told(monkeypatch):
-    """What puts the weights back goes through the same buffers at once."""
+    """The copies that restore the weights use the same buffers at once."""
     with PinnedArena() as arena:
         mover, host_range = Mover(CPU, arena), small_chunks(CHUNK_BYTES, CPU, CHUNK_BYTES)
         backed = BackedRange(host_range, arena.allocate("test", CHUNK_BYTES))

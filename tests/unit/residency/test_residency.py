@@ -1,4 +1,4 @@
-"""The state machine alone, over targets that only note where they were told to go."""
+"""Tests the state machine alone, with targets that only record where they were moved."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from nemo_offload_rl.residency.target import NoRoomError, ResidencyError
 
 
 class Arrived:
-    """A move that notes when it is waited for."""
+    """Records when the move is waited for."""
 
     nbytes = 10
     is_queued = True
@@ -35,7 +35,7 @@ class Arrived:
 
 
 class Shelf:
-    """A target that notes where it is told to go; `full` names the placements that have no room."""
+    """Records where the target is moved; `full` names the placements without room."""
 
     nbytes = mapped_bytes = 10
 
@@ -84,7 +84,7 @@ def test_only_what_differs_moves():
     assert moves(log) == [(Target.PARAMS, Placement.HOST)]
     assert residency.where(Target.PARAMS) is Placement.HOST
     residency.enter(Phase.LOGPROB)
-    assert moves(log) == [(Target.PARAMS, Placement.GPU)]  # what is to be kept stays on the host
+    assert moves(log) == [(Target.PARAMS, Placement.GPU)]  # targets to be kept stay on the host
     assert residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
 
 
@@ -158,7 +158,7 @@ def test_prefetch_brings_what_the_next_phase_needs_and_does_not_wait():
     residency.enter(Phase.LOGPROB)
     log.clear()
     residency.prefetch(Phase.TRAIN)
-    assert moves(log) == [(Target.OPTIMIZER_STATE, Placement.GPU)]  # gradients hold nothing that could come
+    assert moves(log) == [(Target.OPTIMIZER_STATE, Placement.GPU)]  # gradients have no contents to move
     residency.enter(Phase.TRAIN)
     assert moves(log) == [(Target.GRADS, Placement.GPU)]
 
@@ -280,7 +280,7 @@ def test_host_memory_that_is_read_is_waited_for_before_it_is_written_again():
     residency.enter(Phase.GENERATE)
     log.clear()
     residency.lend(Target.OPTIMIZER_STATE, lambda: log.append("the reader has done"))
-    residency.enter(Phase.TRAIN)  # comes back, which only reads
+    residency.enter(Phase.TRAIN)  # moves back, which only reads the lent memory
     assert "the reader has done" not in log
     residency.enter(Phase.REFIT)
     assert log.index("the reader has done") < log.index((Target.OPTIMIZER_STATE, Placement.HOST))
@@ -294,7 +294,7 @@ def test_what_a_phase_sends_away_may_leave_before_it_and_the_phase_finds_it_gone
     residency.enter(Phase.TRAIN)
     log.clear()
     residency.start_leaving(Phase.REFIT)
-    assert log == [(Target.GRADS, Placement.DROPPED), (Target.OPTIMIZER_STATE, Placement.HOST)]  # and nothing waited
+    assert log == [(Target.GRADS, Placement.DROPPED), (Target.OPTIMIZER_STATE, Placement.HOST)]  # without a wait
     assert residency.phase is Phase.TRAIN
     log.clear()
     residency.enter(Phase.REFIT)
@@ -362,7 +362,7 @@ def test_dropped_memory_is_taken_early_where_asked_and_before_what_is_copied():
 
 
 class CountingMeter(Meter):
-    """Counts how often torch's allocator gives back what it does not use."""
+    """Counts how often torch's allocator releases its unused memory."""
 
     num_given_back = 0
 

@@ -31,7 +31,7 @@ def trouble():
 
 @pytest.fixture
 def backed_ranges(arena, trouble):
-    """Two backed ranges, mapped and filled."""
+    """Returns two backed ranges, mapped and filled."""
     backed_ranges = [BackedRange(trouble(nbytes, CPU, CHUNK_BYTES), arena.allocate("test", nbytes)) for nbytes in SIZES]
     for backed in backed_ranges:
         for index in range(len(backed.range.chunks)):

@@ -1,4 +1,4 @@
-"""docs/add-an-algorithm.md is right: what it says to write trains, and nothing else has to change."""
+"""Tests that the code of docs/add-an-algorithm.md trains, and that no other change is needed."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from support.pages import REPOSITORY, blocks, copy_with_changes, run_in
 PAGE = REPOSITORY / "docs" / "add-an-algorithm.md"
 RECIPE = "examples/configs/my_pairs.yaml"
 
-# In one process, since each takes seconds to import the libraries.
+# In one process, since each process takes seconds to import the libraries.
 START_AND_PLAN = f"""
 import runpy, sys
 from nemo_offload_rl.cli import main

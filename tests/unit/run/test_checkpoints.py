@@ -101,7 +101,7 @@ def test_a_checkpoint_that_fails_half_way_is_not_one(tmp_path):
         write_at_once(checkpoints, RunState("run", step=2), {}, fail)
     assert checkpoints.newest_first()[0].name == "step_1"
     assert not (tmp_path / "tmp_step_2").exists()
-    (tmp_path / "tmp_step_2").mkdir()  # as of a run that was killed
+    (tmp_path / "tmp_step_2").mkdir()  # a killed run leaves this
     checkpoints.remove_unfinished()
     assert steps(tmp_path) == [1]
     save(checkpoints, 2)

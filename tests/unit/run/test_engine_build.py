@@ -1,4 +1,4 @@
-"""Whether the policy is built beside vLLM: the decision, and the line that says it."""
+"""Tests whether the policy is built beside vLLM: the decision, and the line that reports it."""
 
 import copy
 

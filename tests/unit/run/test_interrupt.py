@@ -12,7 +12,7 @@ from nemo_offload_rl.run.interrupt import Interrupt, Progress, Stopped
 
 
 class Clock:
-    """Seconds that a test sets."""
+    """Returns a time that the test sets."""
 
     now = 0.0
 
@@ -22,7 +22,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def sighup_ends_a_process():
-    """As in a terminal: under nohup, SIGHUP is ignored, and `Interrupt` leaves it so."""
+    """Sets SIGHUP as in a terminal: under nohup it is ignored, and `Interrupt` leaves it ignored."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, previous)
@@ -87,7 +87,7 @@ def test_without_a_grace_period_and_after_ctrl_c_nothing_presses():
 def test_a_library_that_catches_the_exception_is_told_again():
     with Interrupt() as interrupt:
         interrupt.check()
-        with contextlib.suppress(KeyboardInterrupt):  # as a library may
+        with contextlib.suppress(KeyboardInterrupt):  # as a library may do
             send(signal.SIGTERM)
         with pytest.raises(Stopped):
             interrupt.check()
@@ -143,7 +143,7 @@ def test_a_closed_terminal_is_nothing_to_nohup():
         signal.signal(signal.SIGHUP, previous)
 
 
-# A main thread that catches whatever a handler raises.
+# A main thread that catches every exception that a handler raises.
 STUCK = """
 import ctypes, os, signal, sys, threading, time
 from nemo_offload_rl.run.interrupt import Interrupt

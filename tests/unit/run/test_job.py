@@ -37,7 +37,7 @@ RECIPE = Path(__file__).parents[3] / "examples" / "configs" / "sft_tiny_cpu.yaml
 
 
 def make_job(folder: Path, *overrides: str) -> Job:
-    """The tiny SFT recipe in a folder, with a toy policy in place of the worker group."""
+    """Makes a job of the tiny SFT recipe in a folder, with a toy policy in place of the worker group."""
     recipe = config.load(
         RECIPE,
         [
@@ -47,7 +47,7 @@ def make_job(folder: Path, *overrides: str) -> Job:
             "checkpointing.save_period=2",
             "sft.max_num_steps=4",
             "sft.val_period=2",
-            "data.train.num_problems=200",  # that are checked only: `build` has its own
+            "data.train.num_problems=200",  # only checked: `build` makes its own
             *overrides,
         ],
     )
@@ -69,7 +69,7 @@ def make_job(folder: Path, *overrides: str) -> Job:
 
 @pytest.fixture(autouse=True)
 def undrawn(request, monkeypatch) -> None:
-    """Draw no picture, which takes as long as all else, but in the tests that ask for `drawn`."""
+    """Draws no pictures, which take most of the time, except in tests that use `drawn`."""
     if "drawn" not in request.fixturenames:
         for draw in ("plot_training", "plot_step"):
             monkeypatch.setattr(job_module, draw, lambda run_dir, *_: run_dir / METRICS_FILE)
@@ -77,7 +77,7 @@ def undrawn(request, monkeypatch) -> None:
 
 @pytest.fixture
 def drawn() -> None:
-    """Have a run draw its pictures."""
+    """Makes a run draw its pictures."""
 
 
 def make_session() -> Session:
@@ -182,7 +182,7 @@ def test_steps_after_the_checkpoint_are_done_and_logged_again(tmp_path, session)
     make_job(tmp_path / "whole").run(session)
     make_job(tmp_path / "parts", "sft.max_num_steps=3", "sft.val_at_end=false").run(session)
     last = tmp_path / "parts" / "checkpoints" / "step_3"
-    last.rename(last.with_name("tmp_step_3"))  # as if killed while saving: the newest whole one is step_2
+    last.rename(last.with_name("tmp_step_3"))  # as if killed while saving: step_2 is the newest complete one
     make_job(tmp_path / "parts").run(session)
     assert rows(tmp_path / "parts/logs/exp_001") == rows(tmp_path / "whole/logs/exp_001")
 
@@ -204,7 +204,7 @@ def test_an_interrupted_run_exports_nothing(tmp_path, session):
 def test_two_runs_cannot_write_into_one_run_folder(tmp_path, session):
     make_job(tmp_path, "sft.max_num_steps=2").run(session)
     before = (tmp_path / "logs/exp_001/metrics.jsonl").read_bytes()
-    shutil.copytree(tmp_path / "checkpoints", tmp_path / "copy")  # whose state names the same run folder
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "copy")  # its state names the same run folder
     with (
         FolderLock(tmp_path / "logs/exp_001", "a run"),
         pytest.raises(LockedError, match="exp_001 is in use by process"),
@@ -300,7 +300,7 @@ def test_a_job_can_start_from_a_folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run of four steps with checkpoints of step 2 and 4, and one of six; their paths are relative."""
+    """Runs four steps with checkpoints of steps 2 and 4, and another run of six; paths are relative."""
     folder = tmp_path_factory.mktemp("runs")
     with contextlib.chdir(folder):
         make_job(Path("four")).run(make_session())
@@ -310,7 +310,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def two_checkpoints(runs, tmp_path, monkeypatch):
-    """The run of four steps, as if it had been run here."""
+    """Copies the run of four steps, as if it had been run here."""
     shutil.copytree(runs / "four", tmp_path / "four")
     monkeypatch.chdir(tmp_path)
     return Path("four")
@@ -344,7 +344,7 @@ def test_a_damaged_checkpoint_is_named_with_its_file_and_the_way_to_the_older_on
     for name, spoil, what in DAMAGES.values():
         content = (newest / name).read_bytes()
         spoil(newest / name)
-        # Contents of what ranks wrote are seen by ranks alone, which the driver asks before they load.
+        # Only ranks read what ranks wrote, so the driver asks them before they load.
         notice = partial(job.run, session) if "has changed" in what else partial(job.check_checkpoint, session.console)
         with pytest.raises(DamagedCheckpointError, match=what) as caught:
             notice()
@@ -413,7 +413,7 @@ def test_garbage_in_a_checkpoint_of_an_earlier_version_is_said_in_a_sentence(two
 
 
 def test_metrics_and_the_last_state_that_found_no_space_are_told_at_the_end(tmp_path, session, drawn):
-    with files_of_at_most(3000):  # a checkpoint's table takes more
+    with files_of_at_most(3000):  # a checkpoint's table is larger
         ending = make_job(tmp_path, "sft.export_hf=false", "logger.tensorboard_enabled=false").run(session)
     assert ending == Ending(StopReason.STEPS, is_saved=False)
     assert not list((tmp_path / "checkpoints").iterdir())
@@ -439,7 +439,7 @@ def test_all_files_have_the_mode_of_the_users_umask(tmp_path, session, drawn):
 
 
 class WatchedGpus:
-    """Readings of a GPU that come between the steps."""
+    """Returns GPU readings that arrive between the steps."""
 
     def __init__(self):
         self.steps = []

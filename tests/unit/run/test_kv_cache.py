@@ -1,4 +1,4 @@
-"""The bytes of vLLM's KV cache, from the plan into the engine's arguments."""
+"""Tests the bytes of vLLM's KV cache, from the plan to the engine's arguments."""
 
 import copy
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_an_engine_gets_it_in_bytes():
 def test_it_is_no_larger_than_all_sequences_under_way_can_fill():
     policy, [line] = given(80)
     nbytes = engine_arguments(policy, Path("/folder"))["kv_cache_memory_bytes"]
-    # 512 tokens and a further block of 16; keys and values of 28 layers, 2 heads of 128, in bfloat16.
+    # 512 tokens and one more block of 16; keys and values of 28 layers, 2 heads of 128, in bfloat16.
     assert nbytes == (512 * (512 + 16) + 16) * 2 * 28 * 2 * 128 * 2
     assert "room for all 512 that vLLM runs at once (max_num_seqs)" in line
     fewer, _ = given(80, "++policy.generation.vllm_kwargs.max_num_seqs=64")

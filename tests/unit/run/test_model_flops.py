@@ -7,7 +7,7 @@ from nemo_offload_rl.run.model_flops import ModelFlops
 
 
 class Policy:
-    """The two answers that are asked of a worker group, counted."""
+    """Counts the two calls that are made to a worker group."""
 
     def __init__(self, precision: str | None, names: list[str]) -> None:
         fields = dict(TINY_QWEN3)

@@ -1,4 +1,4 @@
-"""What is refused before Ray starts, although the recipe alone is valid."""
+"""Tests what is refused before Ray starts, although the recipe alone is valid."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ OFFLOAD = [f"{MEGATRON}.fine_grained_activation_offloading=true", f"{MEGATRON}.o
 CAPTURE = [f"{MEGATRON}.cuda_graph_impl=transformer_engine", f"{MEGATRON}.cuda_graph_modules=[attn]"]
 LIMIT = "++policy.residency.host_memory_limit_gib"
 EXPANDS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-# Sizes that are not known here.
+# With this key the plan does not know the sizes of activations.
 UNKNOWN = f"+{MEGATRON}.softmax_type=learnable"
 
 
@@ -37,7 +37,7 @@ def has_room_for(monkeypatch, nbytes):
 
 @pytest.fixture
 def check(monkeypatch):
-    """Checks a recipe as on a machine with GPUs, and without their variables."""
+    """Returns a function that checks a recipe as on a machine with GPUs, without their environment variables."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     has_room_for(monkeypatch, 1 << 35)
     for name in ("RAY_ADDRESS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
@@ -146,7 +146,7 @@ def test_the_recipes_variables_count_beside_the_shells(check):
 
 @pytest.mark.parametrize("has_gpus", [True, False])
 def test_of_a_cluster_that_is_joined_the_sizes_are_checked(monkeypatch, has_gpus):
-    """By what it has; its environment is another."""
+    """The cluster's sizes count; its environment is another."""
     checked = []
     monkeypatch.setattr(cluster, "starts_ray_here", lambda: False)
     monkeypatch.setattr(cluster, "Cluster", lambda **_: nullcontext(SimpleNamespace(has_gpus=has_gpus)))
@@ -158,7 +158,7 @@ def test_of_a_cluster_that_is_joined_the_sizes_are_checked(monkeypatch, has_gpus
 
 
 def test_a_value_that_the_model_cannot_have_is_said():
-    """By transformers itself, of what the recipe's schema lets pass."""
+    """transformers itself refuses it; the recipe's schema accepts it."""
     policy = load(TINY, []).config["policy"]
     with pytest.raises(ValueError, match=r"policy.hf_config has an invalid value: (.|\n)*rms_norm_eps"):
         hf_config(policy | {"hf_config": {"model_type": "qwen3", "rms_norm_eps": "abc"}})
@@ -177,7 +177,7 @@ def test_what_would_be_computed_otherwise_than_by_transformers_is_refused(check)
 
 @pytest.mark.parametrize("family", ["gemma", "gemma3_text", "gemma4_text"])
 def test_the_gelu_of_gemma_is_not_fused(check, family):
-    """megatron-core refuses it once the model is built, in words that name no key of a recipe."""
+    """megatron-core would refuse it after building the model, with a message that names no key of a recipe."""
     model = f"policy.hf_config={{_override_: true, model_type: {family}}}"
     with pytest.raises(ValueError, match=rf"bias_activation_fusion is true, but models of the family {family} compute"):
         check(model, f"++{MEGATRON}.bias_activation_fusion=true")
@@ -204,7 +204,7 @@ def test_a_model_that_is_larger_than_a_machine_without_gpus_is_refused(check, mo
 
 def test_ray_is_not_started_for_it(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("ray.init", lambda *args, **kwargs: pytest.fail("Ray was started"))
-    monkeypatch.chdir(tmp_path)  # its checkpoint folder is locked; tests in other processes lock that of the recipe
+    monkeypatch.chdir(tmp_path)  # locks the checkpoint folder, which tests in other processes also do
     overrides = [f"{LIMIT}=0.0001"]
     assert run(TINY, overrides, "grpo") == EXIT_WRONG_RECIPE
     assert "of host memory for offloading, but policy.residency.host_memory" in capsys.readouterr().err

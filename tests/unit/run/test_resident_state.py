@@ -1,4 +1,4 @@
-"""Parameters and optimizer state that stay on the GPU beside vLLM."""
+"""Tests which parameters and optimizer state stay on the GPU beside vLLM."""
 
 import copy
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ def test_optimizer_state_stays_where_it_fits_beside_vllm_too():
     assert where_state_is(60, "policy.residency=auto") == (Placement.UNCHANGED, Placement.UNCHANGED, stays)
     leaves = (Placement.HOST, Placement.HOST, [])
     assert where_state_is(30, AUTO_STATE) == leaves  # vLLM has 14.6 GiB, and 19.3 would stay
-    assert where_state_is(60) == (Placement.UNCHANGED, Placement.UNCHANGED, stays)  # the recipe says nothing of it
+    assert where_state_is(60) == (Placement.UNCHANGED, Placement.UNCHANGED, stays)  # the recipe has no such key
     assert where_state_is(30) == leaves
     assert where_state_is(60, "policy.offload_optimizer_for_refit=true") == leaves
     assert where_state_is(60, "++policy.residency.table.refit.optimizer_state=host")[0] is Placement.HOST

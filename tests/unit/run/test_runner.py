@@ -18,7 +18,7 @@ CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 
 @pytest.fixture(autouse=True)
 def as_in_a_process_and_folder_of_its_own(monkeypatch, tmp_path):
-    """Other tests may have started a cluster, which a run would join, or hold the lock of the recipe's own folder."""
+    """Gives each test its own folder and process state: others may run a cluster, or hold the recipe's lock."""
     monkeypatch.setattr("nemo_offload_rl.placement.cluster.starts_ray_here", lambda: True)
     monkeypatch.chdir(tmp_path)
 
@@ -56,7 +56,7 @@ def test_mistakes_are_one_message_and_status_2(recipe, override, algorithm, mess
 
 
 def test_missing_files_are_all_named_before_torch_is_imported(tmp_path):
-    """Of a run; `validate` looks at keys and values alone, and `validate --deep` as a run does."""
+    """Tests a run; `validate` checks only keys and values, and `validate --deep` checks what a run does."""
     (tmp_path / "rows.jsonl").write_text("{}\n")
     dataset = "{{_override_: true, dataset_name: {}, data_path: {}, input_key: q, output_key: a}}"
     overrides = [

@@ -20,7 +20,7 @@ SCHEDULE = Schedule(
 
 
 class Countdown:
-    """An algorithm whose accuracy is its step over ten, with four steps an epoch."""
+    """Reports an accuracy of its step over ten, with four steps an epoch."""
 
     validation_answers = ()
 
@@ -47,7 +47,7 @@ class Countdown:
 
 
 class FullAt(Countdown):
-    """Finds no space at some attempts to save, the first being 1."""
+    """Has no disk space at some attempts to save, the first being 1."""
 
     def __init__(self, *attempts):
         super().__init__()
@@ -283,7 +283,7 @@ def test_a_signal_is_noted_in_a_step_and_stops_before_the_first(tmp_path):
 
 
 class Timed(Countdown):
-    """Steps take 10 s each, the third 20 s, validations 5 s, checkpoints 7 s, by a clock of its own."""
+    """Takes 10 s for a step, 20 s for the third, 5 s for a validation, 7 s for a checkpoint, by its own clock."""
 
     def __init__(self):
         super().__init__()
@@ -309,9 +309,9 @@ class Timed(Countdown):
     ("limit_s", "last", "at_end_s"),
     [
         (1000, 10, None),  # never reached
-        (1, 1, 17),  # a step is made in any case
-        (20, 1, 17),  # a second step would end at 20, and no time be left to save
-        (21, 2, 27),  # how long a checkpoint takes is not known before the first one
+        (1, 1, 17),  # one step is made in any case
+        (20, 1, 17),  # a second step would end at 20, with no time left to save
+        (21, 2, 27),  # a checkpoint's duration is not known before the first one
         (60, 3, 47),  # after 47 s: a step may take 20, with its checkpoint 27
         (75, 4, 69),  # after 62 s, the fourth one's validation included: no further step of 20 with a checkpoint of 7
         (96, 5, 79),
@@ -353,7 +353,7 @@ def test_a_run_that_starts_again_after_a_failure_has_what_is_left_of_the_time(tm
         run(tmp_path, algorithm=dies, limit=limit, must_save_by_s=150, val_period=0)
     assert (dies.now - 1000, saved(tmp_path)) == (57, [3])
     again = Timed()
-    again.now = dies.now + 30  # a new node comes
+    again.now = dies.now + 30  # a new node joins
     limit._clock = again.clock
     state = RunState.read(tmp_path / "step_3")
     reason, _, outputs = run(tmp_path, algorithm=again, limit=limit, must_save_by_s=150, val_period=0, state=state)
@@ -369,12 +369,12 @@ def test_the_steps_of_a_warm_start_are_none_of_the_run_behind_it(tmp_path):
     begin = algorithm.now
     reason, _, _ = run(tmp_path / "run", algorithm=algorithm, limit=limit, must_save_by_s=30, val_period=0)
     assert reason is StopReason.TIME
-    assert saved(tmp_path / "run") == [2]  # behind the first step another one of 10 s has time, none of 20 s
+    assert saved(tmp_path / "run") == [2]  # after the first step there is time for one of 10 s, not of 20 s
     assert algorithm.now - begin == 27
 
 
 class Background:
-    """Writes for some steps beside the run, what the weights were when it started."""
+    """Writes beside the run, for some steps, the weights from when it started."""
 
     def __init__(self, algorithm, num_steps, full_at=()):
         self.algorithm = algorithm
@@ -422,19 +422,19 @@ def test_checkpoints_are_written_beside_the_run_each_with_its_own_state(tmp_path
         state = RunState.read(folder)
         assert (state.step, state.position) == (step, position)
         assert [validation.step for validation in state.validations] == [at for at in (4, 8) if at <= step]
-    taken = min(num_steps, 3)  # the next save waits for the last
+    taken = min(num_steps, 3)  # the next save waits for the last one
     assert writer.events[:4] == [
         "start tmp_step_3",
         f"finish tmp_step_3 after {taken} steps",
         "start tmp_step_6",
         f"finish tmp_step_6 after {taken} steps",
     ]
-    assert writer.events[-1] == "finish tmp_step_10 after 0 steps"  # the end of the run waits, too
+    assert writer.events[-1] == "finish tmp_step_10 after 0 steps"  # so does the end of the run
     assert "timing/train/checkpointing" in outputs.rows[3]
 
 
 class Beside:
-    """Writes for 40 s by an algorithm's clock, beside the run."""
+    """Writes beside the run for 40 s by an algorithm's clock."""
 
     def __init__(self, algorithm):
         self.algorithm = algorithm

@@ -1,4 +1,4 @@
-"""Checksums, manifests and full disks; locks have a file of their own."""
+"""Tests checksums, manifests and full disks; test_lock.py tests locks."""
 
 import contextlib
 import errno
@@ -56,7 +56,7 @@ def test_an_error_is_kept_and_nothing_is_written_after_it():
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two files, of which a rank has written one."""
+    """Writes two files, one of which a rank would have written."""
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "weights").write_bytes(b"weights")
     (tmp_path / "state").write_bytes(b"state")
@@ -72,7 +72,7 @@ def test_each_file_of_a_rank_is_checked_by_one_rank_whatever_their_number(folder
     for world_size in (1, 2, 5, 8):
         shares = [set(manifest.of_rank(rank, world_size)) for rank in range(world_size)]
         assert sorted(name for share in shares for name in share) == sorted(known)
-    assert set(manifest.of_rank(4, 8)) == {"file_4"}  # its own, whose pages it will read
+    assert set(manifest.of_rank(4, 8)) == {"file_4"}  # only its own, which it will read
     assert set(manifest.of_driver()) == {"policy/weights", "state"}
 
 
@@ -165,7 +165,7 @@ def test_a_file_gets_the_mode_that_the_users_umask_gives(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         as_by_umask(path)
-        assert os.umask(umask) == umask  # still
+        assert os.umask(umask) == umask  # unchanged
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == mode

@@ -22,7 +22,7 @@ TAKE = (
 
 
 def in_another_process(folder: Path) -> subprocess.Popen:
-    """A process that takes the lock and holds it until its input ends, or it is killed."""
+    """Starts a process that takes the lock and holds it until its input ends or it is killed."""
     process = subprocess.Popen(
         [sys.executable, "-c", TAKE, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -35,7 +35,7 @@ def test_the_folder_is_left_as_it_was(tmp_path):
         assert (tmp_path / "new" / "folder" / LOCK_FILE).is_file()
         assert lock.notice is None
     assert not (tmp_path / "new").exists()
-    lock.release()  # a second time does nothing
+    lock.release()  # a second call does nothing
 
 
 def test_what_the_run_has_written_stays(tmp_path):
@@ -62,7 +62,7 @@ def test_a_second_process_is_told_who_has_the_folder(tmp_path):
     with pytest.raises(LockedError, match=f"in use by process {first.pid} of host {socket.gethostname()} .since 20"):
         FolderLock(tmp_path, WHAT).acquire()
     first.communicate("")
-    with FolderLock(tmp_path, WHAT):  # it has ended
+    with FolderLock(tmp_path, WHAT):  # the process has ended
         pass
 
 
@@ -117,7 +117,7 @@ def test_a_file_without_an_owner_is_taken(tmp_path):
 
 @pytest.fixture
 def no_flock(monkeypatch):
-    """A file system without flock."""
+    """Simulates a file system without flock."""
 
     def refuse(descriptor, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -1,4 +1,4 @@
-"""The table of sizes in the documentation is the planner's."""
+"""Tests that the documentation's table of sizes is the planner's."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""tools/setup.sh with a stand-in for uv that only writes down how it was called."""
+"""Tests tools/setup.sh with a fake uv that only records how it was called."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ esac
 
 
 class Checkout:
-    """A checkout in a folder with a space in its name, whose uv is the stand-in."""
+    """Makes a checkout in a folder with a space in its name, with the fake uv."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "a b"
@@ -42,7 +42,7 @@ class Checkout:
         self.path = ":".join([str(self._bin), *without_uv])
 
     def setup(self, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-        """Runs the script; returns how it ended and the calls of uv."""
+        """Runs the script; returns its result and the calls of uv."""
         self._calls.write_text("")
         done = subprocess.run(
             [self.folder / "tools" / "setup.sh", *arguments],
@@ -67,7 +67,7 @@ def test_the_first_call_installs_with_hashes_and_the_second_does_nothing(checkou
         ["python", "find"], ["venv", "--quiet"], ["export", "--frozen"], ["pip", "sync"], ["pip", "install"],
     ]  # fmt: skip
     assert "--require-hashes build/requirements.txt" in calls[3]
-    assert "--no-deps --editable ." in calls[4]  # nothing but the project, whose dependencies are there already
+    assert "--no-deps --editable ." in calls[4]  # only the project: its dependencies are installed already
     done, calls = checkout.setup()
     assert (done.returncode, done.stdout, calls) == (0, "", [])
 
@@ -104,7 +104,7 @@ def test_uv_python_is_not_passed_on(checkout):
 
 
 def test_the_environment_first_on_path_leaves_uv_a_link_to_the_real_one(checkout):
-    """As where it is activated: the uv that is found first is the link that the first call made."""
+    """Sets PATH as an activated environment does: its first uv is the link that the first call made."""
     checkout.setup()
     real = checkout.uv_link.readlink()
     in_environment = f"{checkout.uv_link.parent}:{checkout.path}"
@@ -112,7 +112,7 @@ def test_the_environment_first_on_path_leaves_uv_a_link_to_the_real_one(checkout
     assert done.returncode == 0, done.stderr
     assert [call.split()[0] for call in calls] == ["export", "pip", "pip"]
     assert checkout.uv_link.readlink() == real
-    # Nothing but the environment on PATH.
+    # Only the environment is on PATH.
     done, _ = checkout.setup("--group", "test", PATH=f"{checkout.uv_link.parent}:/usr/bin:/bin")
     assert done.returncode == 0, done.stderr
     assert checkout.uv_link.readlink() == real
@@ -139,7 +139,7 @@ def test_without_python_it_says_what_to_do_and_leaves_no_stamp(checkout):
 
 
 def test_an_old_uv_is_not_used(checkout):
-    (checkout.folder / "tools" / "uv-bootstrap.txt").write_text("--no-index\nuv==99\n")  # nothing to be found there
+    (checkout.folder / "tools" / "uv-bootstrap.txt").write_text("--no-index\nuv==99\n")  # an index without packages
     done, calls = checkout.setup(FAKE_UV_VERSION="0.4.0", PIP_NO_INDEX="1")
     assert done.returncode != 0
     assert "installing one into .uv" in done.stdout

@@ -1,4 +1,4 @@
-"""What a worker asks of the recipe's sizes of packed rows."""
+"""Tests how a worker uses the recipe's sizes of packed rows."""
 
 import pytest
 import torch

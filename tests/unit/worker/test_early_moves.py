@@ -1,4 +1,4 @@
-"""What a rank moves before the phase that asks for it."""
+"""Tests what a rank moves before the phase that needs it."""
 
 import pytest
 
@@ -13,7 +13,7 @@ PACKED = PADDED | {"sequence_packing": {"enabled": True, "logprob_mb_tokens": 51
 
 
 class Asked:
-    """Notes what a residency is asked for."""
+    """Records the requests that a residency gets."""
 
     def __init__(self):
         self.calls = []
@@ -39,7 +39,7 @@ def early(config=PADDED, **plan):
 def test_params_return_first_and_the_state_leaves_room_for_the_largest_pass(config, tokens):
     moves, calls = early(config)
     moves.after_generation(logprobs=True)
-    assert calls == [(Phase.LOGPROB, 0)]  # nothing is known of a pass yet
+    assert calls == [(Phase.LOGPROB, 0)]  # no pass has been measured yet
     calls.clear()
     moves.note_logprobs(64, 0.5)
     moves.note_logprobs(64, 0.25)

@@ -1,4 +1,4 @@
-"""Which ranks' needs are added up before anything is page-locked; and threads."""
+"""Tests that the needs of a host's ranks are summed before anything is page-locked; and threads."""
 
 import pytest
 import torch

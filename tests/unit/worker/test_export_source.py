@@ -1,4 +1,4 @@
-"""What an export needs of a checkpoint is checked before torch is imported."""
+"""Tests that an export checks its checkpoint before torch is imported."""
 
 import json
 
@@ -33,7 +33,7 @@ def test_a_checkpoint_is_read_with_values_for_keys_that_it_lacks(checkpoint, tmp
     assert source.tokenizer == checkpoint / "tokenizer"
     assert source.hf_config == {"model_type": "qwen3"}
     assert source.recipe["policy"]["precision"] == "float32"
-    assert source.recipe["policy"]["refit_buffer_size_gb"] == 1.0  # an earlier version did not write it
+    assert source.recipe["policy"]["refit_buffer_size_gb"] == 1.0  # an earlier version did not write this key
 
 
 def test_what_is_no_checkpoint_is_said_with_what_to_give_instead(checkpoint, tmp_path):
@@ -54,11 +54,11 @@ def test_what_is_no_checkpoint_is_said_with_what_to_give_instead(checkpoint, tmp
 def test_a_folder_that_holds_something_else_is_not_written_to(checkpoint, tmp_path):
     folder = tmp_path / "hf"
     folder.mkdir()
-    read_export_source(checkpoint, folder)  # empty
+    read_export_source(checkpoint, folder)  # an empty folder
     (folder / "notes.txt").write_text("mine")
     assert f"{folder} is not empty and holds no model; give an empty or new folder." in error_of(checkpoint, folder)
     (folder / "config.json").write_text("{}")
-    read_export_source(checkpoint, folder)  # an export, to be written anew
+    read_export_source(checkpoint, folder)  # an earlier export, which is overwritten
     assert "notes.txt is a file; give an empty or new folder." in error_of(checkpoint, folder / "notes.txt")
 
 

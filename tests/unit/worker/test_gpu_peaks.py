@@ -1,4 +1,4 @@
-"""Peaks of verbs, from readings that a test gives."""
+"""Tests the peaks of verbs, from readings that the test supplies."""
 
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.memory import GpuAllocated

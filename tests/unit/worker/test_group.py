@@ -21,7 +21,7 @@ from nemo_offload_rl.worker.actor import free_port
 
 pytestmark = pytest.mark.slow
 
-# The actors cannot import this module; what is defined in it travels whole.
+# The actors cannot import this module, so Ray pickles its classes by value.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -37,7 +37,7 @@ def group(ray_cluster):
 
 @pytest.fixture(scope="module")
 def tensor_parallel_group(ray_cluster, group):
-    del group  # both fit side by side: each takes half of a bundle
+    del group  # both fit side by side: each uses half of a bundle
     with toy_group(ray_cluster, tp=2) as group:
         yield group
 
@@ -155,7 +155,7 @@ def test_ports_come_from_the_range():
 
 
 class Engine:
-    """Keeps all weights in the order in which they come, and where their buckets say that they are from."""
+    """Keeps all weights in order of arrival, and the origin that their buckets name."""
 
     def __init__(self):
         self.weights, self.origins = [], []
@@ -206,7 +206,7 @@ class NeighbourBucket:
 
 
 class NeighbourTransport:
-    """A transport by which each rank sends everything at once to the engine that shares its bundle."""
+    """Sends everything at once from each rank to the engine that shares its bundle."""
 
     def __init__(self, receivers, *, verify):
         self.receivers = receivers
@@ -219,7 +219,7 @@ class NeighbourTransport:
 class NeighbourSender(RefitSender):
     def __init__(self, plan, rank, receiver):
         (self.layout,) = plan.buckets(plan.num_bytes)
-        self.buffer = torch.empty(self.layout.num_bytes, dtype=torch.uint8)  # for all refits
+        self.buffer = torch.empty(self.layout.num_bytes, dtype=torch.uint8)  # one buffer for all refits
         self.rank, self.receiver = rank, receiver
 
     def send(self, weights):
@@ -241,7 +241,7 @@ def test_by_a_registered_transport_each_rank_sends_to_its_own_engine_as_planned(
         assert [TensorSpec.of(name, tensor) for name, tensor in weights] == 2 * list(plan.tensors)
         assert {name: tensor_checksum(tensor) for name, tensor in weights} == first
         assert [sender for sender, _ in origins] == [rank, rank]
-        assert len({address for _, address in origins}) == 1  # one buffer for both refits
+        assert len({address for _, address in origins}) == 1  # both refits used one buffer
 
 
 def test_a_refit_before_its_plan_is_refused():

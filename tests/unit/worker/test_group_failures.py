@@ -1,4 +1,4 @@
-"""A group whose ranks fail, die or hang."""
+"""Tests groups whose ranks fail, die or hang."""
 
 import os
 import time
@@ -42,7 +42,7 @@ def test_an_error_names_rank_verb_and_cause_and_ends_the_others(fresh_group, mon
         WorkerError, match=r"Rank 1 failed in load_checkpoint: ValueError: the checkpoint is of"
     ) as caught:
         group.load_checkpoint("fail on rank 1, wait on rank 0")
-    assert time.monotonic() - start < 300  # rank 0, which would sleep for 600 s, was not waited for
+    assert time.monotonic() - start < 300  # rank 0 would sleep for 600 s, so the group did not wait for it
     assert (caught.value.rank, caught.value.verb) == (1, "load_checkpoint")
     assert isinstance(caught.value.cause, ValueError)
     assert "in load_checkpoint" in str(caught.value)  # the traceback of the rank
@@ -62,7 +62,7 @@ def test_a_return_beside_other_work_that_fails_is_an_error_of_the_next_verb(fres
 
 
 def last_line(error):
-    """What a run that failed so says last."""
+    """Returns the last line of the output of a run that failed with this error."""
     add_failure_summary(error, None)
     return "".join(traceback.format_exception(error)).splitlines()[-1]
 
@@ -112,7 +112,7 @@ def test_shutdown_leaves_no_process(fresh_group, caplog):
     group.shutdown()
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     assert "will not go quietly" in caplog.text
-    group.shutdown()  # a second one does nothing
+    group.shutdown()  # a second call does nothing
     with pytest.raises(RuntimeError, match="have been shut down"):
         group.memory_stats()
 

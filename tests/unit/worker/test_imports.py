@@ -1,4 +1,4 @@
-"""What a rank imports while an engine is built, so that its own building does not."""
+"""Tests that a rank imports its libraries while an engine is built, so that its own build need not."""
 
 import subprocess
 import sys
@@ -15,4 +15,4 @@ def test_all_that_a_worker_is_built_with_is_imported_before():
         print(torch.cuda.is_initialized())
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-2:] == ["True True", "False"]  # an engine that is built may measure the GPU
+    assert done.stdout.splitlines()[-2:] == ["True True", "False"]  # an engine that is being built may measure the GPU

@@ -58,7 +58,7 @@ def test_any_number_of_rows_comes_back_in_order(num_rows, dp_size, mbs):
     assert shards.mbs <= mbs
     assert shards.shards[0].size % shards.mbs == 0
     num_microbatches = shards.shards[0].size // shards.mbs
-    assert num_microbatches == math.ceil(math.ceil(num_rows / dp_size) / mbs)  # filling up never adds one
+    assert num_microbatches == math.ceil(math.ceil(num_rows / dp_size) / mbs)  # padding never adds a micro-batch
     assert sum(float(shard["sample_mask"].sum()) for shard in shards.shards) == num_rows
     gathered = shards.gather(shards.shards)
     assert gathered["row"].tolist() == list(range(num_rows))

@@ -39,7 +39,7 @@ def test_a_batch_arrives_as_it_left():
 def test_what_arrives_may_be_written_to():
     wire = WireBatch.pack(BATCH)
     for array, _ in wire.tensors.values():
-        array.flags.writeable = False  # as Ray hands it over
+        array.flags.writeable = False  # Ray returns read-only arrays
     arrived = wire.unpack()
     arrived["mask"].fill_(7)
     assert wire.unpack()["mask"].tolist() == [1, 0]

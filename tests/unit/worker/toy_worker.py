@@ -1,4 +1,4 @@
-"""A worker as the group expects one, small enough to see through: it reports what it was given."""
+"""Provides a small worker with the interface that the group expects; it reports what it received."""
 
 import gc
 import logging
@@ -15,7 +15,7 @@ from nemo_offload_rl.storage.disk import DiskFullError
 
 
 class CannotTravelError(Exception):
-    """Its constructor wants more than it keeps, so that it cannot be pickled and built again."""
+    """Cannot be unpickled: its constructor needs more arguments than it stores."""
 
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
@@ -80,7 +80,7 @@ class ToyWorker:
         return self.weight_export.send()
 
     def memory_stats(self):
-        is_collected = any(tracked is self for tracked in gc.get_objects())  # which does not list what is exempt
+        is_collected = any(tracked is self for tracked in gc.get_objects())  # exempt objects are not listed
         return {
             "host_rss_gib": float(self.rank),
             "pid": float(os.getpid()),
@@ -93,7 +93,7 @@ class ToyWorker:
         logging.getLogger("nemo_offload_rl.toy").warning("page-locking failed for %s", "params")
         return {"train/optimizer_state/copy_s": seconds, "train/optimizer_state/gb_per_s": 6.0 / seconds}
 
-    # What goes wrong is chosen by the folder's name, as this verb takes a string.
+    # The folder's name chooses the failure, since this verb takes a string.
     def load_checkpoint(self, folder):
         if folder == "fail on rank 1, wait on rank 0":
             if self.rank == 0:
@@ -122,7 +122,7 @@ class ToyWorker:
 
     def is_checkpoint_written(self):
         self.num_asked += 1
-        return self.num_asked > self.rank  # the last rank is the last to be done
+        return self.num_asked > self.rank  # the last rank finishes last
 
     def finish_checkpoint(self):
         if self.under_way == "a full disk":

@@ -1,4 +1,4 @@
-"""Engines that stream a job's optimizer state."""
+"""Provides engines that stream a job's optimizer state."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,18 +14,18 @@ from nemo_offload_rl.residency.context import Options
 from nemo_offload_rl.residency.streamed import host_copies
 from nemo_offload_rl.residency.table import STREAMED_TABLE
 
-WINDOW_BYTES = 4 * 12 * 50_000  # a weight of a job, 262,144 elements, takes six chunks
+WINDOW_BYTES = 4 * 12 * 50_000  # a job's weight, 262,144 elements, takes six chunks
 
 
 @pytest.fixture
 def late_copies(monkeypatch) -> None:
-    """Every copy of a streamed step is made as late as what waits for it allows."""
+    """Makes every copy of a streamed step as late as the waits for it allow."""
     monkeypatch.setattr(host_copies, "CopyStream", LateStream)
 
 
 @pytest.fixture
 def streaming(no_leak) -> Iterator[Callable[..., Engine]]:
-    """Attaches engines that stream; closed with the test, and everything has been given back then."""
+    """Attaches engines that stream; closes them when the test ends and checks that they freed everything."""
     made: list[Engine] = []
     torch.set_num_threads(1)
     arena = PinnedArena()

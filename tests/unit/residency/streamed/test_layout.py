@@ -1,4 +1,4 @@
-"""Where state lies in host memory and in the window; numbers are worked out by hand."""
+"""Tests where state lies in host memory and in the window, against numbers worked out by hand."""
 
 import itertools
 

@@ -1,6 +1,6 @@
-"""Streamed state of an optimizer with the ways of Transformer Engine's precision-aware FusedAdam, which needs a GPU.
+"""Tests streamed state of an optimizer that works like Transformer Engine's precision-aware FusedAdam, without a GPU.
 
-Masters are the model's bf16 parameters and 16 bits beside them, gradients are `decoupled_grad`, and groups count steps.
+Masters are the model's bf16 parameters plus 16 bits each, gradients are `decoupled_grad`, and groups count steps.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_leak", "late_copies")
 
 
 class RemainderAdam(torch.optim.Optimizer):
-    """AdamW of bf16 parameters."""
+    """Implements AdamW for bf16 parameters."""
 
     def __init__(
         self, params: Any, *, store_param_remainders: bool, exp_avg_dtype: torch.dtype = torch.float32

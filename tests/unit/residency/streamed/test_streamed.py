@@ -1,4 +1,4 @@
-"""Streamed optimizer state on plain torch models, between two places of host memory, with copies that are late."""
+"""Tests streamed optimizer state on plain torch models, between two places of host memory, with late copies."""
 
 import copy
 
@@ -36,7 +36,7 @@ def test_numbers_are_those_of_resident_state(streaming, late_copies, make_optimi
     plain, job = make_job(make_optimizer), make_job(make_optimizer)
     wanted = run_steps(plain, 4)
     engine = streaming(job, stream_window_bytes=window_bytes)
-    assert run_steps(job, 2) == wanted[:2]  # steps that follow each other
+    assert run_steps(job, 2) == wanted[:2]  # consecutive steps
     assert [job.step(2)] == wanted[2:3]
     engine.residency.enter(Phase.GENERATE)
     engine.residency.enter(Phase.TRAIN)
@@ -150,7 +150,7 @@ def test_a_window_that_does_not_come_back_harms_nothing(streaming):
 
 
 def test_copies_through_staging_buffers_give_the_same_numbers(streaming, monkeypatch):
-    """As on a GPU whose host memory could not be page-locked."""
+    """Copies as on a GPU whose host memory could not be page-locked."""
     monkeypatch.setattr(host_copies.HostCopies, "_is_staged", lambda self, segment: True)
     plain, job = make_job(), make_job()
     engine = streaming(job, pinned_optimizer_state=False, verify=True)
@@ -159,7 +159,7 @@ def test_copies_through_staging_buffers_give_the_same_numbers(streaming, monkeyp
 
 
 class FailingStream(LateStream):
-    """Fails in one of the copies to come."""
+    """Fails in a later copy."""
 
     left, error = None, RuntimeError
 
@@ -172,7 +172,7 @@ class FailingStream(LateStream):
 
 
 def assert_refused(job, engine, why="half updated"):
-    """Nothing that would use model or state is possible any more."""
+    """Checks that everything that would use model or state is refused."""
     for use in (
         lambda: job.optimizer.step(),
         lambda: job.model(torch.zeros(2, WIDTH)),
@@ -213,13 +213,13 @@ def test_a_step_that_fails_before_it_has_updated_anything_can_be_made_again(stre
     failing.left = None
     for parameter in job.model.parameters():
         parameter.grad = None
-    job.model.load_state_dict(make_job().model.state_dict())  # the statistics of batches
+    job.model.load_state_dict(make_job().model.state_dict())  # restores the batch statistics
     run_steps(job, 1)
     assert_same(engine, job, plain)
 
 
 class Chain:
-    """Two optimizers of a model that are stepped one behind the other, as megatron-core's ChainedOptimizer has them."""
+    """Holds two optimizers of a model, stepped one after the other, as in megatron-core's ChainedOptimizer."""
 
     between = staticmethod(lambda: None)
 
@@ -235,7 +235,7 @@ class Chain:
 
 
 def link_fails_in_the_second(job, engine, failing):
-    failing.left = 2 * engine.targets[Target.OPTIMIZER_STATE].steps[0].num_chunks  # there and back, of the first
+    failing.left = 2 * engine.targets[Target.OPTIMIZER_STATE].steps[0].num_chunks  # out and back, first optimizer
 
 
 def hook_of_the_second_fails(job, engine, failing):
@@ -309,7 +309,7 @@ def test_a_window_that_was_filled_for_a_step_that_is_skipped_changes_nothing(str
     engine = streaming(job)
     wanted = run_steps(plain, 3)
     for step in range(3):
-        engine.prefetch_streamed_state()  # and again, for a step that is not made
+        engine.prefetch_streamed_state()  # and again, for a step that never comes
         engine.prefetch_streamed_state()
         assert job.step(step) == wanted[step]
         engine.prefetch_streamed_state()
@@ -343,7 +343,7 @@ def test_state_dicts_go_in_and_out(streaming, late_copies):
 
 
 def test_groups_of_another_optimizer_leave_hyperparameters_as_they_are(streaming, late_copies):
-    """As those of the CPU optimizer, which have no `amsgrad`."""
+    """The CPU optimizer's groups, for instance, have no `amsgrad`."""
     plain, job = make_job(), make_job()
     streaming(job)
     run_steps(plain, 1)
@@ -354,7 +354,7 @@ def test_groups_of_another_optimizer_leave_hyperparameters_as_they_are(streaming
         for name in group.keys() - {"params", "lr"}:
             del group[name]
         group["lr"] = 0.1
-    job.optimizer.param_groups[0]["step"] = 7  # where some optimizers count
+    job.optimizer.param_groups[0]["step"] = 7  # some optimizers count here
     job.optimizer.load_state_dict(saved)
     plain.optimizer.param_groups[0]["lr"] = 0.1
     assert [job.step(1), job.step(2)] == [plain.step(1), plain.step(2)]
