@@ -69,11 +69,11 @@ def for_machine(config: Any, *, has_gpus: bool) -> tuple[Any, list[str]]:
     if optimizer["optimizer"] == "sgd" and optimizer["use_distributed_optimizer"]:
         optimizer["use_distributed_optimizer"] = False
         lines.append(
-            f"{OPTIMIZER}.use_distributed_optimizer is off on this machine: it takes sgd with the CPU optimizer only"
+            f"{OPTIMIZER}.use_distributed_optimizer is off on this machine: it supports sgd only with the CPU optimizer"
         )
     if "sequence_packing" in policy and policy["sequence_packing"]["enabled"]:
         policy["sequence_packing"]["enabled"] = False
-        lines.append("policy.sequence_packing.enabled is off on this machine: batches are padded, packing " + _TE)
+        lines.append("policy.sequence_packing.enabled is off on this machine: batches are padded, since packing " + _TE)
     if "generation" in policy and policy["generation"]["backend"] == "vllm":
         policy["generation"]["backend"] = "transformers"
         lines.append("policy.generation.backend is transformers on this machine: vllm " + _GPU)

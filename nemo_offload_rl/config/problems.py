@@ -49,7 +49,7 @@ class RecipeError(ValueError):
         self.problems = tuple(sorted(problems, key=_place))
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         if len(problems) > MAX_PROBLEMS:
-            count = f"more than {MAX_PROBLEMS} problems; those that are not listed here are once these are gone"
+            count = f"more than {MAX_PROBLEMS} problems; the others are listed once these are fixed"
         lines = [f"  {problem}" for problem in self.problems[:MAX_PROBLEMS]]
         super().__init__("\n".join([f"recipe {recipe}: {count}", *lines]))
 

@@ -123,7 +123,7 @@ class _Inheritance:
         key = (os.path.realpath(path.parent), path.name)
         if key not in self._merged:
             if len(self._merged) >= MAX_FILES:
-                message = f"with {show_file(path)} the recipe is made of more than {MAX_FILES} files; merge some"
+                message = f"with {show_file(path)} the recipe consists of more than {MAX_FILES} files; merge some"
                 self._problems.append(Problem("defaults", named_at, message))
                 return None
             self._merged[key] = None

@@ -250,7 +250,7 @@ def _warm_start(
         others = {key: size for key, size in _sizes(config, found).items() if value_at(read.config, key) != size}
         for key, size in others.items():
             if read.origin(key).override is not None:
-                found.add(_OVERRIDES, f"sets {key}, which is that of the run ({size}); take it out")
+                found.add(_OVERRIDES, f"sets {key}, but a warm start uses that of the run ({size}); delete it")
                 return None, ()
         warm_start = _checked_on(others, read, lambda more: read_recipe(path, [*overrides, *more], _OVERRIDES))
     except RecipeError as error:
@@ -309,17 +309,19 @@ def _sizes(config: dict[str, Any], found: _Findings) -> dict[str, int]:
 def _warm_start_mismatches(warm_start: ValidatedRecipe, config: dict[str, Any]) -> Iterator[tuple[str, str]]:
     other = cast(dict[str, Any], warm_start.config)
     if value_at(other, "sft.export_hf") is not True:
-        yield "warm_start.recipe", "its sft.export_hf must be true, since the run starts from that folder"
+        yield "warm_start.recipe", "its sft.export_hf must be true, since the run starts from the exported folder"
     limit = value_at(other, "checkpointing.checkpoint_must_save_by")
     if limit not in (ABSENT, None):
         yield (
             "warm_start.recipe",
-            f"its checkpointing.checkpoint_must_save_by ({limit}) must be null: it saves nothing",
+            f"its checkpointing.checkpoint_must_save_by ({limit}) must be null, since a warm start saves no "
+            "checkpoints",
         )
     for path in ("policy.hf_config", "policy.tokenizer.name"):
         ours, theirs = value_at(config, path), value_at(other, path)
         if ours is not ABSENT and ours != theirs:
             yield (
                 path,
-                f"must be as in the warm_start recipe, from which the run goes on; there it is {show(theirs)}",
+                "must be the same as in the warm_start recipe, which trains the initial weights; there it is "
+                f"{show(theirs)}",
             )

@@ -29,7 +29,7 @@ def untested_megatron_core() -> str | None:
     if found is None or found in TESTED_MEGATRON_CORE:
         return None
     return (
-        f"takes the place of a private part of megatron-core and was tested with {', '.join(TESTED_MEGATRON_CORE)}, "
+        f"replaces a private part of megatron-core and was tested only with {', '.join(TESTED_MEGATRON_CORE)}, "
         f"but {found} is installed; install a tested version, or set the key to false"
     )
 

@@ -77,27 +77,33 @@ def checked_split(per_node: int, num_nodes: int, colocated: Mapping[str, Any] | 
             return "num_nodes", f"is {nodes}, but cluster.num_nodes is 1; set it to null, or raise cluster.num_nodes"
         if gpus is None:
             return "gpus_per_node", (
-                f"is missing, but {apart}; give the GPUs of the node that are generation's: 1 to {per_node - 1}, as "
+                f"is missing, but {apart}; set it to the number of GPUs for generation: 1 to {per_node - 1}, since "
                 f"cluster.gpus_per_node is {per_node}"
                 if per_node > 1
-                else (f"is missing, but {apart}, and with cluster.gpus_per_node 1 no GPU is left for it; raise that")
+                else (
+                    f"is missing, but {apart}, and cluster.gpus_per_node 1 has no GPU for generation; raise "
+                    "cluster.gpus_per_node"
+                )
             )
         if gpus >= per_node:
             return "gpus_per_node", (
-                f"is {gpus}, which leaves the policy none of cluster.gpus_per_node ({per_node}); lower it, or raise "
-                "cluster.gpus_per_node"
+                f"is {gpus}, but the policy needs at least one of cluster.gpus_per_node ({per_node}); lower it, or "
+                "raise cluster.gpus_per_node"
             )
         return DeviceSplit(1, per_node, gpus)
     if nodes is None:
-        return "num_nodes", f"is missing, but {apart}; give the nodes of cluster.num_nodes ({num_nodes}) that generate"
+        return "num_nodes", (
+            f"is missing, but {apart}; set it to the number of nodes for generation, below cluster.num_nodes "
+            f"({num_nodes})"
+        )
     if nodes >= num_nodes:
         return "num_nodes", (
-            f"is {nodes}, which leaves the policy none of cluster.num_nodes ({num_nodes}); lower it, or raise "
+            f"is {nodes}, but the policy needs at least one of cluster.num_nodes ({num_nodes}); lower it, or raise "
             "cluster.num_nodes"
         )
     if gpus not in (None, per_node):
         return "gpus_per_node", (
-            f"is {gpus}, but of several nodes generation gets whole ones; set it to cluster.gpus_per_node "
-            f"({per_node}) or null"
+            f"is {gpus}, but on a cluster of several nodes generation uses all GPUs of a node; set it to "
+            f"cluster.gpus_per_node ({per_node}) or null"
         )
     return DeviceSplit(num_nodes, per_node, nodes * per_node)

@@ -18,10 +18,10 @@ GRAPH_MODULES: Mapping[str, str] = {
 # Other names that megatron-core accepts, and why they are refused.
 REFUSED_GRAPH_MODULES: Mapping[str, str] = {
     "moe": "it captures only experts that drop tokens, which changes log-probs; use moe_router",
-    "mamba": "no model here has Mamba layers",
-    "full": "name the parts of a layer that are to be captured",
-    "full_iteration": "the schedule of a step is not captured here; name parts of a layer",
-    "full_iteration_inference": "generation captures no graphs here",
+    "mamba": "models with Mamba layers are not supported here",
+    "full": "name the parts of a layer to capture instead",
+    "full_iteration": "capturing a whole training step is not supported here; name parts of a layer",
+    "full_iteration_inference": "CUDA graphs of Megatron's inference are not supported here; name parts of a layer",
 }
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -55,7 +55,7 @@ def check_graph_environment(environ: Mapping[str, str]) -> None:
     found = f"it is {environ['NCCL_GRAPH_REGISTER']}" if "NCCL_GRAPH_REGISTER" in environ else "it is not set"
     raise ValueError(
         f"{name} has expandable_segments:True, with which CUDA graphs ({GRAPH_IMPL_KEY}) need NCCL_GRAPH_REGISTER=0 in "
-        f"the environment, but {found}; set it, or take expandable_segments out of {name}."
+        f"the environment, but {found}; set it to 0, or remove expandable_segments from {name}."
     )
 
 

@@ -16,21 +16,24 @@ class Owned:
 
 
 _ELSEWHERE = "comes from the model's Hugging Face config; set it there (policy.hf_config, policy.hf_config_overrides)"
-_PRECISION = "follows from policy.precision; set that"
+_PRECISION = "follows from policy.precision; set that key instead"
 _ITSELF = "is set by this package for the device it runs on; delete it"
 _FP8 = "fp8 is not supported here yet; leave it off"
 _FP4 = "fp4 is not supported here yet; leave it off"
 _OTHER_GRAPHS = (
-    "only graphs of Transformer Engine are captured here: local ones are captured outside the training step, and a "
-    "full_iteration fixes the number of micro-batches; use transformer_engine or none"
+    "only graphs of Transformer Engine are captured here: local graphs are captured outside the training step, and "
+    "full_iteration graphs fix the number of micro-batches; use transformer_engine or none"
 )
 _OLD_GRAPH_SWITCH = (
     "is megatron-core's old name; set policy.megatron_cfg.cuda_graph_impl to transformer_engine, and delete it"
 )
 _OLD_RECOMPUTATION = "is megatron-core's old name; list moe in policy.megatron_cfg.recompute_modules, and delete it"
-_OLD_GRAPH_SCOPE = "is megatron-core's old name; list them in policy.megatron_cfg.cuda_graph_modules, and delete it"
+_OLD_GRAPH_SCOPE = (
+    "is megatron-core's old name; list the modules in policy.megatron_cfg.cuda_graph_modules, and delete it"
+)
 _INFERENCE_GRAPHS = (
-    "generation captures no graphs here; leave it at null (policy.megatron_cfg.cuda_graph_modules is for training)"
+    "CUDA graphs of Megatron's inference are not supported here; leave it at null "
+    "(policy.megatron_cfg.cuda_graph_modules is for training)"
 )
 _OPTIMIZER_GRAPHS = (
     "the optimizer's step is not captured here; leave it off (policy.megatron_cfg.cuda_graph_modules lists the "
@@ -48,7 +51,7 @@ _PAGED_STASH = (
 _MTP = "multi-token prediction is not supported here; leave it off"
 _FSDP = "Megatron-FSDP is not supported here; leave it off"
 _PINNED = "host memory of the CPU optimizer is always page-locked here; leave it at true"
-_TORCH_ON_GPU = "megatron-core 0.19.2 does not read it; leave it off"
+_TORCH_ON_GPU = "is not read by megatron-core 0.19.2; leave it off"
 _NOT_HERE = "is not supported here; leave it off"
 _OTHER_OPTIMIZER = "belongs to an optimizer other than adam and sgd, which is not supported here; delete it"
 _FLOAT16_ONLY = "has an effect in float16 training only, which is not supported here; delete it"

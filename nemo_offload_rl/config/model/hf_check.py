@@ -110,7 +110,7 @@ def _section_problems(
         if name == MODEL_TYPE:
             continue
         if not isinstance(name, str):
-            yield f"{path}.{name}", f"a key is text; found {show(name)}"
+            yield f"{path}.{name}", f"a key must be text; found {show(name)}"
             continue
         message = _of_unknown_family(path, name, value) if known is None else _field_problem(path, name, value, known)
         if message is not None:
@@ -200,15 +200,19 @@ def _contradictions(path: str, values: Mapping[str, Any], known: HfFamily | None
     """Yields contradictions: settings that the config gives twice."""
     given = [name for name in ROPE_KEYS if values.get(name)]
     if len(given) > 1:
-        yield f"{path}.rope_scaling", "is the old name of rope_parameters, which is there, too; give one of them"
+        yield f"{path}.rope_scaling", "is the old name of rope_parameters, which is also set; delete one of them"
     theta = values["rope_theta"] if "rope_theta" in values else None
     for name in given:
         inner = values[name]["rope_theta"] if isinstance(values[name], dict) and "rope_theta" in values[name] else None
         if None not in (theta, inner) and theta != inner:
-            yield f"{path}.rope_theta", f"is {show(theta)}, but {path}.{name}.rope_theta is {show(inner)}; give one"
+            yield (
+                f"{path}.rope_theta",
+                f"is {show(theta)}, but {path}.{name}.rope_theta is {show(inner)}; delete one of them",
+            )
     for alias, name in (known.aliases if known is not None else {}).items():
         if alias in values and name in values and values[alias] != values[name]:
             yield (
                 f"{path}.{alias}",
-                f"is {show(values[alias])}, but {path}.{name}, another name of it, is {show(values[name])}; give one",
+                f"is {show(values[alias])}, but {path}.{name}, another name of it, is {show(values[name])}; delete "
+                "one of them",
             )

@@ -81,7 +81,7 @@ def _unknown(name: str, rope_type: str, is_default: bool, known: set[str]) -> st
     message = "unknown key" + (f"; nearest valid key: {close}" if close else "")
     others = [other for other, keys in rope_validators().items() if name in keys[0] | keys[1]]
     if is_default and others:
-        return f"{message}; it counts with rope_type {show_choices(others)}, and there is no rope_type beside it"
+        return f"{message}; it is read only with rope_type {show_choices(others)}, but rope_type is not set"
     return f"{message}; rope_type {rope_type} has {', '.join(sorted(known - {'type'}))}"
 
 
@@ -117,7 +117,7 @@ def _contradictions(path: str, rope_type: str, value: Mapping[str, Any], fields:
             if isinstance(factors, list) and pairs_of_dims is not None and len(factors) != pairs_of_dims:
                 yield (
                     f"{path}.{name}",
-                    f"must have {pairs_of_dims} numbers, one for two dimensions of a head; found {len(factors)}",
+                    f"must have {pairs_of_dims} numbers, one per pair of head dimensions; found {len(factors)}",
                 )
 
 

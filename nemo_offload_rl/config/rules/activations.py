@@ -65,8 +65,8 @@ def offloading_names_modules(modules: list[str] | None, enabled: bool) -> Verdic
     if not enabled or modules:
         return None
     return (
-        f"must name the modules whose activations move while {OFFLOADING} is true, such as [qkv_linear, core_attn, "
-        f"attn_proj]: {show_choices(ACTIVATION_MODULES)}; found {show(modules)}"
+        f"must name the modules whose activations are offloaded while {OFFLOADING} is true, such as [qkv_linear, "
+        f"core_attn, attn_proj]: {show_choices(ACTIVATION_MODULES)}; found {show(modules)}"
     )
 
 
@@ -118,8 +118,8 @@ def expert_modules_need_grouped_gemm(modules: list[str] | None, enabled: bool, g
     if not moved or grouped is not False:
         return None
     return (
-        f"names {quoted(moved)}, which need {MEGATRON}.moe_grouped_gemm true: experts that are computed one by one do "
-        "not offload; found false"
+        f"names {quoted(moved)}, which need {MEGATRON}.moe_grouped_gemm true: megatron-core does not offload "
+        "experts without grouped GEMM; found false: set it to true"
     )
 
 
@@ -189,7 +189,10 @@ def fused_experts_are_whole(etp: int, *fusion: Any) -> Verdict:
     """Refuses fused experts with expert tensor parallelism, which they do not support."""
     if etp == 1 or not fuses_experts(*fusion):
         return None
-    return f"must be 1 while {OP_FUSER} is true, which fuses whole experts only; found {etp}: change either"
+    return (
+        f"must be 1 while {OP_FUSER} is true, which does not support expert tensor parallelism; found {etp}: set "
+        "this to 1, or that to false"
+    )
 
 
 @rule(f"{MEGATRON}.moe_grouped_gemm?", *EXPERT_FUSION)
@@ -201,7 +204,10 @@ def fused_experts_are_grouped(grouped: bool | None, *fusion: Any) -> Verdict:
     _, modules, enabled, *_ = fusion
     if grouped is not False or "fused_group_mlp" in offloaded(enabled, modules) or not fuses_experts(*fusion):
         return None
-    return f"must be true while {OP_FUSER} is true, which fuses grouped experts only; found false: change either"
+    return (
+        f"must be true while {OP_FUSER} is true, which fuses grouped experts only; found false: set this to true, or "
+        "that to false"
+    )
 
 
 @rule(f"{MEGATRON}.moe_apply_probs_on_input?", *EXPERT_FUSION)
@@ -211,7 +217,7 @@ def fused_experts_scale_their_output(on_input: bool | None, *fusion: Any) -> Ver
         return None
     return (
         f"must be false while {OP_FUSER} is true, since fused experts apply the router's probabilities after the "
-        "activation; found true: change either"
+        "activation; found true: set either to false"
     )
 
 
@@ -261,7 +267,7 @@ def recomputed_activations_are_not_offloaded(
         if name in again and clash:
             holds, remedy = f"holds {name}", f"{name} out there"
             if recomputed is None:
-                holds, remedy = f"is null, which means {name}", "name others there (or [])"
+                holds, remedy = f"is null, which means {name}", "name other modules there (or [])"
             return (
                 f"names {quoted(clash)}, but {MEGATRON}.recompute_modules {holds}: {why}; take {quoted(clash)} out "
                 f"here, or {remedy}"
@@ -297,7 +303,7 @@ def strictness_lets_something_leave(strict: bool | None, enabled: bool, fraction
     """Refuses strict with a fraction of 0, with which the first step would always fail."""
     if not strict or not enabled or fraction != 0:
         return None
-    return f"is true, but {FRACTION} is 0, with which nothing leaves the GPU; raise that, or set this to false"
+    return f"is true, but {FRACTION} is 0, so that no activation is offloaded; raise that, or set this to false"
 
 
 @rule(f"{LIMIT}?", f"{RESIDENCY_LIMIT}?", OFFLOADING)
@@ -305,7 +311,7 @@ def activations_fit_into_host_memory_limit(limit: float | None, all_of_it: float
     """Refuses a limit above the rank's own: its host memory holds activations as well as training state."""
     if not enabled or limit is None or all_of_it is None or limit <= all_of_it:
         return None
-    return f"is {limit:g}, above {RESIDENCY_LIMIT} ({all_of_it:g}), of which it is a part; lower it, or raise that"
+    return f"is {limit:g}, above {RESIDENCY_LIMIT} ({all_of_it:g}), which includes it; lower it, or raise that"
 
 
 def _of_experts() -> list[str]:

@@ -38,7 +38,9 @@ def sequences_are_padded_to_their_parts(enabled: bool, tp: int, multiple: int) -
         return None
     padded = math.lcm(multiple, tp)
     return Adapted(
-        DIVISOR, padded, f"is {padded} in place of {multiple}: {SEQUENCE_PARALLEL} splits rows over {TP} {tp} ranks"
+        DIVISOR,
+        padded,
+        f"is {padded} instead of {multiple}, since {SEQUENCE_PARALLEL} splits rows over the {tp} ranks of {TP}",
     )
 
 
@@ -62,7 +64,9 @@ def no_period_is_no_validation(period: int | None, _: object) -> Adapted | None:
 @adaptation(ASYNC_ENGINE)
 def a_steps_requests_come_at_once(enabled: bool) -> Adapted | None:
     """Turns off vLLM's asynchronous engine, whose scheduler batches and samples a step's requests in the same way."""
-    line = "is off: a step's requests come at once, and the synchronous engine samples them from the same distribution"
+    line = (
+        "is off: a step submits all its requests at once, and the synchronous engine samples from the same distribution"
+    )
     return Adapted(ASYNC_ENGINE, False, line) if enabled else None
 
 
@@ -77,5 +81,5 @@ def weights_are_broadcast_to_other_gpus(transport: str | None, colocated: dict[s
     return Adapted(
         REFIT_TRANSPORT,
         None,
-        f"is null in place of {transport}: whole weights are broadcast, the same bits",
+        f"is null instead of {transport}: refits broadcast the full weights, bit for bit the same",
     )

@@ -55,19 +55,25 @@ def _fills(gbs: int, mbs: int, mbs_key: str, model_parallel: int, world: int) ->
     dp = data_parallel_size(world, model_parallel)  # another rule reports None
     if dp is None or gbs % (dp * mbs) == 0:
         return None
-    return f"is {gbs}, which is no multiple of data-parallel size {dp} x {mbs_key} {mbs} = {dp * mbs}; change either"
+    return f"is {gbs}, which is not a multiple of data-parallel size {dp} x {mbs_key} {mbs} = {dp * mbs}; change either"
 
 
 @rule("data.max_input_seq_length", LENGTH)
 def prompts_fit_into_sequences(prompt: int, total: int) -> Verdict:
     """Refuses a prompt limit above the limit of the whole sequence."""
-    return None if prompt <= total else f"is {prompt}, above policy.max_total_sequence_length ({total})"
+    return (
+        None
+        if prompt <= total
+        else f"is {prompt}, above policy.max_total_sequence_length ({total}); lower it, or raise that"
+    )
 
 
 @rule("policy.generation.max_new_tokens", LENGTH)
 def answers_fit_into_sequences(new: int, total: int) -> Verdict:
     """Refuses an answer limit above the limit of the whole sequence."""
-    return None if new <= total else f"is {new}, above policy.max_total_sequence_length ({total})"
+    return (
+        None if new <= total else f"is {new}, above policy.max_total_sequence_length ({total}); lower it, or raise that"
+    )
 
 
 def padded_row(longest: int, divisible_by: int) -> tuple[int, str]:
@@ -135,7 +141,7 @@ def packed_rows_beside_graphs_have_a_stated_size(
         if size == "auto":
             return (
                 f"policy.sequence_packing.{name}",
-                f"is auto, but with {GRAPHS} {impl} graphs keep GPU memory that the plan does not count; give a "
+                f"is auto, but with {GRAPHS} {impl} graphs keep GPU memory that the plan does not count; set it to a "
                 "number of tokens",
             )
     return None
@@ -146,7 +152,7 @@ def packing_has_an_algorithm(algorithm: str | None, enabled: bool) -> Verdict:
     """Refuses modified_ffd with packing: NeMo-RL's recipes without packing have it, but NeMo-RL's packer does not."""
     if not enabled or algorithm != "modified_ffd":
         return None
-    return "is modified_ffd, which NeMo-RL's packer does not know, either; set it to modified_first_fit_decreasing"
+    return "is modified_ffd, which NeMo-RL's packer does not support, either; set it to modified_first_fit_decreasing"
 
 
 @rule(
@@ -181,6 +187,6 @@ def chunks_are_of_log_prob_passes(chunk: int | None, spec: AlgorithmSpec) -> Ver
     if chunk is None or spec.computes_logprobs:
         return None
     return (
-        f"is {chunk}, but {spec.name} computes log-probs in training alone; set it to null, and "
+        f"is {chunk}, but {spec.name} computes log-probs only in training; set it to null, and "
         f"{MEGATRON}.use_fused_linear_logprobs to true"
     )

@@ -20,7 +20,7 @@ def time_limits_save_with_checkpoints(text: str | None, enabled: bool) -> Verdic
     """Notes that a time limit without checkpoints ends the run, as in NeMo-RL, but saves nothing."""
     if text is None or enabled:
         return None
-    return f"{text} ends the run without saving anything, since checkpointing.enabled is false"
+    return f"{text} ends the run without a checkpoint, since checkpointing.enabled is false"
 
 
 @rule(f"{MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable?")
@@ -29,6 +29,6 @@ def fully_reshardable_checkpoints_are_refused(enabled: bool | None) -> Verdict:
     if not enabled:
         return None
     return (
-        "megatron-core 0.19.2 restores wrong optimizer state from fully_reshardable checkpoints when a model has "
-        "several gradient buckets; set it to false, which writes dp_reshardable ones"
+        "is true, but megatron-core 0.19.2 restores wrong optimizer state from fully_reshardable checkpoints when a "
+        "model has several gradient buckets; set it to false, which saves dp_reshardable checkpoints"
     )

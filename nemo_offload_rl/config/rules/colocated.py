@@ -22,7 +22,7 @@ def a_transport_needs_gpus_of_its_own(transport: str | None) -> Verdict:
     if transport is None:
         return None
     key = f"{COLOCATED.removesuffix('?')}.enabled"
-    return f"is {transport}, which is for generation on GPUs of its own, but {key} is not false; set it to null"
+    return f"is {transport}, but only non-colocated generation uses a transport, and {key} is not false; set it to null"
 
 
 @note("policy.offload_optimizer_for_refit?", COLOCATED)
@@ -30,4 +30,4 @@ def nothing_moves_for_a_refit_to_other_gpus(enabled: bool | None, colocated: dic
     """Notes that the flag has no effect on separate GPUs, since NeMo-RL's recipes have it in common."""
     if not enabled or colocated is None or colocated["enabled"]:
         return None
-    return "true has no effect, since generation has GPUs of its own and the policy stays on those that train"
+    return "true has no effect, since generation is not colocated, and the optimizer state stays on the policy's GPUs"

@@ -17,7 +17,7 @@ def cpu_optimizer_has_a_share(fraction: float | None, enabled: bool | None) -> V
         return None
     found = "is absent, which means 0" if fraction is None else f"is {show(fraction)}"
     return FRACTION, (
-        f"{found}, with which {SWITCH} puts nothing on the CPU; give a share above 0, up to 1, or set {SWITCH} to false"
+        f"{found}, so that {SWITCH} offloads nothing to the CPU; set it above 0, up to 1, or set {SWITCH} to false"
     )
 
 
@@ -56,7 +56,7 @@ def cpu_optimizer_keeps_float32(enabled: bool | None, *types: str | None) -> Ver
         return None
     return (
         f"{OPTIMIZER}.{other}",
-        f"must be float32 with {SWITCH}, which keeps its state in float32; set it so, or {SWITCH} to false",
+        f"must be float32 with {SWITCH}, which keeps its state in float32; set it to float32, or {SWITCH} to false",
     )
 
 
@@ -65,8 +65,8 @@ def masters_stay_on_the_gpu(aware: bool, enabled: bool | None, optimizer: str, p
     """Notes that float32 masters stay on the GPU, a setting that megatron-core's own trainer refuses."""
     if not enabled or aware or precision != "bfloat16":
         return None
-    remedy = "; true leaves them to the CPU optimizer" if optimizer == "adam" else ", as with any sgd"
-    return f"is false, so float32 masters of all parameters stay on the GPU, 4 bytes each{remedy}"
+    remedy = "; with true the CPU optimizer keeps them" if optimizer == "adam" else ", as always with sgd"
+    return f"is false, so float32 master weights of all parameters stay on the GPU, 4 bytes each{remedy}"
 
 
 @note(f"{FRACTION}?", f"{SWITCH}?")
@@ -78,4 +78,4 @@ def fractions_count_with_the_cpu_optimizer(fraction: float | None, enabled: bool
 @note(f"{OPTIMIZER}.store_param_remainders?", f"{SWITCH}?")
 def the_cpu_optimizer_stores_no_remainders(store: bool | None, enabled: bool | None) -> Verdict:
     """Notes that stored remainders have no effect, since the CPU optimizer keeps whole masters."""
-    return f"has no effect with {SWITCH}, which keeps whole float32 masters" if store and enabled else None
+    return f"has no effect with {SWITCH}, which keeps full float32 master weights" if store and enabled else None

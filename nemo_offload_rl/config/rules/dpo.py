@@ -8,4 +8,4 @@ def a_part_of_the_loss_counts(preference: float, sft: float) -> Verdict:
     """Refuses two loss weights of 0, with which nothing is trained."""
     if preference > 0 or sft > 0:
         return None
-    return "is 0, and so is dpo.sft_loss_weight, which leaves no loss; set one above 0"
+    return "is 0, and so is dpo.sft_loss_weight, so that the loss is always 0; set one of them above 0"

@@ -15,7 +15,7 @@ PADS = f"{MEGATRON}.moe_pad_expert_input_to_capacity"
 @rule(f"{LAYER_FREQ}?", *MODEL_FIELDS)
 def layers_with_experts_are_counted(freq: int | list[int] | None, *model: Any) -> Verdict:
     """Checks moe_layer_freq: an interval between layers with experts, or for each layer whether it has experts."""
-    rule_says = "must be a whole number of layers from 1, or 0 or 1 for each layer"
+    rule_says = "must be an integer of 1 or more, or a list with 0 or 1 for each layer"
     if isinstance(freq, int):
         return None if freq >= 1 else f"{rule_says}; found {freq}"
     if freq is None:
@@ -24,7 +24,9 @@ def layers_with_experts_are_counted(freq: int | list[int] | None, *model: Any) -
         return f"{rule_says}; found {show(freq)}"
     layers = count_of(model_fields(*model), NUM_LAYERS_KEYS)
     if layers is not None and len(freq) != layers:
-        return f"has {len(freq)} numbers, one for each layer, but the model has {layers} layers; give as many"
+        return (
+            f"has {len(freq)} numbers, one for each layer, but the model has {layers} layers; give one number per layer"
+        )
     return None
 
 

@@ -124,8 +124,8 @@ def captured_preprocessing_does_not_wait(
     if "moe_preprocess" not in captured(impl, modules) or not waits:
         return None
     return (
-        f"has moe_preprocess, which with {MEGATRON}.moe_expert_capacity_factor {show(capacity)} waits for numbers on "
-        "the host, and cannot be captured; take it out, or leave moe_expert_capacity_factor off"
+        f"has moe_preprocess, which cannot be captured with {MEGATRON}.moe_expert_capacity_factor {show(capacity)}, "
+        "since it then waits for a copy to the host; take it out, or set moe_expert_capacity_factor to null"
     )
 
 
@@ -223,7 +223,7 @@ def recomputed_layers_are_not_captured(
         return None
     return (
         f"is {impl}, but {MEGATRON}.activation_checkpointing with recompute_granularity full runs each layer twice, "
-        "which its graphs cannot; set recompute_granularity to selective, activation_checkpointing to false, or this "
+        "which CUDA graphs cannot; set recompute_granularity to selective, activation_checkpointing to false, or this "
         "to none"
     )
 
@@ -255,7 +255,7 @@ def graphs_with_expandable_segments_need_unregistered_nccl(env_vars: dict[str, s
         return None
     found = show(settings["NCCL_GRAPH_REGISTER"]) if "NCCL_GRAPH_REGISTER" in settings else "none"
     return (
-        f'needs NCCL_GRAPH_REGISTER: "0" beside {name} {show(settings[name])} while {GRAPHS} is {impl}, since NCCL '
+        f'needs NCCL_GRAPH_REGISTER: "0" with {name} {show(settings[name])} while {GRAPHS} is {impl}, since NCCL '
         f"would otherwise use addresses of memory that has been remapped; found {found}"
     )
 

@@ -11,8 +11,8 @@ def global_batches_fill_step(prompts: int, generations: int, gbs: int) -> Verdic
     if (prompts * generations) % gbs == 0:
         return None
     return (
-        f"{prompts} prompts x grpo.num_generations_per_prompt {generations} = {prompts * generations} samples are no "
-        f"multiple of policy.train_global_batch_size ({gbs}); change either"
+        f"{prompts} prompts x grpo.num_generations_per_prompt {generations} = {prompts * generations} samples are not "
+        f"a multiple of policy.train_global_batch_size ({gbs}); change either"
     )
 
 
@@ -22,8 +22,8 @@ def groups_have_two_answers(generations: int) -> Verdict:
     if generations > 1:
         return None
     return (
-        "must be 2 or more, since an answer's advantage is its reward against the others to the same prompt, which is "
-        "always 0 of a single one; found 1"
+        "must be 2 or more, since an answer's advantage compares its reward with those of the other answers to the "
+        "same prompt, and is always 0 for a single answer; found 1"
     )
 
 
@@ -51,7 +51,7 @@ def larger_batches_need_dynamic_sampling(multiplier: float | None, dynamic: bool
     if not dynamic:
         return f"is {multiplier:g}, which needs grpo.use_dynamic_sampling true; set it to 1"
     if int(prompts * multiplier) == 0:
-        return f"is {multiplier:g}, of which grpo.num_prompts_per_step ({prompts}) makes no whole prompt; raise it"
+        return f"is {multiplier:g}, which times grpo.num_prompts_per_step ({prompts}) is less than one prompt; raise it"
     return None
 
 
@@ -102,7 +102,7 @@ def advantage_bounds_are_in_order(low: float | None, high: float | None) -> Verd
     """Requires the lower bound of advantages to be below the upper one."""
     if low is None or high is None or low < high:
         return None
-    return f"is {low}, not below grpo.advantage_clip_high ({high})"
+    return f"is {low}, but must be below grpo.advantage_clip_high ({high}); lower it, or raise that"
 
 
 @rule(
@@ -126,8 +126,8 @@ def reward_scaling_has_its_ranges(
         return "is true, which needs source_min, source_max, target_min and target_max"
     if source_min >= source_max or target_min > target_max:
         return (
-            f"maps [{source_min}, {source_max}] to [{target_min}, {target_max}]; each range must go from its smaller "
-            "end to its larger one"
+            f"maps [{source_min}, {source_max}] to [{target_min}, {target_max}]; each range must go from its minimum "
+            "to its maximum"
         )
     return None
 
@@ -152,7 +152,7 @@ def one_penalty_counts(factor: float | None, enabled: bool, *overlong: float | N
     given = [key for key, value in zip(_OVERLONG, overlong, strict=True) if value is not None]
     if not enabled or factor is None or not given:
         return None
-    return f"{factor} is what counts; {', '.join(given)} of {_SHAPING} are without effect"
+    return f"{factor} is the penalty in use; {', '.join(given)} of {_SHAPING} have no effect"
 
 
 @rule("loss_fn.sequence_level_importance_ratios", "loss_fn.token_level_loss")
@@ -195,7 +195,7 @@ def no_ratio_has_no_settings(disabled: bool, forced: bool, sequence_level: bool)
     if not disabled or not (forced or sequence_level):
         return None
     other = "force_on_policy_ratio" if forced else "sequence_level_importance_ratios"
-    return f"is true, which leaves no ratio for loss_fn.{other}; set one of them to false"
+    return f"is true, so that loss_fn.{other} has no ratio to apply to; set one of them to false"
 
 
 @rule(
@@ -209,6 +209,6 @@ def forced_ratio_needs_one_update(forced: bool, prompts: int, generations: int, 
     if not forced or prompts * generations == gbs:
         return None
     return (
-        f"is true, which needs one optimizer step a GRPO step: policy.train_global_batch_size ({gbs}) equal to "
+        f"is true, which needs one optimizer step per GRPO step: policy.train_global_batch_size ({gbs}) equal to "
         f"grpo.num_prompts_per_step x num_generations_per_prompt ({prompts * generations})"
     )

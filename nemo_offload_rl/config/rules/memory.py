@@ -53,7 +53,9 @@ def recomputed_experts_are_grouped(
     if model_kind(*model).has_experts is False:
         return "has moe_act, which only a mixture of experts has, and the model is dense; take it out"
     if grouped is False:
-        return f"has moe_act, which needs {MEGATRON}.moe_grouped_gemm true; found false: take it out, or set that"
+        return (
+            f"has moe_act, which needs {MEGATRON}.moe_grouped_gemm true; found false: take it out, or set that to true"
+        )
     return None
 
 
@@ -65,6 +67,6 @@ def recomputed_norms_return_no_residual(
     if not fused or "layernorm" not in recomputed_modules(enabled, granularity, modules):
         return None
     return (
-        f"is true, but {MEGATRON}.recompute_modules holds layernorm, which would discard the residual that a fused "
-        "norm returns, too; take layernorm out there, or set this to false"
+        f"is true, but {MEGATRON}.recompute_modules holds layernorm, whose recomputation would also discard the "
+        "residual that a fused norm returns; remove layernorm from that list, or set this to false"
     )

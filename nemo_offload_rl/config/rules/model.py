@@ -90,7 +90,7 @@ def key_value_heads_divide_heads(*model: Any) -> Verdict:
         return None
     return (
         config.at("num_key_value_heads"),
-        f"{config.said('num_key_value_heads')} must divide {config.said('num_attention_heads')}",
+        f"{config.said('num_key_value_heads')} must divide {config.said('num_attention_heads')}; change one of them",
     )
 
 
@@ -119,7 +119,9 @@ def rotated_heads_are_even(*model: Any) -> Verdict:
     head_dim = config.size("head_dim")
     if head_dim is None or head_dim % 2 == 0:
         return None
-    return config.at("head_dim"), f"{config.said('head_dim')} must be even: rotary embeddings turn pairs of dimensions"
+    return config.at(
+        "head_dim"
+    ), f"{config.said('head_dim')} must be even: rotary embeddings rotate pairs of dimensions"
 
 
 @rule(*MODEL_FIELDS)
@@ -131,7 +133,8 @@ def tokens_go_to_experts_that_are_there(*model: Any) -> Verdict:
         return None
     return (
         config.at("num_experts_per_tok"),
-        f"{config.said('num_experts_per_tok')} must be at most {config.said(*_EXPERTS)}, the number of experts",
+        f"{config.said('num_experts_per_tok')} must be at most {config.said(*_EXPERTS)}, the number of experts; lower "
+        "it",
     )
 
 
@@ -200,7 +203,10 @@ def stop_tokens_are_in_the_vocabulary(stops: list[int] | None, *model: Any) -> V
     outside = [] if vocab_size is None else [token for token in stops or [] if _outside(token, vocab_size)]
     if vocab_size is None or not outside:
         return None
-    return f"has {show(outside[0])}, which is outside the model's vocabulary (0 to {vocab_size - 1}) and ends no answer"
+    return (
+        f"has {show(outside[0])}, which is outside the model's vocabulary (0 to {vocab_size - 1}) and so ends no "
+        "answer; delete it"
+    )
 
 
 @rule(*MODEL_FIELDS)

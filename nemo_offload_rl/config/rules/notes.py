@@ -16,7 +16,10 @@ def clip_grad_is_what_counts(clip: float, norm: float | None) -> Verdict:
     """Notes that clip_grad differs from max_grad_norm, since the optimizer reads only clip_grad."""
     if norm is None or clip == norm:
         return None
-    return f"{clip} is what counts; policy.max_grad_norm ({norm}) is only there to refer to"
+    return (
+        f"{clip} is the norm that gradients are clipped to; policy.max_grad_norm ({norm}) has an effect only where "
+        "another key refers to it"
+    )
 
 
 @note(f"{OPTIMIZER}.optimizer")
@@ -37,7 +40,8 @@ def several_updates_are_off_policy(gbs: int, prompts: int, generations: int) -> 
     """Notes that the later optimizer steps of a GRPO step train on samples of an older policy."""
     updates = prompts * generations // gbs
     return (
-        f"{gbs} makes {updates} optimizer steps of a GRPO step's {prompts * generations} samples"
+        f"{gbs} means {updates} optimizer steps per GRPO step of {prompts * generations} samples; all but the first "
+        "are off-policy"
         if updates > 1
         else None
     )
@@ -88,10 +92,11 @@ def scores_of_attention_are_not_planned(
     is_unfused = backend == "unfused" or precision == "float32"
     if not is_unfused or not enabled or "core_attn" not in (modules or []) or limit is not None:
         return None
-    why = "is unfused" if backend == "unfused" else "cannot be fused with policy.precision float32"
+    why = "is unfused" if backend == "unfused" else "is not fused with policy.precision float32"
     return (
-        f"{why}, so that attention keeps its scores; the host memory that is computed for activations has no room for "
-        f"them, and they stay on the GPU: give it in {ACTIVATION_OFFLOAD}.host_memory_limit_gib"
+        f"{why}, so that attention saves its scores for the backward pass; the host memory computed for activations "
+        "has no room for them, and they stay on the GPU: to offload them, set "
+        f"{ACTIVATION_OFFLOAD}.host_memory_limit_gib"
     )
 
 
@@ -122,9 +127,9 @@ def outputs_of_flash_attention_are_planned_once(
     if not is_copied or not enabled or "attn_proj" not in (modules or []) or limit is not None:
         return None
     return (
-        f"is flash, whose output attn_proj keeps a copy of in micro-batches of {rows} padded rows; the host memory "
-        "that is computed for activations has room for one, and what does not fit stays on the GPU: give it in "
-        f"{ACTIVATION_OFFLOAD}.host_memory_limit_gib, or set this to auto"
+        f"is flash, so that attn_proj saves a copy of the attention output in micro-batches of {rows} padded rows; the "
+        "host memory computed for activations has room for one of the two, and the other stays on the GPU: to offload "
+        f"both, set {ACTIVATION_OFFLOAD}.host_memory_limit_gib, or set this to auto"
     )
 
 
@@ -137,7 +142,7 @@ def dense_models_recompute_no_experts(
     absent = [name for name in ("moe", "shared_experts") if name in recomputed]
     if not absent or model_kind(*model).has_experts is not False:
         return None
-    return f"has {' and '.join(absent)}, with no effect on a dense model"
+    return f"has {' and '.join(absent)}, which has no effect on a dense model"
 
 
 @note(f"{ACTIVATION_OFFLOAD}.strict?", f"{MEGATRON}.fine_grained_activation_offloading")
@@ -168,4 +173,4 @@ def checkpoints_are_saved_with_their_metric(
     period = next((period for period in periods if period is not None), 0)
     if not enabled or metric is None or not metric.startswith("val:") or (period and save % period == 0):
         return None
-    return f"{save} is no multiple of val_period ({period}), so some checkpoints are saved without {metric}"
+    return f"{save} is not a multiple of val_period ({period}), so some checkpoints are saved without {metric}"

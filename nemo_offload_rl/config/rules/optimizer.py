@@ -21,13 +21,19 @@ def optimizer_agrees_with_precision(bf16: bool, precision: str) -> Verdict:
 @rule(f"{OPTIMIZER}.min_lr", f"{OPTIMIZER}.lr")
 def min_lr_is_below_lr(min_lr: float, lr: float) -> Verdict:
     """Refuses a min_lr above lr, since the learning rate decays."""
-    return None if min_lr <= lr else f"is {min_lr}, above {OPTIMIZER}.lr ({lr})"
+    if min_lr <= lr:
+        return None
+    return (
+        f"is {min_lr}, above {OPTIMIZER}.lr ({lr}), from which the learning rate decays to it; set it to {lr} or less"
+    )
 
 
 @rule(f"{SCHEDULER}.lr_warmup_init", f"{OPTIMIZER}.lr")
 def warm_up_starts_below_lr(start: float, lr: float) -> Verdict:
     """Refuses an initial learning rate above lr, since the warm-up increases it."""
-    return None if start <= lr else f"is {start}, above {OPTIMIZER}.lr ({lr})"
+    if start <= lr:
+        return None
+    return f"is {start}, above {OPTIMIZER}.lr ({lr}), to which the warm-up raises it; set it to {lr} or less"
 
 
 @rule(f"{SCHEDULER}.lr_warmup_iters", f"{SCHEDULER}.lr_decay_iters?")
@@ -35,7 +41,10 @@ def warm_up_ends_before_decay(warmup: int, decay: int | None) -> Verdict:
     """Requires a warm-up shorter than the decay, in which megatron-core includes it."""
     if decay is None or warmup < decay:
         return None
-    return f"is {warmup}, but must be below {SCHEDULER}.lr_decay_iters ({decay}), which counts the warm-up too"
+    return (
+        f"is {warmup}, but must be below {SCHEDULER}.lr_decay_iters ({decay}), which includes the warm-up; lower it, "
+        "or raise that"
+    )
 
 
 @rule(f"{DDP}.overlap_param_gather", f"{OPTIMIZER}.use_distributed_optimizer")
@@ -43,7 +52,7 @@ def overlapped_gather_needs_distributed_optimizer(overlap: bool, distributed: bo
     """Refuses an overlapped gather without sharded parameters to gather."""
     if not overlap or distributed:
         return None
-    return f"is true, which needs {OPTIMIZER}.use_distributed_optimizer to be true"
+    return f"is true, which needs {OPTIMIZER}.use_distributed_optimizer to be true; set that to true, or this to false"
 
 
 @rule(f"{OPTIMIZER}.optimizer", f"{OPTIMIZER}.use_distributed_optimizer", f"{OPTIMIZER}.optimizer_cpu_offload?")
@@ -51,7 +60,10 @@ def distributed_optimizer_is_adam(optimizer: str, distributed: bool, on_cpu: boo
     """Refuses other optimizers: megatron-core shards only the state of Adam and of its CPU optimizer."""
     if optimizer == "adam" or not distributed or on_cpu:
         return None
-    return f"is {optimizer}, which needs {OPTIMIZER}.use_distributed_optimizer to be false"
+    return (
+        f"is {optimizer}, which needs {OPTIMIZER}.use_distributed_optimizer to be false, since megatron-core shards "
+        "only Adam's state; set that to false"
+    )
 
 
 @rule(f"{OPTIMIZER}.use_precision_aware_optimizer", f"{OPTIMIZER}.use_distributed_optimizer", f"{OPTIMIZER}.optimizer")
@@ -59,7 +71,10 @@ def precision_aware_optimizer_is_distributed_adam(enabled: bool, distributed: bo
     """Requires Adam and the distributed optimizer, under which Transformer Engine has this feature."""
     if not enabled or (distributed and optimizer == "adam"):
         return None
-    return f"is true, which needs {OPTIMIZER}.use_distributed_optimizer true and {OPTIMIZER}.optimizer adam"
+    return (
+        f"is true, which needs {OPTIMIZER}.use_distributed_optimizer true and {OPTIMIZER}.optimizer adam; set these, "
+        "or this to false"
+    )
 
 
 @rule(f"{OPTIMIZER}.adam_beta1", f"{OPTIMIZER}.optimizer")
@@ -77,7 +92,10 @@ def second_moment_moves(beta: float, optimizer: str) -> Verdict:
 def _moves(beta: float, optimizer: str) -> Verdict:
     if optimizer != "adam" or _float32(beta) < 1:
         return None
-    return f"is 1 in float32, in which Adam computes: the moment would stay 0; give at most 0.9999999, found {beta!r}"
+    return (
+        "rounds to 1 in float32, in which Adam computes, so that the moment would stay 0; set it to at most 0.9999999; "
+        f"found {beta!r}"
+    )
 
 
 @rule(f"{OPTIMIZER}.adam_eps", f"{OPTIMIZER}.optimizer")
@@ -86,8 +104,8 @@ def adam_eps_is_not_lost(eps: float, optimizer: str) -> Verdict:
     if optimizer != "adam" or eps >= _SMALLEST_NORMAL:
         return None
     return (
-        "is 0 in float32, in which Adam computes: parameters without a gradient would become NaN; give 1e-8, found "
-        f"{eps!r}"
+        "rounds to 0 in float32, in which Adam computes, so that parameters with a gradient of 0 would become NaN; "
+        f"set it to 1e-8; found {eps!r}"
     )
 
 
@@ -98,8 +116,8 @@ def decay_keeps_signs(lr: float, start: float, end: float) -> Verdict:
         return None
     name = "start_weight_decay" if start >= end else "end_weight_decay"
     return (
-        f"is {lr}, with which {SCHEDULER}.{name} ({max(start, end)}) turns every weight's sign in each step, as lr x "
-        "weight decay is above 1; give a smaller one of either"
+        f"is {lr}, and with {SCHEDULER}.{name} ({max(start, end)}) lr x weight decay is above 1, so that each "
+        "optimizer step would flip the sign of every weight; lower either"
     )
 
 

@@ -47,7 +47,7 @@ def stop_target_is_whole(metric: str | None, threshold: float | None, period: in
     if metric is None and threshold is None:
         return None
     if metric is None or threshold is None:
-        return "stop_at_validation_metric and stop_at_validation_threshold come together; give both or neither"
+        return "stop_at_validation_metric and stop_at_validation_threshold must be set together; set both or neither"
     known = [f"val:{name}" for name in spec.validation_metrics]
     if without_default_set(metric) not in known:
         return f"must be {show_choices(known)}; found {show(metric)}"

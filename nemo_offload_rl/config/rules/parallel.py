@@ -38,7 +38,7 @@ def model_parallel_size_divides_world_size(tp: int, pp: int, cp: int, gpus: int,
     ranks, words = _ranks(gpus, nodes, apart)
     if data_parallel_size(ranks, tp, pp, cp) is not None:
         return None
-    return f"tensor {tp} x pipeline {pp} x context {cp} = {tp * pp * cp} ranks a replica do not divide {words}"
+    return f"tensor {tp} x pipeline {pp} x context {cp} = {tp * pp * cp} ranks per replica do not divide {words}"
 
 
 @rule(EP, ETP, PP, GPUS, NODES, COLOCATED)
@@ -68,7 +68,7 @@ def pipelined_packed_tokens_are_not_gathered(dispatcher: str | None, packs: bool
     if dispatcher != "allgather" or not packs or pp == 1 or not model_kind(*model).has_experts:
         return None
     return (
-        f"is allgather, which takes no packed rows on a pipeline ({PP} {pp}, policy.sequence_packing.enabled true); "
+        f"is allgather, which does not support packed rows on a pipeline ({PP} {pp}, {PACKING} true); "
         "set it to alltoall"
     )
 
@@ -115,7 +115,7 @@ def tensor_parallel_size_divides_heads(tp: int, *model: Any) -> Verdict:
     heads = count_of(model_fields(*model), NUM_HEADS_KEYS)
     if heads is None or heads % tp == 0:
         return None
-    return f"is {tp}, which does not divide the model's {heads} attention heads"
+    return f"is {tp}, which does not divide the model's {heads} attention heads; choose a divisor"
 
 
 @rule(EP, *MODEL)
@@ -134,7 +134,9 @@ def expert_parallel_needs_experts(
         return f"is {ep}, but {kind.name} is a dense model; set it to 1"
     experts = count_of(model_fields(model_name, hf_config, overrides), NUM_EXPERTS_KEYS)
     assert experts is not None, "a model's kind is known by their number"
-    return None if experts % ep == 0 else f"is {ep}, which does not divide the model's {experts} experts"
+    return (
+        None if experts % ep == 0 else f"is {ep}, which does not divide the model's {experts} experts; choose a divisor"
+    )
 
 
 @rule(f"{MEGATRON}.sequence_parallel", TP, DIVISOR, LENGTH)
@@ -149,9 +151,9 @@ def sequence_parallel_needs_divisible_lengths(enabled: bool, tp: int, multiple: 
 def port_range_has_both_ends(low: int | None, high: int | None) -> Verdict:
     """Requires both ends of the port range, in order."""
     if (low is None) != (high is None):
-        return "cluster.master_port_range_low and master_port_range_high come together; give both or neither"
+        return "cluster.master_port_range_low and master_port_range_high must be set together; set both or neither"
     if low is not None and high is not None and low > high:
-        return f"is {low}, above cluster.master_port_range_high ({high})"
+        return f"is {low}, above cluster.master_port_range_high ({high}); lower it, or raise that"
     return None
 
 

@@ -50,13 +50,14 @@ def auto_only_in_generate(table: _Cells | None) -> Verdict:
         if _cell(table, phase, "optimizer_state") == AUTO:
             return (
                 f"{TABLE}.{phase}.optimizer_state",
-                f"must be gpu, host or keep; write auto to {TABLE}.generate.optimizer_state, which decides refit, too",
+                f"must be gpu, host or keep; set {TABLE}.generate.optimizer_state to auto, which also decides for "
+                "refit",
             )
     stated = _cell(table, "refit", "optimizer_state")
     if stated is not None and _cell(table, "generate", "optimizer_state") == AUTO:
         return (
             f"{TABLE}.generate.optimizer_state",
-            f"is auto, which decides {TABLE}.refit.optimizer_state, too, but that is {stated}; delete one of the two",
+            f"is auto, which also decides {TABLE}.refit.optimizer_state, but that is {stated}; delete one of the two",
         )
     return None
 
@@ -69,13 +70,14 @@ def optimizer_state_is_streamed_in_training_alone(table: _Cells | None) -> Verdi
         if cell == "streamed":
             return (
                 f"{TABLE}.{phase}.optimizer_state",
-                "must be gpu, host or keep, since the optimizer makes no step in this phase; write streamed to "
-                f"{_STATE_IN_TRAIN}",
+                "must be gpu, host or keep, since the optimizer takes no step in this phase; set "
+                f"{_STATE_IN_TRAIN} to streamed instead",
             )
         if cell == "gpu" and _is_streamed(table):
             return (
                 f"{TABLE}.{phase}.optimizer_state",
-                f"is gpu, but {_STATE_IN_TRAIN} is streamed, so that it is never whole on the GPU; give host or keep",
+                f"is gpu, but {_STATE_IN_TRAIN} is streamed, so that the GPU never holds all of it; set it to host or "
+                "keep",
             )
     return None
 
@@ -110,7 +112,7 @@ def state_is_streamed_or_stepped_on_the_cpu(table: _Cells | None, on_cpu: bool |
         return None
     return (
         _STATE_IN_TRAIN,
-        f"is streamed, but {OPTIMIZER}.optimizer_cpu_offload is true, which steps the state on the CPU; choose one",
+        f"is streamed, but {OPTIMIZER}.optimizer_cpu_offload is true, which updates the state on the CPU; choose one",
     )
 
 
@@ -150,9 +152,12 @@ def generation_weights_are_of_an_engine_that_shares_gpus(
     if backend is None:
         return f"is {where}, but the recipe has no policy.generation; delete it"
     if colocated is not None and not colocated["enabled"]:
-        return f"is {where}, but generation has GPUs of its own, where its weights stay; set it to null"
+        return f"is {where}, but generation is not colocated, and its weights stay on its GPUs; set it to null"
     if backend != "vllm" and where != "host":
-        return f"must be host or null with policy.generation.backend {backend}, which keeps its weights; found {where}"
+        return (
+            f"must be host or null with policy.generation.backend {backend}, which keeps them in host memory between "
+            f"generations; found {where}"
+        )
     return None
 
 

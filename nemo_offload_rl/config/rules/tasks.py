@@ -34,7 +34,7 @@ def environment_judges_in_one_way(used: str | None, env: dict[str, Any]) -> Verd
         if name == used and not has_math and "reward" not in section:
             return (
                 f"env.{name}",
-                f"does not say how answers are judged: set env.{name}.math_verify_impl (hf_math_verify or "
+                f"has no reward: set env.{name}.math_verify_impl (hf_math_verify or "
                 f"dapo_math_verify) or env.{name}.reward (exact_match, numeric_match or python)",
             )
     return None
@@ -58,7 +58,10 @@ def rewards_have_what_they_need(env: dict[str, Any]) -> Verdict:
     for name, section in env.items():
         reward, function = section.get("reward"), section.get("reward_function")
         if reward == "python" and function is None:
-            return f"env.{name}.reward", f"is python, which needs env.{name}.reward_function: package.module:function"
+            return (
+                f"env.{name}.reward",
+                f"is python, which needs env.{name}.reward_function; set it to package.module:function",
+            )
         if reward != "python" and function is not None:
             found = "math_verify_impl" if reward is None else reward
             return f"env.{name}.reward_function", f"is read only with env.{name}.reward python; found {found}"
@@ -76,14 +79,14 @@ def named_datasets_have_the_keys_that_they_read(data: dict[str, Any]) -> Verdict
             continue
         dataset = NAMED_DATASETS[name]
         if "split" in section and section["split"] not in dataset.splits:
-            return f"{path}.split", f"of {name} is {show_choices(dataset.splits)}; found {section['split']}"
+            return f"{path}.split", f"must be {show_choices(dataset.splits)} for {name}; found {section['split']}"
         if "output_key" in section and section["output_key"] not in dataset.output_keys:
-            choices = f"is {show_choices(dataset.output_keys)}" if dataset.output_keys else "has no choice"
-            return f"{path}.output_key", f"of {name} {choices}; found {section['output_key']}"
+            choices = f"must be {show_choices(dataset.output_keys)}" if dataset.output_keys else "cannot be set"
+            return f"{path}.output_key", f"{choices} for {name}; found {section['output_key']}"
         if "repeat" in section and dataset.repeat is None:
-            return f"{path}.repeat", f"is read with dataset_name AIME2024 or AIME2025 alone, not {name}; delete it"
+            return f"{path}.repeat", f"is read only with dataset_name AIME2024 or AIME2025, not {name}; delete it"
         if name in CONVERSATIONS and _prompt_file(data, section, "system_prompt_file") is not None:
-            message = f"must be null for {name}, whose rows have system messages of their own"
+            message = f"must be null for {name}, whose rows contain their own system messages"
             return f"{path}.system_prompt_file", message
     return None
 
@@ -99,7 +102,7 @@ def splits_have_a_seed(size: float | None, seed: int | None, name: str | None) -
     """Requires a seed for the split, so that resumed runs, on any machine, split the data in the same way."""
     if seed is not None or not size or name in NAMED_DATASETS:  # named datasets have a default seed, or are not split
         return None
-    return f"is {size}, which needs data.train.seed"
+    return f"is {size}, which needs data.train.seed, so that resumed runs split the data in the same way; set it"
 
 
 @note("data.train.split_validation_size?", "data.train.dataset_name?")
@@ -115,7 +118,7 @@ def splits_are_shares_or_counts(size: float | None) -> Verdict:
     """Refuses a number of samples that is not an integer."""
     if size is None or isinstance(size, int) or size < 1:
         return None
-    return f"is {size}; it is a share below 1, or a number of samples, written without a point"
+    return f"is {size}, but must be a share below 1, or a number of samples, written without a decimal point"
 
 
 @rule("data")
@@ -133,5 +136,8 @@ def nothing_is_drawn_of_validation_data(data: dict[str, Any]) -> Verdict:
     """Refuses a seed for validation data, which is read in order from the first row."""
     for path, section in datasets_of(data, "validation").items():
         if "seed" in section and section["dataset_name"] != "arithmetic":
-            return f"{path}.seed", f"has no effect, since {section['dataset_name']} is read in its own order"
+            return (
+                f"{path}.seed",
+                f"has no effect, since {section['dataset_name']} is read in order, from the first row",
+            )
     return None

@@ -16,20 +16,20 @@ LEAST_TEMPERATURE = 0.01
 
 # Key of vllm_cfg: the only value that it may have, and why.
 ONLY_VALUES: dict[str, tuple[Any, str]] = {
-    "pipeline_parallel_size": (1, "pipeline parallelism of an engine is not supported here; use tensor_parallel_size"),
-    "load_format": ("dummy", "weights come with the first refit, and reading others before it would only take time"),
+    "pipeline_parallel_size": (1, "pipeline parallelism in vLLM is not supported here; use tensor_parallel_size"),
+    "load_format": ("dummy", "the first refit loads the policy's weights, which would replace weights read from disk"),
     "kv_cache_dtype": ("auto", "a quantised KV cache is not supported here"),
     "skip_tokenizer_init": (True, "prompts and answers are token ids here"),
     "logprobs_mode": (
         "processed_logprobs",
-        "training compares log-probs of the distribution that the engine samples from",
+        "training compares the policy's log-probs with those of the distribution that vLLM samples from",
     ),
     "num_first_layers_in_bf16": (0, "fp8 is not supported here"),
     "num_last_layers_in_bf16": (0, "fp8 is not supported here"),
     "use_deep_gemm": (False, "fp8 is not supported here"),
     "http_refit_server_port": (None, "refits over HTTP are not supported here"),
     "zmq_refit_server_port": (None, "refits over ZeroMQ are not supported here"),
-    "reset_encoder_cache_after_weight_update": (False, "models with images are not supported here"),
+    "reset_encoder_cache_after_weight_update": (False, "multimodal models are not supported here"),
 }
 
 # Argument of vLLM's LLM: the key of the recipe that sets it.
@@ -54,11 +54,11 @@ REFUSED_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(
         ("distributed_executor_backend", "worker_cls", "worker_extension_cls", "enable_sleep_mode", "generation_config",
          "override_generation_config", "data_parallel_size",),
-        "the engine sets it itself",
+        "this package sets it for vLLM",
     ),
     **dict.fromkeys(
-        ("quantization", "quantization_config"), "refits bring the policy's weights as they are, and quantised ones "
-                                                 "would not be those that it trains",
+        ("quantization", "quantization_config"), "refits load the policy's weights unquantised, and quantised "
+                                                 "weights would not be the ones that are trained",
     ),
     **dict.fromkeys(
         ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
@@ -83,7 +83,9 @@ OWN_VARIABLES = (
 def vllms_own_variables_stay(variables: dict[str, str] | None) -> Verdict:
     """Refuses to override environment variables that the engine sets itself."""
     own = next((name for name in variables or {} if name in OWN_VARIABLES), None)
-    return None if own is None else (f"{VLLM}.env_vars.{own}", "cannot be set: the engine sets it itself; delete it")
+    return (
+        None if own is None else (f"{VLLM}.env_vars.{own}", "cannot be set: this package sets it for vLLM; delete it")
+    )
 
 
 @rule(BACKEND, f"{VLLM}?")
@@ -91,7 +93,7 @@ def vllm_has_its_section(backend: str, section: dict[str, Any] | None) -> Verdic
     """Requires vllm_cfg, since the engines' sizes have no defaults."""
     if backend != "vllm" or section is not None:
         return None
-    return f"is vllm, which needs the section {VLLM}; add it, as examples/configs/common/grpo.yaml has it"
+    return f"is vllm, which needs the section {VLLM}; copy it from examples/configs/common/grpo.yaml"
 
 
 @rule(VLLM)
@@ -108,7 +110,7 @@ def vllm_computes_in_the_policys_type(precision: str, policy: str) -> Verdict:
     """Requires the policy's dtype, since a refit copies the bits of the weights."""
     if precision == policy:
         return None
-    return f"is {precision}, but refits send policy.precision ({policy}); set it to {policy}"
+    return f"is {precision}, but refits send weights in policy.precision ({policy}); set it to {policy}"
 
 
 @rule(f"{VLLM}.max_model_len", LENGTH)
@@ -149,7 +151,9 @@ def vllm_splits_whole_heads(tp: int, *model: Any) -> Verdict:
 @rule(f"{VLLM}.expert_parallel_size", VLLM_TP)
 def vllm_divides_experts_among_its_gpus(ep: int, tp: int) -> Verdict:
     """Refuses other expert-parallel sizes, since engines cannot use each other's GPUs."""
-    return None if ep in (1, tp) else f"must be 1 or {VLLM_TP} ({tp}); found {ep}"
+    if ep in (1, tp):
+        return None
+    return f"must be 1 or {VLLM_TP} ({tp}), since vLLM distributes experts over all GPUs of an engine; found {ep}"
 
 
 @rule("policy.verify_refit?", BACKEND, f"{VLLM}.tensor_parallel_size?")
@@ -158,8 +162,8 @@ def vllm_checksums_are_of_whole_weights(verify: bool | None, backend: str, tp: i
     if not verify or backend != "vllm" or tp in (None, 1):
         return None
     return (
-        f"is true, which needs {VLLM_TP} 1 with vllm, since each GPU of a larger engine holds only parts of the "
-        "weights that a refit sends; set it to false"
+        f"is true, which needs {VLLM_TP} 1 with vllm, since tensor parallelism shards the weights that a refit sends; "
+        "set it to false"
     )
 
 
@@ -170,7 +174,10 @@ def vllm_has_a_least_temperature(temperature: float, validation: float, backend:
         return None
     for name, value in (("temperature", temperature), ("val_temperature", validation)):
         if 0 < value < LEAST_TEMPERATURE:
-            return f"{GENERATION}.{name}", (f"is {value}, but vLLM samples at {LEAST_TEMPERATURE} or more; set it so")
+            return f"{GENERATION}.{name}", (
+                f"is {value}, but vLLM raises temperatures below {LEAST_TEMPERATURE} to {LEAST_TEMPERATURE}; set it to "
+                f"{LEAST_TEMPERATURE} or more"
+            )
     return None
 
 
@@ -180,7 +187,7 @@ def vllm_arguments_are_not_the_recipes(arguments: dict[str, Any], section: dict[
     for name in arguments:
         path = f"{GENERATION}.vllm_kwargs.{name}"
         if name in KEY_OF_ARGUMENT:
-            return path, f"is what {KEY_OF_ARGUMENT[name]} stands for; write it there"
+            return path, f"is set by {KEY_OF_ARGUMENT[name]}; set that key instead, and delete this one"
         if name in REFUSED_ARGUMENTS:
             return path, f"cannot be set: {REFUSED_ARGUMENTS[name]}; delete it"
     return None
@@ -205,4 +212,7 @@ def vllms_kv_cache_has_a_size(arguments: dict[str, Any]) -> Verdict:
     if isinstance(nbytes, int) and not isinstance(nbytes, bool) and nbytes > 0:
         return None
     path = f"{GENERATION}.vllm_kwargs.kv_cache_memory_bytes"
-    return path, f"is {show(nbytes)}, where a number of bytes of each GPU must be; delete it to have it computed"
+    return path, (
+        f"is {show(nbytes)}, but must be a number of bytes per GPU, an integer of 1 or more; delete it to size the KV "
+        "cache by gpu_memory_utilization"
+    )

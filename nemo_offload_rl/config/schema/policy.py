@@ -97,7 +97,7 @@ class PolicyConfig(TypedDict):
     # Packing of several samples into one row.
     sequence_packing: SequencePackingConfig
     # Memory of the buffer through which weights go to generation, in GiB, allocated only during a refit. Above 0;
-    # recommended 1.0. If policy and engine share their GPUs, the buffer exists once, and its halves take turns; for an
+    # recommended 1.0. If policy and engine share their GPUs, the buffer exists once, and its halves alternate; for an
     # engine on its own GPUs it is the size of a bucket, on both sides. Absent: 1.0.
     refit_buffer_size_gb: NotRequired[PositiveFloat]
     # Compare checksums of the weights on both sides after every refit. Recommended: true in tests. Absent: false.

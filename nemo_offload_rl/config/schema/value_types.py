@@ -66,7 +66,8 @@ def _auto(value: Any) -> Any:
     if value == "auto":
         return value
     raise PydanticCustomError(
-        "auto_section", "must be auto or a section (a mapping): write auto to have every key as where it is absent"
+        "auto_section",
+        "must be auto or a section (a mapping): write auto to give every key the value that it has when absent",
     )
 
 

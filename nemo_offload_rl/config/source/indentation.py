@@ -43,14 +43,14 @@ def _hint_by_lines_above(lines: Sequence[str], number: int, above: Sequence[int]
         return f"; line {above[-1] + 1} has no colon and space between a key and its value"
     if indent > before and _KEY_AND_VALUE.match(previous):
         return (
-            f"; line {number + 1} is indented deeper than line {above[-1] + 1}, which has a value already: keys of one "
-            "section begin in one column"
+            f"; line {number + 1} is indented deeper than line {above[-1] + 1}, which already has a value: the keys "
+            "of a section must start in the same column"
         )
     levels = _open_levels(lines, above)
     if indent < before and indent not in levels:
         return (
-            f"; line {number + 1} is indented by {indent}, as no section above it is "
-            f"({', '.join(map(str, sorted(levels)))}): keys of one section begin in one column"
+            f"; line {number + 1} is indented by {indent}, unlike every section above it "
+            f"({', '.join(map(str, sorted(levels)))}): the keys of a section must start in the same column"
         )
     return ""
 
@@ -80,7 +80,7 @@ def hint_at_level(path: str, valid: str | None, origin: Origin) -> str:
     if valid is None or origin.override is not None or valid.rpartition(".")[2] != name:
         return ""
     target = valid.rpartition(".")[0]
-    here = f"here it stands in {section}" if section else "here it stands at the top level"
+    here = f"here it is in {section}" if section else "here it is at the top level"
     if target.startswith(f"{section}." if section else ""):
         return f"; {here}, so indent it below '{target.rpartition('.')[2]}:'" if target else ""
     if not target:
@@ -105,4 +105,4 @@ def hint_at_value(path: str, value: Any, origin: Origin) -> str:
     """Says how to write the lines below a key that holds a single value, in a file; otherwise empty."""
     if origin.override is not None or not isinstance(value, dict) or not value:
         return ""
-    return f"; indent {next(iter(value))} no deeper than {path.rpartition('.')[2]}, which is no section"
+    return f"; indent {next(iter(value))} no deeper than {path.rpartition('.')[2]}, which is not a section"

@@ -146,7 +146,7 @@ class Resolver:
     def _check_size(self, text: str) -> None:
         if len(text) > MAX_INTERPOLATION_CHARS:
             raise _UnresolvedError(
-                f"it has {len(text):,} characters, of at most {MAX_INTERPOLATION_CHARS:,}; write its value out"
+                f"it has {len(text):,} characters, more than {MAX_INTERPOLATION_CHARS:,}; write its value out"
             )
         self._chars += len(text)
         if self._chars > MAX_ALL_INTERPOLATION_CHARS:
@@ -156,7 +156,7 @@ class Resolver:
             )
         if nesting(text) > MAX_INTERPOLATION_NESTING:
             raise _UnresolvedError(
-                f"it has more than {MAX_INTERPOLATION_NESTING} brackets in one another; write its value out"
+                f"its brackets are nested more than {MAX_INTERPOLATION_NESTING} levels deep; write its value out"
             )
 
     def _refer(self, path: str, key: str) -> Any:
@@ -207,7 +207,7 @@ class Resolver:
         ):
             if count > limit:
                 raise _UnresolvedError(
-                    f"with it the recipe's interpolations stand for more than {limit:,} {what}; write some of the "
+                    f"with it the recipe's interpolations expand to more than {limit:,} {what}; write some of the "
                     "values out"
                 )
         if isinstance(node, dict):
@@ -255,7 +255,7 @@ def _call(name: str, args: tuple[Any, ...]) -> Any:
 
 def _environment(args: tuple[Any, ...]) -> Any:
     if len(args) not in (1, 2) or not isinstance(args[0], str):
-        raise _UnresolvedError(f"{ENVIRONMENT} takes the name of a variable, and a default")
+        raise _UnresolvedError(f"{ENVIRONMENT} takes the name of a variable and, optionally, a default")
     if args[0] in os.environ:
         return os.environ[args[0]]
     if len(args) == 1:

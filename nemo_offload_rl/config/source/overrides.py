@@ -67,14 +67,14 @@ def apply_overrides(
 def _too_large(text: str, num_chars: int) -> str | None:
     """Returns what is wrong with an override's size; `num_chars` is its length plus that of all earlier ones."""
     if len(text) > MAX_OVERRIDE_CHARS:
-        return f"has {len(text):,} characters, of at most {MAX_OVERRIDE_CHARS:,}; write its value into a recipe"
+        return f"has {len(text):,} characters, more than {MAX_OVERRIDE_CHARS:,}; write its value into a recipe"
     if num_chars > MAX_ALL_OVERRIDE_CHARS:
         return (
             f"with it the overrides have more than {MAX_ALL_OVERRIDE_CHARS:,} characters; write some of them into a "
             "recipe"
         )
     if nesting(text) > MAX_DEPTH:
-        return f"has more than {MAX_DEPTH} brackets in one another; no key takes such a value"
+        return f"has brackets nested more than {MAX_DEPTH} levels deep; no key takes such a value"
     return None
 
 
@@ -114,16 +114,16 @@ def _apply(
         return _delete(root, sections, name, override)
     parent, missing = _find(root, sections)
     if missing == "":
-        return f"cannot be set: {'.'.join(sections)} is no section"
+        return f"cannot be set: {'.'.join(sections)} is not a section"
     adds = override.is_add() or override.is_force_add()
     if parent is None or name not in parent.value:
         if not adds:
             return _no_such_key(root, path, is_known)
         parent = _make(root, sections, origin)
         if parent is None:
-            return f"cannot be added: {'.'.join(sections)} is no section"
+            return f"cannot be added: {'.'.join(sections)} is not a section"
     elif override.is_add() and not override.is_force_add():
-        return f"is there already; write {path}=... to change it, or ++{path}=..."
+        return f"is already set; write {path}=... to change it, or ++{path}=..."
     value = override.value()
     message = _wrong_value(value, path)
     if message is not None:

@@ -55,8 +55,8 @@ def measure(loader: Any) -> int:
         if outer.values > MAX_VALUES:
             raise TooLargeError(
                 line,
-                f"stands for more than {MAX_VALUES:,} keys and values, each alias (*name) counted with all that it "
-                "stands for; delete some",
+                f"expands to more than {MAX_VALUES:,} keys and values, each alias (*name) counted with all that it "
+                "expands to; delete some",
             )
         if len(open_values) - 1 + size.depth > MAX_DEPTH:
             raise TooLargeError(

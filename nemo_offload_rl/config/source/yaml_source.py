@@ -178,7 +178,7 @@ class _Builder:
         self._open.add(id(node))
         try:
             if node.tag not in (f"{_TAG}map", f"{_TAG}seq") and not isinstance(node, yaml.ScalarNode):
-                message = f"has the tag {node.tag}, for which a recipe has no use; delete it"
+                message = f"has the tag {node.tag}, which recipes do not support; delete it"
                 self.problems.append(Problem(path, origin, message))
                 return Node(None, origin)
             if isinstance(node, yaml.MappingNode):
@@ -256,9 +256,9 @@ REPLACES_BASE = "_override_"  # `_override_: true` in a section replaces everyth
 def wrong_key(key: Any) -> str | None:
     """Returns what is wrong with the name of a key; None if it is valid."""
     if not isinstance(key, str):
-        return f"a key is text, found {show(key)}; put it into quotes"
+        return f"a key must be text, found {show(key)}; put it into quotes"
     if key == "":
-        return "a key is not empty"
+        return "a key must not be empty"
     if "." in key:
         return "a key must not have a dot; write the part before it as a section"
     return None

@@ -73,7 +73,7 @@ _MEDIA = "images, video or sound in prompts"
 _FROZEN = "a frozen part of the model"
 _NO_MEDIA = "leave it at {off} or delete the key, and train on text alone"
 _QUANTISED = "quantised weights"
-_NOT_QUANTISED = "leave it at {off} or delete the key; weights are of policy.precision"
+_NOT_QUANTISED = "leave it at {off} or delete the key; weights have the dtype policy.precision"
 _ALL_WEIGHTS = "leave it at {off} or delete the key; all weights are trained"
 _VLLM_IN_USE = ("policy.generation.backend", "vllm")
 _KEY_OF_EACH = "write it into data.train and data.validation"
@@ -94,31 +94,31 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         OffOnly(f"data.default.{key}", _NULL, f"one {key} for training and validation data", _KEY_OF_EACH)
         for key in _KEYS_OF_DATASETS
     ),
-    OffOnly("data.dataset_name", _NULL, "a dataset_name of the section data itself", _KEY_OF_EACH),
-    OffOnly("data.prompt_file", _NULL, "a prompt file of the section data itself", _IN_DEFAULT),
-    OffOnly("data.system_prompt_file", _NULL, "a system prompt of the section data itself", _IN_DEFAULT),
+    OffOnly("data.dataset_name", _NULL, "dataset_name in the section data itself", _KEY_OF_EACH),
+    OffOnly("data.prompt_file", _NULL, "a prompt file in the section data itself", _IN_DEFAULT),
+    OffOnly("data.system_prompt_file", _NULL, "a system prompt in the section data itself", _IN_DEFAULT),
     OffOnly("data.train.subset", _NULL, "a subset of a data set on the hub", "name its folder in data_path"),
     OffOnly("data.use_multiple_dataloader", _FALSE, "several data loaders at once"),
     OffOnly(
         "data.val_data_paths",
         _NULL,
-        "metrics of their own for several validation sets",
-        "list the sets in data.validation, which measures them as one",
+        "a list of validation files with separate metrics",
+        "list the datasets in data.validation, which measures them as one",
     ),
     OffOnly("data.validation.subset", _NULL, "a subset of a data set on the hub", "name its folder in data_path"),
     OffOnly(
         "env.*.reward_functions",
         _NO_LIST,
-        "a reward that is summed up from several functions",
+        "a weighted sum of several reward functions",
         "write reward: python, and a reward_function that returns their weighted sum",
     ),
     OffOnly(
         "env.nemo_gym",
         _NO_SECTION,
         "NeMo Gym",
-        "delete the section; an environment of your own may have any other name",
+        "delete the section; your own environments can have any other name",
     ),
-    OffOnly("grpo.debug_payload_metrics", _FALSE, "metrics of the data that processes send each other"),
+    OffOnly("grpo.debug_payload_metrics", _FALSE, "metrics of the data sent between processes"),
     OffOnly("grpo.deduplicate_multimodal_data", _FALSE, f"sharing {_MEDIA}", _NO_MEDIA),
     OffOnly("grpo.invalid_tool_call_advantage", _NULL, "tool calls"),
     OffOnly("grpo.malformed_thinking_advantage", _NULL, "penalties for malformed thinking"),
@@ -131,11 +131,11 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     ),
     OffOnly("grpo.reward_shaping.mode", ("response_length", None), "reward shaping by the length of the reasoning"),
     OffOnly("grpo.seq_logprob_error_threshold", _NULL, "dropping sequences by their log-prob error"),
-    OffOnly("grpo.val_start_at", (-1, None), "a later first validation"),
+    OffOnly("grpo.val_start_at", (-1, None), "delaying the first validation"),
     OffOnly("logger.mlflow_enabled", _FALSE, "MLflow", "use tensorboard_enabled or wandb_enabled"),
     OffOnly("logger.swanlab_enabled", _FALSE, "SwanLab", "use tensorboard_enabled or wandb_enabled"),
     OffOnly("logger.wandb.log_nemo_gym_full_result_tables", _FALSE, "NeMo Gym"),
-    OffOnly("loss_fn.positive_example_nll_weight", (0, None), "the added likelihood loss of correct answers"),
+    OffOnly("loss_fn.positive_example_nll_weight", (0, None), "an additional NLL loss on correct answers"),
     OffOnly("loss_fn.use_cispo", _FALSE, "CISPO"),
     OffOnly(
         "loss_fn.use_kl_in_reward", _FALSE, "the KL penalty as part of the reward", "use reference_policy_kl_penalty"
@@ -143,7 +143,7 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly(
         "policy.generation.bad_words",
         _NO_LIST,
-        "a list of words that are banned from answers",
+        "banning words from answers",
     ),
     OffOnly("policy.generation.quant_cfg", _NULL, _QUANTISED, _NOT_QUANTISED),
     OffOnly("policy.generation.real_quant", _FALSE, _QUANTISED, _NOT_QUANTISED),
@@ -158,7 +158,7 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("policy.generation.vllm_cfg.is_mx", _FALSE, _QUANTISED, _NOT_QUANTISED, _VLLM_IN_USE),
     OffOnly("policy.generation.vllm_cfg.limit_mm_per_prompt", _NO_SECTION, _MEDIA, _NO_MEDIA, _VLLM_IN_USE),
     OffOnly("policy.generation.vllm_cfg.video", _NO_SECTION, _MEDIA, _NO_MEDIA, _VLLM_IN_USE),
-    OffOnly("policy.is_vlm", _FALSE, "a model that sees or hears", "name a model of text alone in policy.model_name"),
+    OffOnly("policy.is_vlm", _FALSE, "a vision or audio model", "set policy.model_name to a text-only model"),
     OffOnly(
         "policy.megatron_cfg.clear_memory_caches_before_refit", _FALSE, "clearing Megatron's caches before a refit"
     ),
@@ -170,12 +170,12 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly(
         "policy.megatron_cfg.model_overrides", ({}, None), "model_overrides", "write its keys into policy.megatron_cfg"
     ),
-    OffOnly("policy.megatron_cfg.radio_force_cpe_eval_mode", _FALSE, "a model that sees", _NO_MEDIA),
-    OffOnly("policy.megatron_cfg.track_moe_metrics", _FALSE, "metrics of the load of experts"),
-    OffOnly("policy.megatron_cfg.use_gloo_process_groups", _FALSE, "a second set of gloo process groups"),
+    OffOnly("policy.megatron_cfg.radio_force_cpe_eval_mode", _FALSE, "a vision model", _NO_MEDIA),
+    OffOnly("policy.megatron_cfg.track_moe_metrics", _FALSE, "metrics of the experts' load balance"),
+    OffOnly("policy.megatron_cfg.use_gloo_process_groups", _FALSE, "Gloo process groups in addition to NCCL's"),
     OffOnly("policy.quant_cfg", _NULL, _QUANTISED, _NOT_QUANTISED),
     OffOnly("policy.router_replay.enabled", _FALSE, "router replay"),
-    OffOnly("policy.sequence_packing.microbatch_order", ("packer", None), "another order of packed micro-batches"),
+    OffOnly("policy.sequence_packing.microbatch_order", ("packer", None), "reordering packed micro-batches"),
     OffOnly("policy.tokenizer.audio", _NO_SECTION, _MEDIA, _NO_MEDIA),
     OffOnly("policy.tokenizer.video", _NO_SECTION, _MEDIA, _NO_MEDIA),
     OffOnly("policy.tokenizer.use_processor", _FALSE, _MEDIA, _NO_MEDIA),
@@ -300,7 +300,7 @@ _OTHER_BACKENDS = "tunes a backend of generation that this package lacks"
 _KEYS_OF_OTHER_BACKENDS = ("dynamo_cfg", "sglang_cfg", "sglang_kwargs", "trtllm_cfg", "trtllm_kwargs")
 _MCORE_GENERATION = "tunes generation with Megatron, which is not in use"
 _TRANSPORTS = "tunes NeMo-RL's refit transports, which are not in use"
-_DTENSOR_ONLY = "only the DTensor policy reads it; Megatron's is policy.megatron_cfg.{0}"
+_DTENSOR_ONLY = "only the DTensor policy reads it; Megatron reads policy.megatron_cfg.{0}"
 
 WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect(
@@ -329,21 +329,21 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("policy.generation.vllm_cfg", _VLLM, True, _VLLM_IN_USE),
     WithoutEffect(
         "policy.generation.vllm_cfg.cap_max_tokens_to_context",
-        "a prompt with its answer always stays within policy.max_total_sequence_length",
+        "a prompt plus its answer never exceeds policy.max_total_sequence_length",
     ),
     WithoutEffect("policy.generation.vllm_cfg.refit_with_reload_api", _TRANSPORTS, True),
     *(WithoutEffect(f"policy.generation.vllm_cfg.{key}", _VLLM_SERVERS, True) for key in _KEYS_OF_VLLM_SERVERS),
     WithoutEffect("policy.generation.vllm_cfg.use_tqdm", "engines have no terminal to draw a progress bar on", True),
     WithoutEffect("policy.generation.vllm_kwargs", _VLLM, True, _VLLM_IN_USE),
-    WithoutEffect("policy.megatron_cfg.converter_type", "the model's own config names its architecture"),
+    WithoutEffect("policy.megatron_cfg.converter_type", "the model's Hugging Face config determines its architecture"),
     WithoutEffect(
         "policy.megatron_cfg.defer_fp32_logits",
-        "what it saves is saved here always, as logits are in policy.precision and what is computed of them in "
-        "float32 is computed in chunks of tokens",
+        "its memory saving is always on here: logits have the dtype policy.precision, and float32 values are computed "
+        "from them in chunks of tokens",
     ),
     WithoutEffect(
         "policy.sequence_packing.fuse_loss",
-        "what it saves is saved here always, as the log-probs and the loss of a packed row are computed at once",
+        "its memory saving is always on here: log-probs and loss of a packed row are computed in one pass",
     ),
     WithoutEffect(
         "policy.megatron_cfg.force_reconvert_from_hf", "weights are always read from the Hugging Face files", True
@@ -360,7 +360,7 @@ NEVER_EMPTY = ("policy.generation",)
 # Key of this package: what to do about a value that only NeMo-RL supports.
 OTHER_VALUES: dict[str, str] = {
     "policy.generation.backend": "set policy.generation.backend=vllm, or transformers",
-    "policy.megatron_cfg.enabled": "set policy.megatron_cfg.enabled=true: Megatron is the one policy backend here",
+    "policy.megatron_cfg.enabled": "set policy.megatron_cfg.enabled=true: Megatron is the only policy backend here",
     "policy.precision": "set policy.precision=bfloat16",
     "grpo.adv_estimator.name": "set grpo.adv_estimator.name=grpo",
     "policy.sequence_packing.algorithm": "set policy.sequence_packing.algorithm=modified_first_fit_decreasing",

@@ -60,7 +60,9 @@ def split_upstream_keys(config: dict[str, Any]) -> SplitKeys:
             _remove(split.config, path)
     for path in NEVER_EMPTY:
         if _matches(split.config, path) == [(path, {})]:
-            split.problems.append((path, "has no key that has an effect; delete the section, or give what GRPO needs"))
+            split.problems.append(
+                (path, "has no key with an effect; delete the section, or add the keys that GRPO needs")
+            )
             _remove(split.config, path)
     return split
 

@@ -30,7 +30,11 @@ def offload(*modules):
 
 BROKEN = {
     "offloading_names_modules": [
-        ([ON], f"{MODULES}: must name the modules whose activations move while {MEGATRON}.fine_grained_activation"),
+        (
+            [ON],
+            f"{MODULES}: must name the modules whose activations are offloaded while "
+            f"{MEGATRON}.fine_grained_activation",
+        ),
         ([ON, f"{MODULES}=[]"], "'moe_act' or 'fused_group_mlp'; found []"),
         ([ON, f"{MODULES}=null"], "'moe_act' or 'fused_group_mlp'; found null"),
     ],
@@ -102,22 +106,22 @@ BROKEN = {
         (
             [*EXPERTS, FUSER, *offload("fused_group_mlp"), *TWO_RANKS_AN_EXPERT],
             f"{MEGATRON}.expert_tensor_parallel_size: must be 1 while {MEGATRON}.use_transformer_engine_op_fuser is "
-            "true, which fuses whole experts only; found 2: change either",
+            "true, which does not support expert tensor parallelism; found 2: set this to 1, or that to false",
         ),
     ],
     "fused_experts_are_grouped": [
         (
             [*EXPERTS, FUSER, f"+{MEGATRON}.moe_grouped_gemm=false"],
             f"{MEGATRON}.moe_grouped_gemm: must be true while {MEGATRON}.use_transformer_engine_op_fuser is true, "
-            "which fuses grouped experts only; found false: change either",
+            "which fuses grouped experts only; found false: set this to true, or that to false",
         ),
     ],
     "fused_experts_scale_their_output": [
         (
             [*EXPERTS, FUSER, *offload("fused_group_mlp"), f"+{MEGATRON}.moe_apply_probs_on_input=true"],
             f"{MEGATRON}.moe_apply_probs_on_input: must be false while {MEGATRON}.use_transformer_engine_op_fuser is "
-            "true, since fused experts apply the router's probabilities after the activation; found true: change "
-            "either",
+            "true, since fused experts apply the router's probabilities after the activation; found true: set "
+            "either to false",
         ),
     ],
     "recomputed_layers_keep_nothing_to_offload": [
@@ -131,7 +135,7 @@ BROKEN = {
         (
             [*offload("core_attn"), *SELECTIVE],
             f"names 'core_attn', but {MEGATRON}.recompute_modules is null, which means core_attn: recomputed attention "
-            "does not offload; take 'core_attn' out here, or name others there (or [])",
+            "does not offload; take 'core_attn' out here, or name other modules there (or [])",
         ),
         (
             [*offload("core_attn"), *SELECTIVE, f"{MEGATRON}.recompute_modules=[layernorm,core_attn]"],
@@ -166,7 +170,7 @@ BROKEN = {
     "strictness_lets_something_leave": [
         (
             [*offload("core_attn"), STRICT, f"{MEGATRON}.activation_offload_fraction=0"],
-            f"policy.activation_offload.strict: is true, but {MEGATRON}.activation_offload_fraction is 0, with which",
+            f"policy.activation_offload.strict: is true, but {MEGATRON}.activation_offload_fraction is 0, so that",
         ),
     ],
     "activations_fit_into_host_memory_limit": [
@@ -177,7 +181,7 @@ BROKEN = {
                 "policy.residency.host_memory_limit_gib=8",
             ],
             "policy.activation_offload.host_memory_limit_gib: is 9, above policy.residency.host_memory_limit_gib (8), "
-            "of which it is a part; lower it, or raise that",
+            "which includes it; lower it, or raise that",
         ),
     ],
 }
@@ -194,8 +198,8 @@ def test_each_rule_of_activations_has_a_recipe_that_breaks_it():
 def test_another_megatron_core_is_refused(installed, error_of):
     installed(megatron_core="0.20.0")
     assert (
-        f"{MEGATRON}.fine_grained_activation_offloading: takes the place of a private part of megatron-core and was "
-        "tested with 0.19.2, but 0.20.0 is installed; install a tested version, or set the key to false"
+        f"{MEGATRON}.fine_grained_activation_offloading: replaces a private part of megatron-core and was tested "
+        "only with 0.19.2, but 0.20.0 is installed; install a tested version, or set the key to false"
     ) in error_of(*offload("core_attn"))
     load(CONFIGS / "grpo_tiny_cpu.yaml")
 

@@ -33,22 +33,31 @@ def test_one_node_or_whole_nodes_are_divided():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([APART], "gpus_per_node: is missing, but .* with cluster.gpus_per_node 1 no GPU is left for it; raise that"),
-        ([APART, "cluster.gpus_per_node=4"], "gpus_per_node: is missing, .*: 1 to 3, as cluster.gpus_per_node is 4"),
-        ([APART, "cluster.gpus_per_node=2", f"{RESOURCES}.gpus_per_node=2"], "is 2, which leaves the policy none of"),
+        ([APART], "gpus_per_node: is missing, but .* cluster.gpus_per_node 1 has no GPU for generation; raise cluster"),
+        ([APART, "cluster.gpus_per_node=4"], "gpus_per_node: is missing, .*: 1 to 3, since cluster.gpus_per_node is 4"),
+        (
+            [APART, "cluster.gpus_per_node=2", f"{RESOURCES}.gpus_per_node=2"],
+            "gpus_per_node: is 2, but the policy needs at least one of",
+        ),
         ([*ONE_OF_FOUR, f"{RESOURCES}.num_nodes=2"], "num_nodes: is 2, but cluster.num_nodes is 1; set it to null"),
-        ([APART, "cluster.num_nodes=2"], "num_nodes: is missing, .* give the nodes of cluster.num_nodes .2. that"),
-        ([APART, "cluster.num_nodes=2", f"{RESOURCES}.num_nodes=2"], "num_nodes: is 2, which leaves the policy none"),
+        (
+            [APART, "cluster.num_nodes=2"],
+            "num_nodes: is missing, .* set it to the number of nodes for generation, below cluster.num_nodes .2.",
+        ),
+        (
+            [APART, "cluster.num_nodes=2", f"{RESOURCES}.num_nodes=2"],
+            "num_nodes: is 2, but the policy needs at least one",
+        ),
         (
             [APART, "cluster.num_nodes=2", "cluster.gpus_per_node=2", f"{RESOURCES}.num_nodes=1",
              f"{RESOURCES}.gpus_per_node=1"],
-            "gpus_per_node: is 1, but of several nodes generation gets whole ones",
+            "gpus_per_node: is 1, but on a cluster of several nodes generation uses all GPUs of a node",
         ),
         (
             [*ONE_OF_FOUR, "policy.megatron_cfg.tensor_model_parallel_size=2"],
             r"do not divide the 3 ranks of the cluster \(cluster.gpus_per_node 4 x .* less 1 of generation",
         ),
-        ([*ONE_OF_FOUR, "policy.train_micro_batch_size=1"], "no multiple of data-parallel size 3"),
+        ([*ONE_OF_FOUR, "policy.train_micro_batch_size=1"], "not a multiple of data-parallel size 3"),
         (
             ["policy.generation.backend=vllm", APART, "cluster.gpus_per_node=4", f"{RESOURCES}.gpus_per_node=3",
              "policy.generation.vllm_cfg.tensor_parallel_size=2"],
@@ -65,7 +74,10 @@ def test_sizes_that_do_not_fit_are_refused_with_a_remedy(overrides, message):
 def test_weights_are_broadcast_whichever_transport_is_named(transport):
     recipe = load(TINY, [*ONE_OF_TWO, f"+{TRANSPORT}={transport}", f"+policy.generation.refit_cfg.{transport}.x=1"])
     assert recipe.config["policy"]["generation"]["refit_transport"] is None
-    assert f"{TRANSPORT} is null in place of {transport}: whole weights are broadcast, the same bits" in recipe.notes
+    assert (
+        f"{TRANSPORT} is null instead of {transport}: refits broadcast the full weights, bit for bit the same"
+        in recipe.notes
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +85,7 @@ def test_weights_are_broadcast_whichever_transport_is_named(transport):
     [
         (
             [f"+{TRANSPORT}=nixl"],
-            "is nixl, which is for generation on GPUs of its own, but .*enabled is not false; set",
+            "is nixl, but only non-colocated generation uses a transport, and .*enabled is not false; set",
         ),
         (
             [*ONE_OF_TWO, f"+{TRANSPORT}=mcore"],

@@ -19,10 +19,13 @@ def notes_of(*overrides):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (ON, "optimizer_offload_fraction: is 0.0, with which policy.megatron_cfg.optimizer.optimizer_cpu_offload puts"),
+        (
+            ON,
+            "optimizer_offload_fraction: is 0.0, so that policy.megatron_cfg.optimizer.optimizer_cpu_offload offloads",
+        ),
         (
             [*ON, f"~{OPTIMIZER}.optimizer_offload_fraction"],
-            "optimizer_offload_fraction: is absent, which means 0, with which policy.megatron_cfg.optimizer.",
+            "optimizer_offload_fraction: is absent, which means 0, so that policy.megatron_cfg.optimizer.",
         ),
         ([*ON, f"{OPTIMIZER}.optimizer_offload_fraction=1.5"], "must be at most 1.0; found 1.5"),
         (
@@ -38,7 +41,10 @@ def notes_of(*overrides):
             [*HALF, f"+{OPTIMIZER}.exp_avg_sq_dtype=bfloat16"],
             "exp_avg_sq_dtype: must be float32 with policy.megatron_cfg.optimizer.optimizer_cpu_offload, which keeps",
         ),
-        ([f"+{OPTIMIZER}.use_torch_optimizer_for_cpu_offload=true"], "megatron-core 0.19.2 does not read it"),
+        (
+            [f"+{OPTIMIZER}.use_torch_optimizer_for_cpu_offload=true"],
+            "is not read by megatron-core 0.19.2; leave it off",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_remedy(overrides, message, error_of):
@@ -57,7 +63,7 @@ def test_what_has_no_effect_or_stays_on_the_gpu_is_said():
     assert "store_param_remainders has no effect with" in remainders
     bf16 = ["policy.precision=bfloat16", f"{OPTIMIZER}.bf16=true"]
     (masters,) = notes_of(*HALF, *bf16, f"{OPTIMIZER}.use_precision_aware_optimizer=false")
-    assert masters.endswith("stay on the GPU, 4 bytes each; true leaves them to the CPU optimizer")
+    assert masters.endswith("stay on the GPU, 4 bytes each; with true the CPU optimizer keeps them")
     assert notes_of(*HALF, *bf16) == []
 
 

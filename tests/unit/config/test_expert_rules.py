@@ -23,14 +23,20 @@ def experts_in(freq):
 
 BROKEN = {
     "layers_with_experts_are_counted": [
-        (experts_in("0"), "moe_layer_freq: must be a whole number of layers from 1, or 0 or 1 for each layer; found 0"),
-        (experts_in("[]"), "or 0 or 1 for each layer; found []"),
-        (experts_in("[0,1,2,1]"), "or 0 or 1 for each layer; found [0, 1, 2, 1]"),
+        (
+            experts_in("0"),
+            "moe_layer_freq: must be an integer of 1 or more, or a list with 0 or 1 for each layer; found 0",
+        ),
+        (experts_in("[]"), "or a list with 0 or 1 for each layer; found []"),
+        (experts_in("[0,1,2,1]"), "or a list with 0 or 1 for each layer; found [0, 1, 2, 1]"),
         (
             [*experts_in("[0,1,1,1]"), "+policy.hf_config_overrides={num_hidden_layers: 2}"],
-            "has 4 numbers, one for each layer, but the model has 2 layers; give as many",
+            "has 4 numbers, one for each layer, but the model has 2 layers; give one number per layer",
         ),
-        (experts_in("[0,1]"), "has 2 numbers, one for each layer, but the model has 4 layers; give as many"),
+        (
+            experts_in("[0,1]"),
+            "has 2 numbers, one for each layer, but the model has 4 layers; give one number per layer",
+        ),
     ],
     "experts_behind_split_attention_have_split_sequences": [
         (

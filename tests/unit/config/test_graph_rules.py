@@ -63,8 +63,8 @@ BROKEN = {
             [*EXPERTS, *capture("moe")],
             "found 'moe': it captures only experts that drop tokens, which changes log-probs",
         ),
-        (capture("full"), "found 'full': name the parts of a layer that are to be captured"),
-        (capture("mamba"), "found 'mamba': no model here has Mamba layers"),
+        (capture("full"), "found 'full': name the parts of a layer to capture instead"),
+        (capture("mamba"), "found 'mamba': models with Mamba layers are not supported here"),
     ],
     "graph_modules_are_named_once": [(capture("attn", "attn"), "names 'attn' more than once; name each module once")],
     "moe_preprocess_needs_moe_router": [
@@ -86,7 +86,8 @@ BROKEN = {
     "captured_preprocessing_does_not_wait": [
         (
             [*EXPERTS, *capture("moe_router", "moe_preprocess"), f"+{MEGATRON}.moe_expert_capacity_factor=1.5"],
-            f"has moe_preprocess, which with {MEGATRON}.moe_expert_capacity_factor 1.5 waits for numbers on the host",
+            f"has moe_preprocess, which cannot be captured with {MEGATRON}.moe_expert_capacity_factor 1.5, since "
+            "it then waits for a copy to the host",
         ),
     ],
     "captured_norms_are_not_offloaded": [
@@ -156,7 +157,7 @@ BROKEN = {
     "graphs_with_expandable_segments_need_unregistered_nccl": [
         (
             [*capture("attn"), env_vars(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")],
-            f'{MEGATRON}.env_vars: needs NCCL_GRAPH_REGISTER: "0" beside PYTORCH_CUDA_ALLOC_CONF '
+            f'{MEGATRON}.env_vars: needs NCCL_GRAPH_REGISTER: "0" with PYTORCH_CUDA_ALLOC_CONF '
             "'expandable_segments:True' while",
         ),
         (

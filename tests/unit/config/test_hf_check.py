@@ -95,7 +95,11 @@ def test_a_field_is_held_against_its_declaration(field, value, message):
         ({"rope_type": "yarn", "type": "linear", "factor": 2}, "type", "is the old name of rope_type, which is 'yarn'"),
         (YARN | {"fctor": 4.0}, "fctor", "unknown key; nearest valid key: factor; rope_type yarn has attention_factor"),
         (YARN | {"low_freq_factor": 1.0}, "low_freq_factor", "unknown key; "),
-        ({"factor": 4.0}, "factor", "it counts with rope_type 'linear', 'dynamic', 'yarn', 'longrope' or 'llama3'"),
+        (
+            {"factor": 4.0},
+            "factor",
+            "it is read only with rope_type 'linear', 'dynamic', 'yarn', 'longrope' or 'llama3'",
+        ),
         ({"rope_type": "yarn"}, "factor", "missing; rope_type yarn needs it"),
         (YARN | {"factor": "4"}, "factor", "must be a number; found '4'"),
         (YARN | {"factor": None}, "factor", "must be a number; found null"),
@@ -110,7 +114,7 @@ def test_a_field_is_held_against_its_declaration(field, value, message):
         (
             {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 8},
             "short_factor",
-            "must have 8 numbers, one for two dimensions of a head; found 3",
+            "must have 8 numbers, one per pair of head dimensions; found 3",
         ),
         (
             {"rope_type": "linear", "factor": 2, "partial_rotary_factor": 2},
@@ -161,7 +165,10 @@ def test_odd_structures_are_answered_in_words(fields):
 
 def test_what_is_said_twice_is_refused():
     both = problems_of({"rope_parameters": YARN, "rope_scaling": YARN})
-    assert "is the old name of rope_parameters, which is there, too" in both["policy.hf_config.rope_scaling"]
+    assert (
+        "is the old name of rope_parameters, which is also set; delete one of them"
+        in both["policy.hf_config.rope_scaling"]
+    )
     theta = problems_of({"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e4})
     assert "but policy.hf_config.rope_parameters.rope_theta is 1000000.0" in theta["policy.hf_config.rope_theta"]
     assert problems_of({"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e6}) == {}

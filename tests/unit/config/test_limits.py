@@ -37,15 +37,15 @@ def doubled(first: str, line: str, num_lines: int) -> str:
 TOO_LARGE = {
     "aliases of lists": (
         doubled("a0: &a0 [x, x]\n", "a{this}: &a{this} [*a{last}, *a{last}]\n", 40),
-        "recipe.yaml:12: the file stands for more than 10,000 keys and values, each alias (*name) counted",
+        "recipe.yaml:12: the file expands to more than 10,000 keys and values, each alias (*name) counted",
     ),
     "aliases of sections": (
         doubled("a0: &a0 {x: y}\n", "a{this}: &a{this} {{x: *a{last}, y: *a{last}}}\n", 40),
-        "the file stands for more than 10,000 keys and values",
+        "the file expands to more than 10,000 keys and values",
     ),
     "merged sections": (
         doubled("a0: &a0 {x: y}\n", "a{this}: &a{this} {{<<: [*a{last}, *a{last}]}}\n", 40),
-        "the file stands for more than 10,000 keys and values",
+        "the file expands to more than 10,000 keys and values",
     ),
     "aliases in a row": (
         "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}]\n" for n in range(3000)),
@@ -58,7 +58,7 @@ TOO_LARGE = {
     ),
     "open lists": ("a: " + "[" * 100_000, "recipe.yaml:1: the file is nested more than 32 levels deep"),
     "open keys": ("? " * 100_000, "recipe.yaml:1: the file is nested more than 32 levels deep"),
-    "a long list": (f"a: [{'1, ' * 10_001}]", "the file stands for more than 10,000 keys and values"),
+    "a long list": (f"a: [{'1, ' * 10_001}]", "the file expands to more than 10,000 keys and values"),
     "a long file": ("a: 1 # " + "x" * 2**20, "recipe.yaml: has more than 1,048,576 bytes, the limit for this file"),
     "a long number in base 60": ("a: 1" + ":1" * 10_000, "cannot be read as an integer of 64 bits"),
     "interpolations in one another": (
@@ -67,11 +67,11 @@ TOO_LARGE = {
     ),
     "a long interpolation": (
         f"a: '${{mul:{' ' * 1000}1,2}}'",
-        "cannot be resolved: it has 1,010 characters, of at most 1,000; write its value out",
+        "cannot be resolved: it has 1,010 characters, more than 1,000; write its value out",
     ),
     "deep interpolation": (
         f"a: {'${mul:' * 11}1{',2}' * 11}",
-        "cannot be resolved: it has more than 10 brackets in one another; write its value out",
+        "cannot be resolved: its brackets are nested more than 10 levels deep; write its value out",
     ),
     "long interpolations": (
         "".join(f"a{n}: '${{mul:{' ' * 900}1,2}}'\n" for n in range(22)) + "b: '${mul:1,2}'",
@@ -79,11 +79,11 @@ TOO_LARGE = {
     ),
     "text of interpolations": (
         doubled("a0: xxxx\n", "a{this}: ${{a{last}}}${{a{last}}}\n", 19),
-        "with it the recipe's interpolations stand for more than 1,048,576 characters",
+        "with it the recipe's interpolations expand to more than 1,048,576 characters",
     ),
     "copies of sections": (
         doubled("a0: {x: 1}\n", "a{this}: {{x: '${{a{last}}}', y: '${{a{last}}}'}}\n", 18),
-        "with it the recipe's interpolations stand for more than 10,000 values; write some of the values out",
+        "with it the recipe's interpolations expand to more than 10,000 values; write some of the values out",
     ),
     "references in a row": (
         "a0: 1\n" + "".join(f"a{n + 1}: ${{a{n}}}\n" for n in reversed(range(500))),
@@ -112,11 +112,11 @@ def test_what_names_a_value_twice_is_read_within_the_limits():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (f"a={'[' * 1000}", "has more than 32 brackets in one another; no key takes such a value"),
-        (f"a={'[' * 33}1{']' * 33}", "has more than 32 brackets in one another"),
-        (f"a={'{b: ' * 40}1{'}' * 40}", "has more than 32 brackets in one another"),
-        (f"a={'int(' * 40}1{')' * 40}", "has more than 32 brackets in one another"),
-        (f"a={'x' * 10_000}", "has 10,002 characters, of at most 10,000; write its value into a recipe"),
+        (f"a={'[' * 1000}", "has brackets nested more than 32 levels deep; no key takes such a value"),
+        (f"a={'[' * 33}1{']' * 33}", "has brackets nested more than 32 levels deep"),
+        (f"a={'{b: ' * 40}1{'}' * 40}", "has brackets nested more than 32 levels deep"),
+        (f"a={'int(' * 40}1{')' * 40}", "has brackets nested more than 32 levels deep"),
+        (f"a={'x' * 10_000}", "has 10,002 characters, more than 10,000; write its value into a recipe"),
     ],
 )
 def test_an_override_that_is_too_large_is_refused(override, message):
@@ -147,7 +147,7 @@ def test_a_diamond_of_defaults_reads_each_file_once():
 def test_the_number_of_inherited_files_is_limited():
     for number in range(1500):
         write(f"r{number}.yaml", f"defaults: r{number + 1}.yaml\n")
-    with pytest.raises(RecipeError, match=r"r49\.yaml:1: defaults: with r50\.yaml the recipe is made of more than 50"):
+    with pytest.raises(RecipeError, match=r"r49\.yaml:1: defaults: with r50\.yaml the recipe consists of more than 50"):
         load_recipe("r0.yaml")
 
 
@@ -169,7 +169,7 @@ def test_so_many_problems_are_listed_and_no_more():
     with pytest.raises(RecipeError) as caught:
         load(write("recipe.yaml", f"grpo:\n{keys}"))
     assert len(str(caught.value).splitlines()) == limits.MAX_PROBLEMS + 1
-    assert "recipe.yaml: more than 100 problems; those that are not listed here are" in str(caught.value)
+    assert "recipe.yaml: more than 100 problems; the others are listed once these are fixed" in str(caught.value)
 
 
 NO_FILES = {
@@ -204,13 +204,13 @@ def test_names_of_files_that_cannot_be():
     ("text", "message"),
     [
         ("a: {_override_: 1, b: 2}\n", "a._override_: must be true, or absent; found 1"),
-        ("a: !!set {b, c}\n", "recipe.yaml:1: a: has the tag tag:yaml.org,2002:set, for which a recipe has no use"),
-        ("a: !mine {b: 1}\n", "a: has the tag !mine, for which a recipe has no use; delete it"),
-        ("a: !!python/object:os.system {b: 1}\n", "python/object:os.system, for which a recipe has no use"),
+        ("a: !!set {b, c}\n", "recipe.yaml:1: a: has the tag tag:yaml.org,2002:set, which recipes do not support"),
+        ("a: !mine {b: 1}\n", "a: has the tag !mine, which recipes do not support; delete it"),
+        ("a: !!python/object:os.system {b: 1}\n", "python/object:os.system, which recipes do not support"),
         ("a: !!int 1.5\n", "a: '1.5' cannot be read as an integer of 64 bits"),
         ("a: !!null x\n", "a: 'x' cannot be read as null"),
-        ("a: {'': 1}\n", "a.'': a key is not empty"),
-        ("a: {[1]: 2}\n", "a key is text, found [1]"),
+        ("a: {'': 1}\n", "a.'': a key must not be empty"),
+        ("a: {[1]: 2}\n", "a key must be text, found [1]"),
     ],
 )
 def test_what_would_be_dropped_is_refused(text, message):
@@ -222,7 +222,7 @@ def test_what_would_be_dropped_is_refused(text, message):
     [
         ("a={b: 1, b: 2}", "has the key 'b' twice; delete one"),
         ("a={b.c: 1}", "a: a key must not have a dot; write the part before it as a section"),
-        ("a={1: 2}", "a: a key is text, found 1; put it into quotes"),
+        ("a={1: 2}", "a: a key must be text, found 1; put it into quotes"),
         ("a={b: {_override_: 3}}", "a.b._override_: must be true, or absent; found 3"),
         ("+_override_=true", "cannot be set by itself; write section={_override_: true, ...}"),
         ("+c..d=1", "command line: +c..d=1"),

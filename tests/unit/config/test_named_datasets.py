@@ -56,16 +56,32 @@ def test_what_nemo_rl_does_not_split_is_not_split_and_that_is_said():
     ("recipe", "train", "message"),
     [
         ("grpo", "dataset_name: squad", "data.train.dataset_name: 'squad' is not supported here"),
-        ("grpo", "dataset_name: OpenMathInstruct-2, split: test", "'train_5M'; found test"),
-        ("grpo", "dataset_name: OpenMathInstruct-2, output_key: answer", "or 'generated_solution'; found answer"),
-        ("grpo", "dataset_name: gsm8k, output_key: answer", "data.train.output_key: of gsm8k has no choice"),
-        ("grpo", "dataset_name: gsm8k, repeat: 2", "data.train.repeat: is read with dataset_name AIME2024 or AIME2025"),
+        ("grpo", "dataset_name: OpenMathInstruct-2, split: test", "'train_5M' for OpenMathInstruct-2; found test"),
+        (
+            "grpo",
+            "dataset_name: OpenMathInstruct-2, output_key: answer",
+            "or 'generated_solution' for OpenMathInstruct-2; found answer",
+        ),
+        (
+            "grpo",
+            "dataset_name: gsm8k, output_key: answer",
+            "data.train.output_key: cannot be set for gsm8k; found answer",
+        ),
+        (
+            "grpo",
+            "dataset_name: gsm8k, repeat: 2",
+            "data.train.repeat: is read only with dataset_name AIME2024 or AIME2025",
+        ),
         ("sft", "dataset_name: squad, repeat: 2", "data.train.repeat: is a key of dataset_name 'OpenMathInstruct-2'"),
-        ("dpo", "dataset_name: HelpSteer3, split: test", "data.train.split: of HelpSteer3 is 'train' or 'validation'"),
+        (
+            "dpo",
+            "dataset_name: HelpSteer3, split: test",
+            "data.train.split: must be 'train' or 'validation' for HelpSteer3",
+        ),
         (
             "sft",
             "dataset_name: squad, system_prompt_file: s.txt",
-            "data.train.system_prompt_file: must be null for squad, whose rows have system messages",
+            "data.train.system_prompt_file: must be null for squad, whose rows contain their own system messages",
         ),
         ("dpo", "dataset_name: gsm8k", "data.train.dataset_name: 'gsm8k' is not supported here"),
     ],
@@ -105,7 +121,10 @@ def test_a_validation_needs_data(train, validation, is_refused):
 @pytest.mark.parametrize(
     ("validation", "message"),
     [
-        ("[{dataset_name: AIME2024, split: test}]", "data.validation.0.split: of AIME2024 is 'train'; found test"),
+        (
+            "[{dataset_name: AIME2024, split: test}]",
+            "data.validation.0.split: must be 'train' for AIME2024; found test",
+        ),
         ("[{dataset_name: AIME}]", "data.validation.0.dataset_name: 'AIME' is not supported here; give"),
         ("[{}]", "data.validation.0.dataset_name: missing; it is 'arithmetic', "),
         (

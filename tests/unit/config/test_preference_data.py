@@ -65,7 +65,7 @@ def test_keys_of_upstream_are_accepted_where_they_are_off():
         (RANKED, {"prompt_file": "x"}, "data.prompt_file", "write it into data.default, or into data.train and"),
         (RANKED, {"default": {"env_name": "math"}}, "data.default.env_name", "unknown key"),
         (RANKED, {"default": {"prompt_key": "p"}}, "data.default.prompt_key", "write it into data.train and"),
-        (RANKED, {"val_data_paths": {"a": "b"}}, "data.val_data_paths", "list the sets in data.validation"),
+        (RANKED, {"val_data_paths": {"a": "b"}}, "data.val_data_paths", "list the datasets in data.validation"),
         (RANKED, {"add_eos": None}, "data.add_eos", "must be true or false; found null"),
     ],
 )

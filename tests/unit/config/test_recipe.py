@@ -111,10 +111,10 @@ def test_an_anchor_can_be_used_twice_and_overridden_apart():
     ("override", "message"),
     [
         ("a.c=1", "command line: a.c=1: a.c: the recipe has no such key; nearest key: a.b"),
-        ("+a.b=1", "a.b: is there already; write a.b=... to change it, or ++a.b=..."),
+        ("+a.b=1", "a.b: is already set; write a.b=... to change it, or ++a.b=..."),
         ("~a.bb", "a.bb: cannot be deleted: the recipe has no such key; nearest key: a.b"),
         ("~a.b=7", "a.b: cannot be deleted: its value is 1, not 7"),
-        ("a.b.c=1", "a.b.c: cannot be set: a.b is no section"),
+        ("a.b.c=1", "a.b.c: cannot be set: a.b is not a section"),
         ("a.b=1,2", "is a sweep over several values"),
         ("a/b=1", "names a config group"),
         ("a.b", "command line: a.b: cannot be read as an override; write section.key=value"),
@@ -134,7 +134,7 @@ def test_all_problems_are_reported_at_once_with_their_lines():
     assert "recipe recipe.yaml: 4 problems" in error
     assert "recipe.yaml:3: a.x: appears twice in this section, first on line 2" in error
     assert "recipe.yaml:4: b: '${c.d}' cannot be resolved: Interpolation key 'c.d' not found" in error
-    assert "recipe.yaml:5: 3: a key is text, found 3; put it into quotes" in error
+    assert "recipe.yaml:5: 3: a key must be text, found 3; put it into quotes" in error
     assert "command line: nope=1: nope: the recipe has no such key" in error
 
 
@@ -147,7 +147,7 @@ def test_all_problems_are_reported_at_once_with_their_lines():
         ("a: ${div:1,0}\n", "div of 1 and 0: division by zero"),
         ("a: ${mul:true,2}\n", "mul takes two numbers, found true"),
         ("a: ${oc.env:NO_SUCH_VARIABLE}\n", "the environment has no variable NO_SUCH_VARIABLE"),
-        ("a: ${oc.env:1}\n", "oc.env takes the name of a variable, and a default"),
+        ("a: ${oc.env:1}\n", "oc.env takes the name of a variable and, optionally, a default"),
         (
             "a: {b: '${...c}'}\nc: 1\n",
             "recipe.yaml:1: a.b: '${...c}' cannot be resolved: ...c lies outside of the recipe",
@@ -156,9 +156,9 @@ def test_all_problems_are_reported_at_once_with_their_lines():
         ("a: ???\n", "recipe.yaml:1: a: must be given a value; it is ???"),
         ("a: 1\nb: [1\n", "broken YAML"),
         ("a: 1\n  b: 2\n", "recipe.yaml:2: broken YAML: mapping values are not allowed in this context"),
-        ("a: 1\n  b: 2\n", "; line 2 is indented deeper than line 1, which has a value already"),
+        ("a: 1\n  b: 2\n", "; line 2 is indented deeper than line 1, which already has a value"),
         ("a:\n    b: 1\n  c: 2\n", "recipe.yaml:3: broken YAML"),
-        ("a:\n    b: 1\n  c: 2\n", "; line 3 is indented by 2, as no section above it is (0, 4)"),
+        ("a:\n    b: 1\n  c: 2\n", "; line 3 is indented by 2, unlike every section above it (0, 4)"),
         ("a:\n\tb: 1\n", "; the line is indented by a tab: use spaces"),
         ("a:\n  b 1\n  c: 2\n", "; line 2 has no colon and space between a key and its value"),
         ("a: 1\nb:3\n", "could not find expected ':', column 1; write a space after the colon of line 2"),

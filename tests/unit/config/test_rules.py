@@ -52,12 +52,12 @@ TENSOR_PARALLEL = [
 BROKEN = {
     "chunks_are_of_log_prob_passes": (
         ["++policy.logprob_chunk_size=64"],
-        "policy.logprob_chunk_size: is 64, but sft computes log-probs in training alone; set it to null, and "
+        "policy.logprob_chunk_size: is 64, but sft computes log-probs only in training; set it to null, and "
         f"{MEGATRON}.use_fused_linear_logprobs to true",
     ),
     "model_parallel_size_divides_world_size": (
         [f"{TP}=2"],
-        f"{TP}: tensor 2 x pipeline 1 x context 1 = 2 ranks a replica do not divide the 1 ranks of the cluster",
+        f"{TP}: tensor 2 x pipeline 1 x context 1 = 2 ranks per replica do not divide the 1 ranks of the cluster",
     ),
     "segments_fill_the_nodes": (
         ["cluster.num_nodes=4", "++cluster.segment_size=3"],
@@ -80,7 +80,7 @@ BROKEN = {
             "+policy.hf_config.num_experts=4",
             f"++{MEGATRON}.moe_token_dispatcher_type=allgather",
         ],
-        f"moe_token_dispatcher_type: is allgather, which takes no packed rows on a pipeline ({PP} 2",
+        f"moe_token_dispatcher_type: is allgather, which does not support packed rows on a pipeline ({PP} 2",
     ),
     "recomputed_experts_are_grouped": (
         [
@@ -94,7 +94,7 @@ BROKEN = {
             *(f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.recompute_granularity=selective"),
             *(f"{MEGATRON}.recompute_modules=[layernorm]", f"+{MEGATRON}.fused_residual_rmsnorm=true"),
         ],
-        f"{MEGATRON}.fused_residual_rmsnorm: is true, but {MEGATRON}.recompute_modules holds layernorm, which would",
+        f"{MEGATRON}.fused_residual_rmsnorm: is true, but {MEGATRON}.recompute_modules holds layernorm, whose",
     ),
     "virtual_pipeline_needs_pipeline": (
         [f"+{MEGATRON}.virtual_pipeline_model_parallel_size=2"],
@@ -124,23 +124,25 @@ BROKEN = {
     ),
     "port_range_has_both_ends": (
         ["+cluster.master_port_range_low=2000"],
-        "cluster.master_port_range_low and master_port_range_high come together",
+        "cluster.master_port_range_low and master_port_range_high must be set together",
     ),
     "micro_batches_fill_global_batch": (
         ["policy.train_micro_batch_size=100"],
-        "is 512, which is no multiple of data-parallel size 1 x policy.train_micro_batch_size 100 = 100; change either",
+        "is 512, which is not a multiple of data-parallel size 1 x policy.train_micro_batch_size 100 = 100; "
+        "change either",
     ),
     "micro_batches_fill_validation_batch": (
         ["sft.val_micro_batch_size=100"],
-        "sft.val_global_batch_size: is 256, which is no multiple of data-parallel size 1 x sft.val_micro_batch_size",
+        "sft.val_global_batch_size: is 256, which is not a multiple of data-parallel size 1 x sft.val_micro_batch_size",
     ),
     "micro_batches_of_pairs_fill_validation_batch": (
         ["dpo.val_micro_batch_size=100"],
-        "dpo.val_global_batch_size: is 256, which is no multiple of data-parallel size 1 x dpo.val_micro_batch_size",
+        "dpo.val_global_batch_size: is 256, which is not a multiple of data-parallel size 1 x dpo.val_micro_batch_size",
     ),
     "a_part_of_the_loss_counts": (
         ["dpo.preference_loss_weight=0.0", "dpo.sft_loss_weight=0.0"],
-        "dpo.preference_loss_weight: is 0, and so is dpo.sft_loss_weight, which leaves no loss; set one above 0",
+        "dpo.preference_loss_weight: is 0, and so is dpo.sft_loss_weight, so that the loss is always 0; set "
+        "one of them above 0",
     ),
     "prompts_fit_into_sequences": (
         ["data.max_input_seq_length=17"],
@@ -157,7 +159,7 @@ BROKEN = {
     "packed_rows_beside_graphs_have_a_stated_size": (
         [*CAPTURED_AND_PACKED, "policy.sequence_packing.logprob_mb_tokens=auto"],
         f"policy.sequence_packing.logprob_mb_tokens: is auto, but with {MEGATRON}.cuda_graph_impl transformer_engine "
-        "graphs keep GPU memory that the plan does not count; give a number of tokens",
+        "graphs keep GPU memory that the plan does not count; set it to a number of tokens",
     ),
     "packed_rows_are_split_evenly": (
         [*PACKED, *TENSOR_PARALLEL, "policy.sequence_packing.sequence_length_round=3"],
@@ -192,19 +194,22 @@ BROKEN = {
     ),
     "first_moment_moves": (
         [f"{MEGATRON}.optimizer.adam_beta1=0.99999999"],
-        "optimizer.adam_beta1: is 1 in float32, in which Adam computes: the moment would stay 0; give at most",
+        "optimizer.adam_beta1: rounds to 1 in float32, in which Adam computes, so that the moment would stay "
+        "0; set it to at most",
     ),
     "second_moment_moves": (
         [f"{MEGATRON}.optimizer.adam_beta2=0.99999999"],
-        "optimizer.adam_beta2: is 1 in float32, in which Adam computes",
+        "optimizer.adam_beta2: rounds to 1 in float32, in which Adam computes",
     ),
     "adam_eps_is_not_lost": (
         [f"{MEGATRON}.optimizer.adam_eps=1e-50"],
-        "optimizer.adam_eps: is 0 in float32, in which Adam computes: parameters without a gradient would become NaN",
+        "optimizer.adam_eps: rounds to 0 in float32, in which Adam computes, so that parameters with a "
+        "gradient of 0 would become NaN",
     ),
     "decay_keeps_signs": (
         [f"{MEGATRON}.optimizer.lr=0.3", f"{MEGATRON}.scheduler.end_weight_decay=10"],
-        f"optimizer.lr: is 0.3, with which {MEGATRON}.scheduler.end_weight_decay (10) turns every weight's sign",
+        f"optimizer.lr: is 0.3, and with {MEGATRON}.scheduler.end_weight_decay (10) lr x weight decay is above 1, so "
+        "that each optimizer step would flip the sign of every weight",
     ),
     "decoupled_rates_descend": (
         [f"+{MEGATRON}.optimizer.decoupled_lr=-0.1"],
@@ -233,8 +238,8 @@ BROKEN = {
     ),
     "auto_only_in_generate": (
         ["policy.residency.table={refit: {optimizer_state: host}, generate: {optimizer_state: auto}}"],
-        "policy.residency.table.generate.optimizer_state: is auto, which decides "
-        "policy.residency.table.refit.optimizer_state, too, but that is host; delete one of the two",
+        "policy.residency.table.generate.optimizer_state: is auto, which also decides "
+        "policy.residency.table.refit.optimizer_state, but that is host; delete one of the two",
     ),
     "optimizer_state_is_streamed_in_training_alone": (
         [
@@ -242,7 +247,7 @@ BROKEN = {
             "policy.residency.table={train: {optimizer_state: streamed}, logprob: {optimizer_state: gpu}}",
         ],
         "policy.residency.table.logprob.optimizer_state: is gpu, but policy.residency.table.train.optimizer_state is "
-        "streamed, so that it is never whole on the GPU; give host or keep",
+        "streamed, so that the GPU never holds all of it; set it to host or keep",
     ),
     "streamed_state_is_adams": (
         [
@@ -297,7 +302,8 @@ BROKEN = {
             *("policy.sequence_packing.enabled=true", "++policy.sequence_packing.algorithm=modified_ffd"),
             *("++policy.sequence_packing.train_mb_tokens=64", "++policy.sequence_packing.logprob_mb_tokens=64"),
         ],
-        "algorithm: is modified_ffd, which NeMo-RL's packer does not know, either; set it to modified_first_fit_decr",
+        "algorithm: is modified_ffd, which NeMo-RL's packer does not support, either; set it to "
+        "modified_first_fit_decr",
     ),
     "time_limits_are_durations": (
         ["checkpointing.checkpoint_must_save_by='03:45:00'"],
@@ -306,11 +312,12 @@ BROKEN = {
     ),
     "global_batches_fill_step": (
         ["policy.train_global_batch_size=768"],
-        "grpo.num_prompts_per_step: 64 prompts x grpo.num_generations_per_prompt 8 = 512 samples are no multiple of",
+        "grpo.num_prompts_per_step: 64 prompts x grpo.num_generations_per_prompt 8 = 512 samples are not a multiple of",
     ),
     "groups_have_two_answers": (
         ["grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=512"],
-        "grpo.num_generations_per_prompt: must be 2 or more, since an answer's advantage is its reward against",
+        "grpo.num_generations_per_prompt: must be 2 or more, since an answer's advantage compares its reward with "
+        "those of the other answers to the same prompt",
     ),
     "reward_shaping_has_its_numbers": (
         ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_length=null"],
@@ -333,11 +340,12 @@ BROKEN = {
     ),
     "named_datasets_have_the_keys_that_they_read": (
         ["data.train={_override_: true, dataset_name: gsm8k, split: validation}"],
-        "data.train.split: of gsm8k is 'train' or 'test'; found validation",
+        "data.train.split: must be 'train' or 'test' for gsm8k; found validation",
     ),
     "splits_are_shares_or_counts": (
         ["data.train.split_validation_size=8.0"],
-        "data.train.split_validation_size: is 8.0; it is a share below 1, or a number of samples, written without",
+        "data.train.split_validation_size: is 8.0, but must be a share below 1, or a number of samples, "
+        "written without",
     ),
     "validation_data_is_not_split": (
         ["+data.validation.split_validation_size=8"],
@@ -365,7 +373,7 @@ BROKEN = {
     ),
     "advantage_bounds_are_in_order": (
         ["grpo.advantage_clip_low=1.0", "grpo.advantage_clip_high=-1.0"],
-        "grpo.advantage_clip_low: is 1.0, not below grpo.advantage_clip_high (-1.0)",
+        "grpo.advantage_clip_low: is 1.0, but must be below grpo.advantage_clip_high (-1.0)",
     ),
     "reward_scaling_has_its_ranges": (
         ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=2"],
@@ -377,11 +385,11 @@ BROKEN = {
     ),
     "no_ratio_has_no_settings": (
         ["loss_fn.disable_ppo_ratio=true", "loss_fn.force_on_policy_ratio=true"],
-        "loss_fn.disable_ppo_ratio: is true, which leaves no ratio for loss_fn.force_on_policy_ratio",
+        "loss_fn.disable_ppo_ratio: is true, so that loss_fn.force_on_policy_ratio has no ratio to apply to",
     ),
     "forced_ratio_needs_one_update": (
         ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
-        "loss_fn.force_on_policy_ratio: is true, which needs one optimizer step a GRPO step",
+        "loss_fn.force_on_policy_ratio: is true, which needs one optimizer step per GRPO step",
     ),
     "validation_has_data": (["data.validation=null"], "data.validation: is null, but grpo.val_period is 10"),
     "answers_are_sampled_where_they_are_printed": (
@@ -441,7 +449,7 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["grpo.batch_multiplier=0.01", "grpo.use_dynamic_sampling=true"], "makes no whole prompt; raise it"),
+        (["grpo.batch_multiplier=0.01", "grpo.use_dynamic_sampling=true"], "is less than one prompt; raise it"),
         (
             ["grpo.reward_scaling.enabled=true", "~grpo.reward_scaling.source_min"],
             "grpo.reward_scaling.enabled: is true, which needs source_min, source_max, target_min and target_max",
@@ -546,7 +554,7 @@ def test_rules_read_keys_that_exist():
     ("overrides", "message"),
     [
         (["data.validation=null"], "data.validation: is null, but sft.val_period is 10"),
-        (["sft.stop_at_validation_metric=null"], "come together"),
+        (["sft.stop_at_validation_metric=null"], "must be set together; set both or neither"),
         (["sft.val_period=0"], "needs validation during the run; set sft.val_period above 0"),
         (["sft.stop_at_validation_metric=val:accuracy"], "must be 'val:val_loss' or 'val:answer_probability'"),
     ],
@@ -671,10 +679,13 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
 @pytest.mark.parametrize(
     ("overrides", "note"),
     [
-        (["policy.max_grad_norm=2.0", f"{MEGATRON}.optimizer.clip_grad=1.0"], "clip_grad 1.0 is what counts"),
+        (
+            ["policy.max_grad_norm=2.0", f"{MEGATRON}.optimizer.clip_grad=1.0"],
+            "clip_grad 1.0 is the norm that gradients are clipped to",
+        ),
         (
             ["policy.train_global_batch_size=256", "loss_fn.force_on_policy_ratio=false"],
-            "256 makes 2 optimizer steps of a GRPO step's 512 samples",
+            "256 means 2 optimizer steps per GRPO step of 512 samples",
         ),
         (
             [f"{MEGATRON}.offload_modules=[core_attn]"],
@@ -709,7 +720,8 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
         ),
         (
             [f"{MEGATRON}.fine_grained_activation_offloading=true", f"{MEGATRON}.offload_modules=[core_attn]"],
-            "attention_backend cannot be fused with policy.precision float32, so that attention keeps its scores; the",
+            "attention_backend is not fused with policy.precision float32, so that attention saves its scores for the "
+            "backward pass; the",
         ),
         (
             [
@@ -717,21 +729,23 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
                 *(f"{MEGATRON}.fine_grained_activation_offloading=true", f"{MEGATRON}.offload_modules=[core_attn]"),
                 f"+{MEGATRON}.attention_backend=unfused",
             ],
-            "attention_backend is unfused, so that attention keeps its scores; the host memory that is computed for",
+            "attention_backend is unfused, so that attention saves its scores for the backward pass; the host memory "
+            "computed for",
         ),
         (
             [
                 *(f"{MEGATRON}.fine_grained_activation_offloading=true", f"+{MEGATRON}.attention_backend=flash"),
                 *(f"{MEGATRON}.offload_modules=[core_attn,attn_proj]", "policy.train_micro_batch_size=2"),
             ],
-            "attention_backend is flash, whose output attn_proj keeps a copy of in micro-batches of 2 padded rows; the",
+            "attention_backend is flash, so that attn_proj saves a copy of the attention output in micro-batches of 2 "
+            "padded rows; the",
         ),
         (
             [
                 *(f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.recompute_granularity=selective"),
                 f"{MEGATRON}.recompute_modules=[core_attn,moe,shared_experts]",
             ],
-            "recompute_modules has moe and shared_experts, with no effect on a dense model",
+            "recompute_modules has moe and shared_experts, which has no effect on a dense model",
         ),
         (
             ["policy.activation_offload.strict=true"],
@@ -746,7 +760,8 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
         ),
         (
             ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.stop_properly_penalty_coef=0.5"],
-            "stop_properly_penalty_coef 0.5 is what counts; overlong_buffer_length, overlong_buffer_penalty, max_resp",
+            "stop_properly_penalty_coef 0.5 is the penalty in use; overlong_buffer_length, overlong_buffer_penalty, "
+            "max_resp",
         ),
         (
             ["grpo.val_num_generations_per_prompt=4", "policy.generation.val_temperature=0.0"],
@@ -757,13 +772,13 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
                 "data.validation={_override_: true, dataset_name: ResponseDataset, data_path: d, input_key: q,"
                 " output_key: a, seed: 3}"
             ],
-            "data.validation.seed has no effect, since ResponseDataset is read in its own order",
+            "data.validation.seed has no effect, since ResponseDataset is read in order, from the first row",
         ),
         (
             ["checkpointing.enabled=false", "checkpointing.checkpoint_must_save_by='00:03:45:00'"],
-            "checkpoint_must_save_by 00:03:45:00 ends the run without saving anything, since checkpointing.enabled is",
+            "checkpoint_must_save_by 00:03:45:00 ends the run without a checkpoint, since checkpointing.enabled is",
         ),
-        (["checkpointing.save_period=7"], "checkpointing.save_period 7 is no multiple of val_period (10)"),
+        (["checkpointing.save_period=7"], "checkpointing.save_period 7 is not a multiple of val_period (10)"),
     ],
 )
 def test_what_is_worth_saying_of_a_valid_recipe(overrides, note):
@@ -783,7 +798,10 @@ def test_a_warm_start_has_no_time_limit(error_of, tmp_path):
         "checkpointing: {checkpoint_must_save_by: 0:0:30:0}\n"
     )
     error = error_of(f"warm_start.recipe={tmp_path / 'sft.yaml'}")
-    assert "its checkpointing.checkpoint_must_save_by (0:0:30:0) must be null: it saves nothing" in error
+    assert (
+        "its checkpointing.checkpoint_must_save_by (0:0:30:0) must be null, since a warm start saves no checkpoints"
+        in error
+    )
 
 
 @pytest.mark.parametrize(
@@ -813,7 +831,8 @@ DDP = f"{MEGATRON}.distributed_data_parallel_config"
             ],
             "policy.make_sequence_length_divisible_by",
             2,
-            "policy.make_sequence_length_divisible_by is 2 in place of 1: policy.megatron_cfg.sequence_parallel splits",
+            "policy.make_sequence_length_divisible_by is 2 instead of 1, since "
+            "policy.megatron_cfg.sequence_parallel splits",
         ),
         (
             ["grpo.val_period=-1", "grpo.stop_at_validation_metric=null", "grpo.stop_at_validation_threshold=null"],
@@ -825,7 +844,7 @@ DDP = f"{MEGATRON}.distributed_data_parallel_config"
             ["policy.generation.backend=vllm", "+policy.generation.vllm_cfg.async_engine=true"],
             "policy.generation.vllm_cfg.async_engine",
             False,
-            "policy.generation.vllm_cfg.async_engine is off: a step's requests come at once",
+            "policy.generation.vllm_cfg.async_engine is off: a step submits all its requests at once",
         ),
         (["policy.sequence_packing.algorithm=modified_ffd"], "policy.sequence_packing.algorithm", "modified_ffd", None),
         (["data.train.split_validation_size=null"], "data.train.split_validation_size", None, None),

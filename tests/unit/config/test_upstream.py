@@ -129,7 +129,7 @@ def test_a_section_loads_while_its_switch_is_off(feature, error_of):
 @pytest.mark.parametrize("generation", ["{}", "{port_range_low: 11000, bad_words: []}"])
 def test_sft_has_no_generation_not_even_without_a_key(generation, error_of):
     error = error_of(f"++policy.generation={generation}", recipe=CONFIGS / "sft_tiny_cpu.yaml")
-    assert "policy.generation: has no key that has an effect; delete the section" in error
+    assert "policy.generation: has no key with an effect; delete the section" in error
     assert ": 1 problem\n" in error
 
 
@@ -138,7 +138,9 @@ def test_a_recipe_without_gradient_clipping_may_have_no_norm_to_refer_to():
     recipe = load(CONFIGS / "grpo_tiny_cpu.yaml", [*overrides, "+policy.megatron_cfg.converter_type=LlamaForCausalLM"])
     assert recipe.config["policy"]["max_grad_norm"] is None
     assert not any("max_grad_norm" in note for note in recipe.notes)
-    why = "policy.megatron_cfg.converter_type has no effect: the model's own config names its architecture"
+    why = (
+        "policy.megatron_cfg.converter_type has no effect: the model's Hugging Face config determines its architecture"
+    )
     assert why in recipe.notes
 
 
@@ -158,7 +160,7 @@ def test_what_always_happens_may_be_asked_for_and_a_note_says_so(key, value):
     recipe = load(CONFIGS / "grpo_tiny_cpu.yaml", [f"++{key}={value}"])
     said = [note for note in recipe.notes if key in note]
     assert len(said) == (value != "null")
-    assert all(note.startswith(f"{key} has no effect: what it saves is saved here always, as ") for note in said)
+    assert all(note.startswith(f"{key} has no effect: its memory saving is always on here: ") for note in said)
     assert key.rpartition(".")[2] not in str(recipe.config)
 
 

@@ -55,7 +55,7 @@ MEGATRON = "policy.megatron_cfg"
         ),
         (
             f"+{MEGATRON}.init_method=normal",
-            "cannot be set in a recipe: in megatron-core's TransformerConfig it is no plain value",
+            "cannot be set in a recipe: in megatron-core's TransformerConfig its type is not a plain value",
         ),
         (f"+{MEGATRON}.moe_router_score_function=soft", "must be 'softmax', 'sigmoid' or 'sqrtsoftplus'"),
         # Values out of range.
@@ -90,11 +90,17 @@ MEGATRON = "policy.megatron_cfg"
         (f"+{MEGATRON}.moe_paged_stash=true", "name expert_fc1 and moe_act in policy.megatron_cfg.offload_modules"),
         (f"{MEGATRON}.context_parallel_size=2", "context parallelism is not supported here yet"),
         (f"{MEGATRON}.cuda_graph_impl=local", "use transformer_engine or none; found 'local'"),
-        (f"{MEGATRON}.cuda_graph_impl=full_iteration", "a full_iteration fixes the number of micro-batches; use"),
+        (f"{MEGATRON}.cuda_graph_impl=full_iteration", "full_iteration graphs fix the number of micro-batches; use"),
         (f"+{MEGATRON}.enable_cuda_graph=true", "set policy.megatron_cfg.cuda_graph_impl to transformer_engine"),
         (f"+{MEGATRON}.external_cuda_graph=true", "set policy.megatron_cfg.cuda_graph_impl to transformer_engine"),
-        (f"+{MEGATRON}.cuda_graph_scope=[attn]", "old name; list them in policy.megatron_cfg.cuda_graph_modules"),
-        (f"+{MEGATRON}.inference_cuda_graph_scope=block", "generation captures no graphs here; leave it at null"),
+        (
+            f"+{MEGATRON}.cuda_graph_scope=[attn]",
+            "old name; list the modules in policy.megatron_cfg.cuda_graph_modules",
+        ),
+        (
+            f"+{MEGATRON}.inference_cuda_graph_scope=block",
+            "graphs of Megatron's inference are not supported here; leave it at null",
+        ),
         (f"+{MEGATRON}.optimizer.optimizer_cuda_graph=true", "the optimizer's step is not captured here"),
         (f"+{MEGATRON}.fp8=e4m3", "fp8 is not supported here yet"),
         (f"+{MEGATRON}.fp4=e2m1", "fp4 is not supported here yet"),
@@ -104,7 +110,7 @@ MEGATRON = "policy.megatron_cfg"
             "policy.megatron_cfg.fine_grained_activation_offloading",
         ),
         (f"+{MEGATRON}.hidden_size=8", "comes from the model's Hugging Face config; set it there"),
-        (f"+{MEGATRON}.params_dtype=bfloat16", "follows from policy.precision; set that; found 'bfloat16'"),
+        (f"+{MEGATRON}.params_dtype=bfloat16", "follows from policy.precision; set that key instead; found 'bfloat16'"),
         (f"+{MEGATRON}.optimizer.pin_cpu_grads=false", "host memory of the CPU optimizer is always page-locked here"),
         (f"+{MEGATRON}.num_microbatches_with_partial_activation_checkpoints=1", "is not supported here; leave it off"),
         (f"{MEGATRON}.optimizer.fp16=true", "float16 training is not supported here; use bfloat16"),
@@ -142,8 +148,8 @@ MEGATRON = "policy.megatron_cfg"
         # Residency.
         (
             "policy.residency=automatic",
-            "policy.residency: must be auto or a section (a mapping): write auto to have every key as where it is "
-            "absent; found 'automatic'\n",
+            "policy.residency: must be auto or a section (a mapping): write auto to give every key the value "
+            "that it has when absent; found 'automatic'\n",
         ),
         ("policy.residency=null", "policy.residency: must be a section (a mapping); found null"),
         (
@@ -230,22 +236,22 @@ def test_a_dataset_is_checked_as_the_kind_that_it_names(error_of):
     [
         (
             "num_prompts_per_step: 8",
-            ":2: num_prompts_per_step: unknown key; nearest valid key: grpo.num_prompts_per_step; here it stands at "
+            ":2: num_prompts_per_step: unknown key; nearest valid key: grpo.num_prompts_per_step; here it is at "
             "the top level, so indent it below 'grpo:'",
         ),
         (
             "grpo:\n  policy:\n    train_micro_batch_size: 8",
-            ":3: grpo.policy: unknown key; nearest valid key: policy; here it stands in grpo, so write it without "
+            ":3: grpo.policy: unknown key; nearest valid key: policy; here it is in grpo, so write it without "
             "indentation",
         ),
         (
             "policy:\n  megatron_cfg:\n    lr: 1.0",
-            f":4: {MEGATRON}.lr: unknown key; nearest valid key: {MEGATRON}.optimizer.lr; here it stands in "
+            f":4: {MEGATRON}.lr: unknown key; nearest valid key: {MEGATRON}.optimizer.lr; here it is in "
             f"{MEGATRON}, so indent it below 'optimizer:'",
         ),
         (
             "policy:\n  megatron_cfg:\n    train_micro_batch_size: 8",
-            "nearest valid key: policy.train_micro_batch_size; here it stands in policy.megatron_cfg, so indent it as "
+            "nearest valid key: policy.train_micro_batch_size; here it is in policy.megatron_cfg, so indent it as "
             "the other keys of policy",
         ),
         # A null section, from which other keys are interpolated.
@@ -356,13 +362,16 @@ def test_the_warm_start_recipe_is_checked_too(tmp_path, error_of):
         f"warm_start.recipe={CONFIGS}/grpo_math_1B_megatron.yaml"
     )
     assert "its sft.export_hf must be true" in error_of("+warm_start.overrides=['sft.export_hf=false']")
-    assert "must be as in the warm_start recipe" in error_of("policy.hf_config.hidden_size=64")
+    assert "must be the same as in the warm_start recipe, which trains the initial weights; there" in error_of(
+        "policy.hf_config.hidden_size=64"
+    )
 
 
 def test_a_warm_start_is_checked_for_the_ranks_that_it_runs_on(error_of):
     three = ["cluster.gpus_per_node=3", "grpo.num_prompts_per_step=48", "policy.train_micro_batch_size=128"]
     message = (
-        "sft_tiny_cpu.yaml:19: policy.train_global_batch_size: is 128, which is no multiple of data-parallel size 3 x "
+        "sft_tiny_cpu.yaml:19: policy.train_global_batch_size: is 128, which is not a multiple of "
+        "data-parallel size 3 x "
         "policy.train_micro_batch_size 128 = 384; change either; the warm start trains on the run's ranks "
         "(cluster.gpus_per_node 3)"
     )
@@ -380,7 +389,10 @@ def test_a_warm_start_runs_on_the_policys_part_of_a_cluster(error_of):
     recipe = CONFIGS / "grpo_tiny_cpu.yaml"
     assert load(recipe, ["cluster.gpus_per_node=2", *apart]).warm_start.config["cluster"]["gpus_per_node"] == 1
     error = error_of("cluster.gpus_per_node=2", "++warm_start.overrides=['cluster.gpus_per_node=4']")
-    assert "warm_start.overrides: sets cluster.gpus_per_node, which is that of the run (2); take it out" in error
+    assert (
+        "warm_start.overrides: sets cluster.gpus_per_node, but a warm start uses that of the run (2); delete it"
+        in error
+    )
     halved = "'policy.train_micro_batch_size=64','sft.val_micro_batch_size=64'"
     load(recipe, ["cluster.gpus_per_node=2", f"++warm_start.overrides=['cluster.gpus_per_node=2',{halved}]"])
     # A mistake of the run's own is told alone.

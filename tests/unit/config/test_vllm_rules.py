@@ -18,7 +18,10 @@ BROKEN = {
     "vllm_has_its_section": [([f"~{VLLM}"], "backend: is vllm, which needs the section policy.generation.v")],
     "vllm_is_asked_for_what_it_does_here": [
         ([f"{VLLM}.pipeline_parallel_size=2"], "pipeline_parallel_size: must be 1, since pipeline parallelism"),
-        ([f"+{VLLM}.load_format=auto"], "load_format: must be 'dummy', since weights come with the first refit"),
+        (
+            [f"+{VLLM}.load_format=auto"],
+            "load_format: must be 'dummy', since the first refit loads the policy's weights",
+        ),
         ([f"+{VLLM}.kv_cache_dtype=fp8"], "kv_cache_dtype: must be 'auto', since a quantised KV cache is not"),
         ([f"+{VLLM}.skip_tokenizer_init=false"], "skip_tokenizer_init: must be true, since prompts"),
         ([f"+{VLLM}.logprobs_mode=raw_logprobs"], "logprobs_mode: must be 'processed_logprobs', since training"),
@@ -27,9 +30,11 @@ BROKEN = {
         ([f"+{VLLM}.use_deep_gemm=true"], "use_deep_gemm: must be false, since fp8"),
         ([f"+{VLLM}.http_refit_server_port=9000"], "http_refit_server_port: must be null, since refits over HTTP"),
         ([f"+{VLLM}.zmq_refit_server_port=9000"], "zmq_refit_server_port: must be null, since refits over ZeroMQ"),
-        ([f"+{VLLM}.reset_encoder_cache_after_weight_update=true"], "must be false, since models with images"),
+        ([f"+{VLLM}.reset_encoder_cache_after_weight_update=true"], "must be false, since multimodal models"),
     ],
-    "vllm_computes_in_the_policys_type": [([f"{VLLM}.precision=bfloat16"], "is bfloat16, but refits send policy.prec")],
+    "vllm_computes_in_the_policys_type": [
+        ([f"{VLLM}.precision=bfloat16"], "is bfloat16, but refits send weights in policy.prec"),
+    ],
     "vllm_takes_whole_sequences": [([f"{VLLM}.max_model_len=15"], "is 15, below policy.max_total_sequence_length (1")],
     "vllm_engines_share_out_a_node": [([f"{VLLM}.tensor_parallel_size=2"], "is 2, which does not divide cluster.gpus")],
     "vllm_splits_whole_heads": [
@@ -53,21 +58,27 @@ BROKEN = {
         ),
     ],
     "vllm_has_a_least_temperature": [
-        (["policy.generation.val_temperature=0.001"], "val_temperature: is 0.001, but vLLM samples at 0.01 or more"),
+        (
+            ["policy.generation.val_temperature=0.001"],
+            "val_temperature: is 0.001, but vLLM raises temperatures below 0.01 to 0.01; set it to 0.01 or more",
+        ),
     ],
     "vllms_own_variables_stay": [
-        ([f"+{VLLM}.env_vars.VLLM_HOST_IP=1.2.3.4"], "env_vars.VLLM_HOST_IP: cannot be set: the engine sets it itself"),
+        (
+            [f"+{VLLM}.env_vars.VLLM_HOST_IP=1.2.3.4"],
+            "env_vars.VLLM_HOST_IP: cannot be set: this package sets it for vLLM",
+        ),
     ],
     "vllms_kv_cache_has_a_size": [
-        ([f"+{KWARGS}.kv_cache_memory_bytes=0.5"], "kv_cache_memory_bytes: is 0.5, where a number of bytes"),
-        ([f"+{KWARGS}.kv_cache_memory_bytes=0"], "kv_cache_memory_bytes: is 0, where a number of bytes of each GPU"),
+        ([f"+{KWARGS}.kv_cache_memory_bytes=0.5"], "kv_cache_memory_bytes: is 0.5, but must be a number of bytes"),
+        ([f"+{KWARGS}.kv_cache_memory_bytes=0"], "kv_cache_memory_bytes: is 0, but must be a number of bytes per GPU"),
     ],
     "vllms_limits_are_numbers": [
         ([f"+{KWARGS}.max_num_seqs=0"], "max_num_seqs: is 0, but must be an integer of 1 or more, or null"),
         ([f"+{KWARGS}.max_num_batched_tokens=many"], "max_num_batched_tokens: is 'many', but must be an integer"),
     ],
     "vllm_arguments_are_not_the_recipes": [
-        ([f"+{KWARGS}.quantization=fp8"], "quantization: cannot be set: refits bring the policy's weights as they are"),
+        ([f"+{KWARGS}.quantization=fp8"], "quantization: cannot be set: refits load the policy's weights unquantised"),
     ],
 }  # fmt: skip
 
