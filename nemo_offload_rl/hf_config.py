@@ -4,10 +4,14 @@ import copy
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.config.installed.transformers_source import causal_models, with_floats
 from nemo_offload_rl.hub import cache_only, folder_hint, why_missing
+
+_read_from_hub: set[str] = set()
+"""Names of models whose configs this process has read from the hub, and which are now in the hub's cache."""
 
 _WRITER = "auto_class_docstring"
 _IN_ROPE = ("rope_theta", "partial_rotary_factor")  # transformers keeps these in rope_parameters
@@ -79,7 +83,7 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
         name = policy["model_name"]
         try:
             with _readable_errors(f"The config of policy.model_name {name!r}"), _without_docstrings():
-                config = AutoConfig.from_pretrained(name, local_files_only=cache_only(name))
+                config = AutoConfig.from_pretrained(name, local_files_only=name in _read_from_hub or cache_only(name))
         except OSError as error:
             missing, detail = why_missing(name), ""
             if missing is None:  # the hub is reachable
@@ -92,6 +96,8 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
                 f"policy.model_name is {name!r}, {missing}; give a folder, or policy.hf_config for random weights."
                 f"{detail}"
             ) from error
+        if not Path(name).is_dir():
+            _read_from_hub.add(name)
     overrides = policy["hf_config_overrides"] if "hf_config_overrides" in policy else {}
     _override(config, overrides)
     _check_windows(config, overrides)

@@ -131,7 +131,7 @@ class TransformersGeneration(ActorEngines):
     def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> bool:
         """Moves the replicas' models to their GPUs; a KV cache grows there while a batch is generated."""
         if "weights" in tags:
-            self._run("prepare_for_generation")
+            self._run("prepare_for_generation", tags)
         return False
 
 

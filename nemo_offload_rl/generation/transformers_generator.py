@@ -9,10 +9,10 @@ from tokenizers import Tokenizer
 from transformers import DynamicCache, PreTrainedModel
 
 from nemo_offload_rl.generation.hf_model import optional_names, weights_by_name
-from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, SamplingParams
+from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, SamplingParams, WakeUpTag
 from nemo_offload_rl.generation.sampling import choose_tokens, row_uniforms
 from nemo_offload_rl.generation.stop_strings import AnswerText
-from nemo_offload_rl.metrics.memory import memory_stats
+from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor, TensorSpec
 
@@ -80,7 +80,7 @@ class TransformersGenerator:
         self._tokenizer = tokenizer
         self._optional_names = optional_names(model)
         self._refit_names = sorted(set(weights_by_name(model)) - self._optional_names)
-        self._never_loaded = set() if has_weights else set(self._refit_names)
+        self._missing = set() if has_weights else set(self._refit_names)
 
     # ---- weights
 
@@ -111,9 +111,13 @@ class TransformersGenerator:
         """
         weights = weights_by_name(self._model)
         for name, tensor in named_tensors:
-            _require_fits(TensorSpec.of(name, tensor), weights)
+            try:
+                _require_fits(TensorSpec.of(name, tensor), weights)
+            except ValueError:
+                self._missing = set(self._refit_names)  # the weights loaded before the error are an incomplete set
+                raise
             weights[name].copy_(tensor)
-            self._never_loaded.discard(name)
+            self._missing.discard(name)
 
     def weights_checksum(self, names: Sequence[str] | None = None) -> dict[str, int]:
         """Returns `tensor_checksum` of the named weights; None stands for those that a refit brings."""
@@ -122,9 +126,11 @@ class TransformersGenerator:
 
     # ---- phases
 
-    def prepare_for_generation(self) -> None:
-        """Moves the model to the device it generates on."""
+    def prepare_for_generation(self, tags: Sequence[WakeUpTag] = ("weights", "kv_cache")) -> None:
+        """Moves the model to the device it generates on; weights alone precede a refit, which brings all of them."""
         self._model.to(self._device)
+        if list(tags) == ["weights"]:
+            self._missing = set(self._refit_names)
 
     def finish_generation(self) -> None:
         """Moves the model to the host and frees its GPU memory; does nothing on a CPU."""
@@ -134,8 +140,10 @@ class TransformersGenerator:
             torch.cuda.empty_cache()
 
     def memory_stats(self) -> dict[str, float]:
-        """Returns this process's memory in GiB (see `metrics.memory.memory_stats`)."""
-        return memory_stats()
+        """Returns this process's memory in GiB (see `metrics.memory.memory_stats`), with peaks since the last call."""
+        stats = memory_stats()
+        reset_gpu_peak()
+        return stats
 
     # ---- sampling
 
@@ -146,7 +154,7 @@ class TransformersGenerator:
         A token depends on its row alone, except for the last bits of the logits, which can vary with the batch's shape.
 
         Raises:
-            RuntimeError: If weights have never arrived, or the model is not on the device it generates on.
+            RuntimeError: If weights are missing, or the model is not on the device it generates on.
         """
         self._require_ready()
         num_rows = len(request.prompt_ids)
@@ -254,10 +262,10 @@ class TransformersGenerator:
         ).logits[:, -1]
 
     def _require_ready(self) -> None:
-        if self._never_loaded:
+        if self._missing:
             raise RuntimeError(
-                f"{len(self._never_loaded)} weights of the generation model have not been loaded "
-                f"({', '.join(sorted(self._never_loaded)[:3])}); refit it before generating."
+                f"{len(self._missing)} weights of the generation model have not been loaded "
+                f"({', '.join(sorted(self._missing)[:3])}); refit it before generating."
             )
         if self._model.device.type != self._device.type:
             raise RuntimeError("The generation model is not on its GPU; call prepare_for_generation first.")

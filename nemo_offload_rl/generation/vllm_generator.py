@@ -10,7 +10,7 @@ from nemo_offload_rl.generation.interface import GenerationOutput, GenerationReq
 from nemo_offload_rl.generation.vllm_arguments import sampling_arguments
 from nemo_offload_rl.generation.vllm_memory import engine_memory_stats, vllm_pools
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.metrics.memory import memory_stats
+from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
 from nemo_offload_rl.refit.recorder import no_garbage_collection
 
@@ -70,9 +70,12 @@ class VllmGenerator:
     # ---- weights
 
     def prepare_refit_info(self, plan: ExportPlan) -> None:
-        """Stores the plan of a refit, whose tensors must have the engine's dtype (see `GenerationInterface`).
+        """Stores the plan of a refit (see `GenerationInterface`).
 
-        Only loading them shows whether names and shapes fit vLLM's model, so the first refit checks that.
+        Only loading shows whether all other names and shapes fit vLLM's model, so the first refit checks that.
+
+        Raises:
+            ValueError: If a tensor has another dtype than the engine, or vLLM's model has no such bias.
         """
         for spec in plan.tensors:
             if spec.dtype != self._dtype:
@@ -80,6 +83,13 @@ class VllmGenerator:
                     f"The policy sends {spec}, but vLLM's weights are {self._dtype}; set policy.generation.vllm_cfg."
                     "precision to policy.precision."
                 )
+        [dropped] = self._on_worker("refit_dropped", list(plan.tensors))
+        if dropped:
+            raise ValueError(
+                f"vLLM's model has no parameter for {len(dropped)} of the biases that the policy sends "
+                f"({', '.join(dropped[:3])}{', ...' if len(dropped) > 3 else ''}), and would ignore them without an "
+                "error; set policy.generation.backend to transformers, or train a model without these biases."
+            )
         self._plan = plan
         self._forget_weights()
 
@@ -166,12 +176,14 @@ class VllmGenerator:
             self._forget_weights()
 
     def memory_stats(self) -> dict[str, float]:
-        """Returns this process's memory in GiB, and the memory that recorded loads keep.
+        """Returns this process's memory in GiB, with peaks since the last call, and what recorded loads keep.
 
         Sleeping blocks do not count (see `vllm_memory.engine_memory_stats`).
         """
         [of_graphs] = self._on_worker("refit_memory_stats")
-        return (engine_memory_stats(vllm_pools()) if self._sleep_level else memory_stats()) | of_graphs
+        stats = engine_memory_stats(vllm_pools()) if self._sleep_level else memory_stats()
+        reset_gpu_peak()
+        return stats | of_graphs
 
     # ---- sampling
 

@@ -31,6 +31,26 @@ def read_back(parameters: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec
     return {spec.name: _find(parameters, spec, rows) for spec in specs}
 
 
+def dropped_biases(parameters: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]) -> list[str]:
+    """Returns the names of biases whose layer vLLM's model has, but without a bias.
+
+    vLLM 0.25's models ignore such tensors without an error, where they refuse others that they do not know. Its Qwen3
+    models have no bias in attention's output projection, also with `attention_bias`.
+
+    Args:
+        parameters: Parameters of vLLM's model on one GPU, by name.
+        specs: The tensors of the checkpoint.
+    """
+    rows = {spec.name: spec.shape[0] for spec in specs if spec.shape}
+    return [
+        spec.name
+        for spec in specs
+        if spec.name.endswith(".bias")
+        and _locate(parameters, f"{spec.name.removesuffix('bias')}weight", rows) is not None
+        and _locate(parameters, spec.name, rows) is None
+    ]
+
+
 def _find(parameters: Mapping[str, torch.Tensor], spec: TensorSpec, rows: Mapping[str, int]) -> torch.Tensor:
     found = _locate(parameters, spec.name, rows)
     if found is not None and spec.shape and found.dim() == len(spec.shape):

@@ -11,6 +11,7 @@ import torch
 from nemo_offload_rl.generation.recorded_loads import Loaded, RecordedLoads
 from nemo_offload_rl.generation.saved_memory import SavedMemory
 from nemo_offload_rl.generation.vllm_weights import (
+    dropped_biases,
     outside_of_parameters,
     parameters_filled,
     read_back,
@@ -69,6 +70,10 @@ class RefitExtension:
     def refit_transformed(self) -> list[str]:
         """Returns, one line each, the changes that vLLM makes to weights after loading, but not after a refit."""
         return transformed_after_loading(_worker(self).get_model().named_modules())
+
+    def refit_dropped(self, specs: Sequence[TensorSpec]) -> list[str]:
+        """Returns the names of biases of a checkpoint that the model would ignore (see `dropped_biases`)."""
+        return dropped_biases(dict(_worker(self).get_model().named_parameters()), specs)
 
     def refit_unfilled(self) -> list[str]:
         """Returns the names of vLLM's parameters that no weight has been loaded into since `refit_begin`."""

@@ -191,7 +191,7 @@ def _draw_memory(axes: Axes, memory: Sequence[tuple[Bar, float]]) -> None:
             color=INK,
         )
     axes.set_ylim(0, 1.2 * largest)
-    _style(axes, "Peak of GPU memory in each phase, GiB of the fullest rank")
+    _style(axes, "Peak of GPU memory in each phase, GiB of the fullest rank, or engine in generation")
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
 
 

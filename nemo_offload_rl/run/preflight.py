@@ -3,7 +3,6 @@
 import importlib.util
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,10 +35,9 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
     Raises:
         HostBudgetError: as in `check_sizes`; or this machine has too little memory: without GPUs, for the model; as the
             only node with GPUs, for the state that its ranks keep in host memory.
-        ValueError: as in `check_sizes`; the model's config cannot be read from the hub; the environment does not allow
-            CUDA graphs; vLLM is missing, its share of the GPU does not fit beside the policy's, it cannot stay awake
-            beside training as the recipe says, its KV cache cannot hold one sequence, a refit's buckets do not fit, or
-            packed rows of the longest sequence do not fit.
+        ValueError: as in `check_sizes`; the environment does not allow CUDA graphs; vLLM is missing, its share of the
+            GPU does not fit beside the policy's, it cannot stay awake beside training as the recipe says, its KV cache
+            cannot hold one sequence, a refit's buckets do not fit, or packed rows of the longest sequence do not fit.
     """
     policy = config["policy"]
     uses_vllm = "generation" in policy and policy["generation"]["backend"] == "vllm"
@@ -48,9 +46,6 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
             'policy.generation.backend is vllm, which is not installed; run make setup EXTRAS="te vllm", or set it to '
             "transformers."
         )
-    if not policy.get("hf_config") and not Path(policy["model_name"]).is_dir():
-        fields = hf_config(policy).to_dict()  # from the hub, or from its cache where the hub cannot be reached
-        check_model(fields, policy)
     megatron = policy["megatron_cfg"]
     if megatron["cuda_graph_impl"] != "none":
         check_graph_environment(os.environ | library_environment(megatron))
@@ -71,9 +66,9 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
 
 
 def check_sizes(config: Mapping[str, Any], algorithm: str) -> PlannedRun | None:
-    """Plans the recipe if the model's config is in the recipe or in a folder, and raises an error if it does not fit.
+    """Plans the recipe, and raises an error if it does not fit.
 
-    Workers check models from the hub.
+    The model's config comes from the recipe, from a folder, or from the hub, which may be its cache.
 
     Args:
         config: a validated recipe, resolved for the workers' machine.
@@ -84,12 +79,10 @@ def check_sizes(config: Mapping[str, Any], algorithm: str) -> PlannedRun | None:
 
     Raises:
         HostBudgetError: a rank needs more host memory than the recipe's limit.
-        ValueError: the host memory for activations is not known, or the model cannot be split as the recipe says, or
-            Megatron would not compute it as transformers does.
+        ValueError: the model's config cannot be read; the host memory for activations is not known; the model cannot be
+            split as the recipe says; Megatron would not compute it as transformers does.
     """
     policy = config["policy"]
-    if not policy.get("hf_config") and not Path(policy["model_name"]).is_dir():
-        return None
     fields = hf_config(policy).to_dict()
     check_model(fields, policy)
     try:

@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import dataclasses
 
@@ -182,6 +183,26 @@ def test_weights_arrive_by_their_checkpoint_names(config, tmp_path):
         target.load_weights([(name, tensor)])
     assert target.generate(_request(GREEDY)) == _generator(source).generate(_request(GREEDY))
     assert target.weights_checksum() == _generator(source).weights_checksum(list(checkpoint))
+
+
+def test_a_refit_that_fails_or_ends_early_leaves_weights_missing(model):
+    target, weights = _generator(copy.deepcopy(model)), weights_by_name(model)
+    target.prepare_refit_info(ExportPlan.of(weights.items()))
+    target.prepare_for_generation(["weights", "kv_cache"])  # no refit: the policy has not changed
+    target.generate(_request(GREEDY))
+    for broken in ([("model.norm.weight", weights["model.norm.weight"])], [("unknown", torch.ones(1))]):
+        target.prepare_for_generation(["weights"])
+        with contextlib.suppress(ValueError):
+            target.load_weights(broken)
+        with pytest.raises(RuntimeError, match=r"\d+ weights of the generation model have not been loaded .* refit it"):
+            target.generate(_request(GREEDY))
+    target.load_weights(weights.items())
+    with pytest.raises(ValueError, match="'unknown'"):
+        target.load_weights([*weights.items(), ("unknown", torch.ones(1))])
+    with pytest.raises(RuntimeError, match="have not been loaded"):
+        target.generate(_request(GREEDY))
+    target.load_weights(weights.items())
+    assert target.generate(_request(GREEDY)) == _generator(model).generate(_request(GREEDY))
 
 
 def test_tied_embeddings_may_be_sent_under_both_names(model):

@@ -260,6 +260,17 @@ def test_it_waits_for_every_weight_of_each_refit(generator):
         generator.generate(TOO_LONG)
 
 
+def test_a_bias_that_vllm_would_ignore_is_refused_before_the_first_refit():
+    stand_in = StandIn()
+    generator = VllmGenerator(stand_in, precision="float32", max_sequence_length=64)
+    named = {f"{layer}.{name}": tensor for layer in "ab" for name, tensor in WEIGHTS.items()}
+    stand_in.model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(3, 2, bias=False)})
+    with pytest.raises(ValueError, match=r"no parameter for 1 of the biases that the policy sends \(b\.bias\), and"):
+        generator.prepare_refit_info(ExportPlan.of(named.items()))
+    del named["b.bias"]
+    generator.prepare_refit_info(ExportPlan.of(named.items()))
+
+
 def test_an_engine_on_gpus_of_its_own_never_sleeps_and_waits_for_whole_refits():
     generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64, sleeps=False)
     generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))

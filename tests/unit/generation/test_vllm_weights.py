@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nemo_offload_rl.generation.vllm_weights import (
+    dropped_biases,
     outside_of_parameters,
     parameters_filled,
     read_back,
@@ -78,6 +79,16 @@ def test_loads_of_experts_are_told_by_their_parameters_names():
     assert parameters_filled(["mlp.experts.w13_weight", "mlp.experts.w2_weight", "mlp.gate.weight"], names) == names
     before = {"mlp.experts.w13_weight"}  # a vLLM without that module
     assert parameters_filled(["mlp.experts.w13_weight"], before) == before
+
+
+def test_biases_of_layers_that_have_none_are_dropped():
+    attention = f"{LAYER}.self_attn"
+    biases = [f"{attention}.o_proj.bias", "model.layers.1.mlp.gate.bias", "vision.patch.bias"]
+    sent = [*SPECS, *(TensorSpec(name, (8,), torch.float32) for name in biases)]
+    assert dropped_biases(fused(), sent) == biases[:2]  # the model has no such layer as the last: its load refuses that
+    without = {name: one for name, one in fused().items() if not name.endswith(".bias")}
+    assert dropped_biases(without, SPECS) == [f"{attention}.{part}_proj.bias" for part in "qkv"]
+    assert dropped_biases(fused() | dict.fromkeys(biases, torch.zeros(8)), sent) == []
 
 
 def test_a_tied_output_layer_is_the_embedding():

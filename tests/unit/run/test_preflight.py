@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import constants
 
 from nemo_offload_rl.config import for_machine, load
@@ -15,11 +16,12 @@ from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement import cluster
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.run import preflight, runner
-from nemo_offload_rl.run.preflight import check_before_start
+from nemo_offload_rl.run.preflight import check_before_start, check_sizes
 from nemo_offload_rl.run.runner import EXIT_WRONG_RECIPE, run
 
 ROOT = Path(__file__).parents[3]
 DENSE = ROOT / "benchmarks" / "activation_cases" / "recipes" / "dense.yaml"
+GRPO_1_5B = ROOT / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml"
 TINY = ROOT / "examples" / "configs" / "grpo_tiny_cpu.yaml"
 MEGATRON = "policy.megatron_cfg"
 OFFLOAD = [f"{MEGATRON}.fine_grained_activation_offloading=true", f"{MEGATRON}.offload_modules=[core_attn]"]
@@ -82,10 +84,9 @@ def test_vllm_has_to_be_installed(check):
 def test_packed_rows_of_the_longest_sequence_have_to_fit(check, monkeypatch):
     has_room_for(monkeypatch, 1 << 36)
     monkeypatch.setattr(preflight, "gpu_facts", lambda: [SimpleNamespace(total_bytes=23 << 30)])
-    recipe = ROOT / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml"
     with pytest.raises(ValueError, match=r"train_mb_tokens is auto, but a GPU of 23.00 GiB lacks an estimated 2\.27"):
-        check(recipe=recipe)
-    check(*(f"policy.sequence_packing.{name}_mb_tokens=512" for name in ("train", "logprob")), recipe=recipe)
+        check(recipe=GRPO_1_5B)
+    check(*(f"policy.sequence_packing.{name}_mb_tokens=512" for name in ("train", "logprob")), recipe=GRPO_1_5B)
 
 
 def test_activations_of_unknown_sizes_need_a_limit(check):
@@ -103,6 +104,30 @@ def test_a_model_of_a_hub_that_is_out_of_reach_is_refused(check, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"'org/model', which is neither a folder nor in the cache of the hub"):
         check("policy.model_name=org/model", "policy.hf_config=null")
+
+
+@pytest.fixture
+def hub_model(tmp_path, monkeypatch):
+    """Returns the name of a model of the 1.5 B shape in the hub's cache; the hub itself cannot be reached."""
+    fields = yaml.safe_load(GRPO_1_5B.read_text())["policy"]["hf_config"]
+    snapshot = tmp_path / "models--org--model" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(fields))
+    refs = tmp_path / "models--org--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return "org/model"
+
+
+def test_a_model_of_the_hub_is_planned_as_one_in_the_recipe(hub_model):
+    both = [[], [f"policy.model_name={hub_model}", "policy.hf_config=null"]]
+    configs = [load(GRPO_1_5B, overrides).config for overrides in both]
+    in_recipe, of_hub = (check_sizes(config, "grpo") for config in configs)
+    assert of_hub.plan == in_recipe.plan
+    assert of_hub.engine == in_recipe.engine
 
 
 def test_a_models_folder_is_read(check, tmp_path):
