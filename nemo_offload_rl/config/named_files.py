@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from nemo_offload_rl.config.chat_template import is_template_file
 from nemo_offload_rl.config.keys.absent_keys import datasets_of
 from nemo_offload_rl.config.keys.schema_problems import value_at
 from nemo_offload_rl.config.problems import Problem, RecipeError, nearest, show_file
@@ -55,6 +56,9 @@ def _missing(recipe: ValidatedRecipe) -> Iterator[tuple[str, str]]:
     tokenizer = recipe.config["policy"]["tokenizer"]["name"]
     if tokenizer.startswith(("/", "./", "../", "~")) and not os.path.exists(tokenizer):
         yield "policy.tokenizer.name", _absent(Path(tokenizer), "folder")
+    template = value_at(recipe.config, "policy.tokenizer.chat_template")
+    if isinstance(template, str) and is_template_file(template) and not Path(template).is_file():
+        yield "policy.tokenizer.chat_template", _absent(Path(template), "file")
 
 
 def _absent(path: Path, kind: str) -> str:

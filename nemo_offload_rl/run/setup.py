@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_offload_rl.config.chat_template import JOINED_CONTENTS, is_default_template, is_template_file
 from nemo_offload_rl.config.keys.absent_keys import datasets_of, splits_validation_data
 from nemo_offload_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_offload_rl.config.schema.data import (
@@ -184,10 +185,20 @@ def _read_pairs(role: Role, path: str, dataset: PairDataset, root: str | None) -
 
 
 def read_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
-    """Returns the recipe's tokenizer; an explicit null for its chat template removes the template."""
+    """Returns the recipe's tokenizer, with the recipe's chat template, if it has one.
+
+    Values of the key mean the same as in NeMo-RL (nemo_rl/algorithms/utils.py, `get_tokenizer`).
+    """
     tokenizer = load_tokenizer(config["name"])
-    if "chat_template" in config:
-        tokenizer.chat_template = config["chat_template"]
+    if "chat_template" not in config or is_default_template(config["chat_template"]):
+        return tokenizer
+    template = config["chat_template"]
+    if template is None:
+        tokenizer.chat_template = JOINED_CONTENTS
+    elif is_template_file(template):
+        tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+    else:
+        tokenizer.chat_template = template
     return tokenizer
 
 

@@ -30,6 +30,8 @@ def check_model(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
         raise ValueError(f"policy.megatron_cfg.bias_activation_fusion {found}.")
     if (found := why_unchunked(fields, policy)) is not None:
         raise ValueError(f"{found}.")
+    if (found := why_not_generated(fields, policy)) is not None:
+        raise ValueError(f"policy.generation.backend {found}.")
 
 
 def why_unsupported(fields: Mapping[str, Any]) -> str | None:
@@ -74,6 +76,25 @@ def why_unfused(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> s
     return (
         f"is true, but the model's hidden_act is {show(activation)}, which megatron-core's fused kernel does not "
         "compute exactly; set it to false"
+    )
+
+
+def why_not_generated(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> str | None:
+    """Returns why the recipe's engine would generate with another model than the one that is trained; None if not.
+
+    Args:
+        fields: the fields of the model's Hugging Face config.
+        policy: the recipe's section `policy`.
+    """
+    if "generation" not in policy or policy["generation"]["backend"] != "vllm":
+        return None
+    family = fields["model_type"] if "model_type" in fields else None
+    if family not in ("qwen3", "qwen3_moe") or not fields.get("attention_bias"):
+        return None
+    return (
+        f"is vllm, whose {family} models have no bias in attention's output projection, but the model has "
+        "attention_bias true, and vLLM would ignore that bias; set the backend to transformers, or attention_bias to "
+        "false in policy.hf_config_overrides"
     )
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from nemo_offload_rl.config.installed.vllm_arguments import why_refused
 from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
 from nemo_offload_rl.config.megatron.owned_fields import same
 from nemo_offload_rl.config.model.model_kind import count_of, model_fields
@@ -53,7 +54,7 @@ KEY_OF_ARGUMENT: dict[str, str] = {
 REFUSED_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(
         ("distributed_executor_backend", "worker_cls", "worker_extension_cls", "enable_sleep_mode", "generation_config",
-         "override_generation_config", "data_parallel_size",),
+         "override_generation_config", "data_parallel_size", "disable_custom_all_reduce"),
         "this package sets it for vLLM",
     ),
     **dict.fromkeys(
@@ -190,6 +191,17 @@ def vllm_arguments_are_not_the_recipes(arguments: dict[str, Any], section: dict[
             return path, f"is set by {KEY_OF_ARGUMENT[name]}; set that key instead, and delete this one"
         if name in REFUSED_ARGUMENTS:
             return path, f"cannot be set: {REFUSED_ARGUMENTS[name]}; delete it"
+    return None
+
+
+@rule(f"{GENERATION}.vllm_kwargs", BACKEND)
+def vllm_knows_its_arguments(arguments: dict[str, Any], backend: str) -> Verdict:
+    """Refuses names and types that vLLM would refuse only when its engine is built; needs vLLM's source here."""
+    if backend != "vllm":
+        return None
+    for name, value in arguments.items():
+        if name not in REFUSED_ARGUMENTS and name not in KEY_OF_ARGUMENT and (why := why_refused(name, value)):
+            return f"{GENERATION}.vllm_kwargs.{name}", why
     return None
 
 

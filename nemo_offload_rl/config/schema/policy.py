@@ -29,8 +29,9 @@ class TokenizerConfig(TypedDict):
     # A folder, a hub name, or `arithmetic` for the built-in tokenizer of the arithmetic task.
     # Recommended: "${policy.model_name}".
     name: NonEmptyStr
-    # Jinja template that turns messages into a prompt; null uses the plain text without a template. Absent: the
-    # tokenizer's own template if it has one, otherwise the plain text.
+    # Jinja template that turns messages into a prompt, or the path of a file with one, which ends in .jinja. default is
+    # the tokenizer's own template; null joins the texts of the messages. Absent: the tokenizer's own template if it has
+    # one, otherwise the plain text.
     chat_template: NotRequired[str | None]
     # Additional arguments of the template, such as {enable_thinking: false}; null for none. Absent: none.
     chat_template_kwargs: NotRequired[dict[str, Any] | None]

@@ -7,6 +7,7 @@ import pytest
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.installed.bridges import bridged_architectures
 from nemo_offload_rl.config.installed.transformers_source import causal_models
+from nemo_offload_rl.config.model.unsupported_models import check_model
 from nemo_offload_rl.config.rules import RULES, model
 from tests.unit.config.conftest import CONFIGS, each_of
 
@@ -131,3 +132,15 @@ def test_bridges_are_those_of_the_imported_library():
 
     of_transformers = set(causal_models().values())
     assert bridged_architectures() & of_transformers == set(auto_bridge().list_supported_models()) & of_transformers
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_bias_that_vllm_does_not_have_is_refused(family):
+    fields = {"model_type": family, "attention_bias": True}
+    policy = {"megatron_cfg": {"use_fused_linear_logprobs": False}, "logprob_chunk_size": None}
+    with pytest.raises(ValueError, match=rf"backend is vllm, whose {family} models have no bias .* set the backend to"):
+        check_model(fields, policy | {"generation": {"backend": "vllm"}})
+    for section in ({"generation": {"backend": "transformers"}}, {}):  # SFT has none
+        check_model(fields, policy | section)
+    check_model(fields | {"attention_bias": False}, policy | {"generation": {"backend": "vllm"}})
+    check_model(fields | {"model_type": "llama"}, policy | {"generation": {"backend": "vllm"}})

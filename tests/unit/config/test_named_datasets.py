@@ -149,6 +149,18 @@ def test_a_mistake_in_a_list_is_named_by_its_place(validation, message):
     assert ": 1 problem\n" in str(refusal.value)
 
 
+def test_a_file_with_the_chat_template_has_to_be_there(tmp_path):
+    override = f"+policy.tokenizer.chat_template={tmp_path}/chat.jinja"
+    missing = load_data("grpo", "dataset_name: gsm8k", override, "~warm_start")
+    with pytest.raises(RecipeError, match=r"policy\.tokenizer\.chat_template: there is no file .*chat\.jinja"):
+        check_named_files(missing)
+    (tmp_path / "chat.jinja").write_text("")
+    check_named_files(missing)
+    check_named_files(
+        load_data("grpo", "dataset_name: gsm8k", "+policy.tokenizer.chat_template=default", "~warm_start")
+    )
+
+
 def test_prompt_files_of_every_dataset_have_to_be_there(tmp_path):
     (tmp_path / "there.txt").write_text("{}")
     validation = f"[{{dataset_name: gsm8k, prompt_file: '{tmp_path}/there.txt', system_prompt_file: nope.txt}}]"

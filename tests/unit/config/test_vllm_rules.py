@@ -3,6 +3,7 @@
 import pytest
 
 from nemo_offload_rl.config import for_machine, load
+from nemo_offload_rl.config.installed import vllm_arguments
 from nemo_offload_rl.config.rules import RULES, vllm
 from nemo_offload_rl.generation.vllm_arguments import ENVIRONMENT
 from tests.unit.config.conftest import CONFIGS, each_of
@@ -13,6 +14,27 @@ VLLM = "policy.generation.vllm_cfg"
 KWARGS = "policy.generation.vllm_kwargs"
 ON = "policy.generation.backend=vllm"
 NODE = "cluster.gpus_per_node=8"
+
+SOURCE = """
+class EngineArgs:
+    block_size: int | None = None
+    enable_chunked_prefill: bool | None = None
+    kv_cache_memory_bytes: int | None = CacheConfig.kv_cache_memory_bytes
+    max_logprobs: int = ModelConfig.max_logprobs
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    moe_backend: MoEBackend = "auto"
+    swap_space: float = 4
+"""
+
+
+@pytest.fixture(autouse=True)
+def installed_vllm(tmp_path, monkeypatch):
+    """Replaces the installed vLLM, if there is one, by a source with a few arguments."""
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "arg_utils.py").write_text(SOURCE)
+    monkeypatch.setattr(vllm_arguments, "source_folder", lambda: tmp_path)
+
 
 BROKEN = {
     "vllm_has_its_section": [([f"~{VLLM}"], "backend: is vllm, which needs the section policy.generation.v")],
@@ -79,6 +101,17 @@ BROKEN = {
     ],
     "vllm_arguments_are_not_the_recipes": [
         ([f"+{KWARGS}.quantization=fp8"], "quantization: cannot be set: refits load the policy's weights unquantised"),
+        ([f"+{KWARGS}.disable_custom_all_reduce=false"], "disable_custom_all_reduce: cannot be set: this package sets"),
+        ([f"+{KWARGS}.tensor_parallel_size=2"], "tensor_parallel_size: is set by policy.generation.vllm_cfg.tensor_p"),
+    ],
+    "vllm_knows_its_arguments": [
+        ([f"+{KWARGS}.max_num_seq=5"], "max_num_seq: is not an argument of the installed vLLM; did you mean max_num_s"),
+        ([f"+{KWARGS}.zzz=5"], "zzz: is not an argument of the installed vLLM; delete it"),
+        (
+            [f"+{KWARGS}.enable_chunked_prefill=nein"],
+            "enable_chunked_prefill: is 'nein', but must be true or false or null for the installed vLLM",
+        ),
+        ([f"+{KWARGS}.max_logprobs=2.5"], "max_logprobs: is 2.5, but must be an integer for the installed vLLM"),
     ],
 }  # fmt: skip
 
@@ -102,6 +135,15 @@ def test_what_means_off_loads(row):
 def test_arguments_of_vllms_own_are_passed_on():
     generation = load(TINY, [ON, f"+{KWARGS}.max_num_batched_tokens=4096"]).config["policy"]["generation"]
     assert generation["vllm_kwargs"] == {"max_num_seqs": 512, "max_num_batched_tokens": 4096}
+
+
+def test_arguments_of_vllms_own_types_are_left_to_vllm(monkeypatch):
+    values = ["moe_backend=triton", "swap_space=4", "max_logprobs=null", "enable_chunked_prefill=true"]
+    given = [f"+{KWARGS}.{value}" for value in values]
+    assert load(TINY, [ON, *given]).config["policy"]["generation"]["vllm_kwargs"]["moe_backend"] == "triton"
+    unknown = f"+{KWARGS}.zzz=5"
+    monkeypatch.setattr(vllm_arguments, "source_folder", lambda: None)  # workers may have vLLM
+    assert load(TINY, [ON, unknown]).config["policy"]["generation"]["vllm_kwargs"]["zzz"] == 5
 
 
 @pytest.mark.parametrize("limit", ["-1", "abc", "true", "2.5"])

@@ -85,9 +85,25 @@ def test_named_pairs_of_a_folder(tmp_path):
     assert [*loader.problems] == read == [PreferencePair((Message("user", "1+1="),), "2", "3")]
 
 
-def test_an_explicit_null_leaves_no_chat_template():
-    assert read_tokenizer({"name": "arithmetic", "chat_template": "{{ messages }}"}).chat_template == "{{ messages }}"
-    assert read_tokenizer({"name": "arithmetic", "chat_template": None}).chat_template is None
+@pytest.fixture
+def own_template(tmp_path):
+    """Returns the folder of a tokenizer with a chat template of its own."""
+    tokenizer = read_tokenizer({"name": "arithmetic", "chat_template": "{{ messages[0]['content'] }}="})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def test_chat_templates_mean_what_they_mean_in_nemo_rl(own_template, tmp_path):
+    (tmp_path / "mine.jinja").write_text("{{ messages[0]['content'] }}+")
+    messages = [{"role": role, "content": text} for role, text in (("system", "1+"), ("user", "2"), ("assistant", "="))]
+    rendered = {}
+    for value in ("default", "Default", str(tmp_path / "mine.jinja"), "{{ messages | length }}", None):
+        tokenizer = read_tokenizer({"name": str(own_template), "chat_template": value})
+        rendered[value] = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert list(rendered.values()) == ["1+=", "1+=", "1++", "3", "1+2="]
+    absent = read_tokenizer({"name": str(own_template)})
+    assert absent.apply_chat_template(messages, tokenize=False) == "1+="
+    assert read_tokenizer({"name": "arithmetic", "chat_template": "default"}).chat_template is None  # it has none
 
 
 def test_a_dataset_has_its_own_prompt_files_or_the_default_ones(tmp_path):
