@@ -7,7 +7,8 @@ import torch
 from offload_ways.memory_saver import WAYS as SAVER_WAYS
 
 from adapter_ways.nemo_rl_moves import move_model, move_optimizer, release
-from nemo_offload_rl.adapters.adopt import AdoptedState, adopt
+from adapter_ways.nemo_rl_worker import worker
+from nemo_offload_rl.adapters.adopt import AdoptedState
 from nemo_offload_rl.adapters.megatron_core import adopt_own_methods
 from nemo_offload_rl.residency.table import Target
 
@@ -144,24 +145,25 @@ class OursInMegatronCore(Engine, MegatronCore):
 
 
 class OursInNemoRl(Engine):
-    """Makes the calls of NeMo-RL's worker on the facade that its adapter uses."""
+    """Makes NeMo-RL's calls around a refit on the adapter's worker."""
 
     def __init__(self, model: list[torch.nn.Module], optimizer: Any) -> None:
         super().__init__(model, optimizer)
-        self.state = adopt(model, optimizer)
+        self.worker = worker(model, optimizer)
+        self.state = self.worker._adopted
 
     def leave(self) -> None:
         """See `Way`."""
-        self.state.move_grads("cpu")
-        self.state.move_optimizer("cpu")
+        self.worker.move_model(self.worker.model, "cpu", move_params=False, move_grads=True)
+        self.worker.move_optimizer("cpu")
         release()
-        self.state.move_params("cpu")
+        self.worker.move_model(self.worker.model, "cpu", move_params=True, move_grads=True)
         release()
 
     def come_back(self) -> None:
         """See `Way`."""
-        self.state.move("cuda", [Target.PARAMS, Target.GRADS])
-        self.state.move_optimizer("cuda")
+        self.worker.move_model(self.worker.model, "cuda", move_params=True, move_grads=True)
+        self.worker.move_optimizer("cuda")
 
 
 class MemorySaver(Way):

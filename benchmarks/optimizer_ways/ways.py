@@ -113,7 +113,7 @@ CASES: Mapping[str, Case] = {
             seq_length=2048,
             steps=3,
             overrides=_ALL_LAYERS_AGAIN,
-            larger_mbs=(2, 4, 8, 16, 32),
+            larger_mbs=(2, 4, 8, 16, 32, 64, 128),
             asks_plan=True,
         ),
     )

@@ -56,7 +56,7 @@ def test_larger_micro_batches_are_tried_until_one_does_not_fit(monkeypatch):
 
     monkeypatch.setattr(measuring, "NLLLoss", LossOfFourRows)
     case = cpu_optimizer.scaled(CASES["8B"], "tiny", steps=1)
-    assert case.larger_mbs == (4, 8, 16, 32)
+    assert case.larger_mbs == (4, 8, 16, 32, 64, 128)
     first, second = measured(case, "streamed")
     assert (first[0]["largest_mbs"], second[0]["largest_mbs"]) == (None, 4)
     assert second[1] == first[1]
