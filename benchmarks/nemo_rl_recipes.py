@@ -1,11 +1,11 @@
 """How many of NeMo-RL's recipes load unchanged, and which keys refuse the others?
 
-python benchmarks/nemo_rl_recipes.py --folder nemo-rl-recipes [--deep] [--output docs/results/nemo_rl_recipes.json]
+python benchmarks/nemo_rl_recipes.py nemo-rl-recipes [--deep] [--output docs/results/nemo_rl_recipes.json]
 
-The folder is a copy of examples/configs of NVIDIA-NeMo/RL, or a part of it. The benchmark reads every YAML file below
-it as `nemo-offload-rl validate` does, without overrides. With --deep, recipes that load and name a model of a supported
-architecture are then checked by `validate --deep`, with a local config, data and tokenizer (some minutes). The
-benchmark also writes the tables as Markdown beside the JSON file.
+The folder is a copy of examples/configs of NVIDIA-NeMo/RL, or a part of it; --folder FOLDER is another way to give it.
+The benchmark reads every YAML file below it as `nemo-offload-rl validate` does, without overrides. With --deep, recipes
+that load and name a model of a supported architecture are then checked by `validate --deep`, with a local config, data
+and tokenizer (some minutes). The benchmark also writes the tables as Markdown beside the JSON file.
 """
 
 import argparse
@@ -308,11 +308,15 @@ def table_line(cells: Sequence[str]) -> str:
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="NeMo-RL's examples/configs")
+    folder = parser.add_mutually_exclusive_group(required=True)
+    folder.add_argument("folder", type=Path, nargs="?", help="NeMo-RL's examples/configs")
+    folder.add_argument("--folder", type=Path, dest="named_folder", metavar="FOLDER", help="the same, with its name")
     parser.add_argument("--deep", action="store_true", help="also run `validate --deep` on those that load")
     parser.add_argument("--work", type=Path, default=Path("build/nemo_rl_recipes"), help="for data and tokenizer")
     parser.add_argument("--output", type=Path, default=Path("build/nemo_rl_recipes.json"), help="the JSON file")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.folder = arguments.folder or arguments.named_folder
+    return arguments
 
 
 if __name__ == "__main__":

@@ -9,7 +9,14 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from nemo_offload_rl.memory.units import show_gib
-from nemo_offload_rl.plan.optimizer_ways import CpuSpeed, Host, PlannedWay, fastest_that_fits, reason
+from nemo_offload_rl.plan.optimizer_ways import (
+    OVERLAPPED_FACTOR,
+    CpuSpeed,
+    Host,
+    PlannedWay,
+    fastest_that_fits,
+    reason,
+)
 
 
 def new_table(title: str, first: str, *columns: str) -> RichTable:
@@ -49,8 +56,9 @@ def ways_tables(
             yield Text(f"  not with this recipe: {one.way.name}: {one.refusal}", style="dim")
     yield Text(
         "  The GPU columns leave out activations and logits; an option fits only with room for the least that they\n"
-        "  take. Transfers are the seconds if nothing overlaps. The CPU optimizer's kernels and copies are taken not\n"
-        f"  to overlap; its kernels step {cpu_speed.params_per_s / 1e9:.3g} G parameters per s, {cpu_speed.source}.",
+        "  take. Transfers are the seconds if nothing overlaps. For the CPU optimizer a step waits for its kernels\n"
+        f"  times {OVERLAPPED_FACTOR:g}, or for its copies in both directions at once, whichever takes longer;\n"
+        f"  its kernels step {cpu_speed.params_per_s / 1e9:.3g} G parameters per s, {cpu_speed.source}.",
         style="dim",
     )
     if gpu_bytes is None:

@@ -9,6 +9,7 @@ from nemo_offload_rl.config.rules.memory import RECOMPUTATION, recomputed_module
 
 _MOMENTUM_OF_EVERY_RECIPE = 0.9
 ACTIVATION_OFFLOAD = "policy.activation_offload"
+_STATE_IN_TRAIN = "policy.residency.table.train.optimizer_state"
 
 
 @note(f"{OPTIMIZER}.clip_grad", "policy.max_grad_norm")
@@ -174,3 +175,34 @@ def checkpoints_are_saved_with_their_metric(
     if not enabled or metric is None or not metric.startswith("val:") or (period and save % period == 0):
         return None
     return f"{save} is not a multiple of val_period ({period}), so some checkpoints are saved without {metric}"
+
+
+@note(
+    f"{MEGATRON}.checkpoint.async_save?",
+    f"{_STATE_IN_TRAIN}?",
+    "checkpointing.enabled",
+    "checkpointing.save_optimizer",
+)
+def steps_of_streamed_state_wait_for_files(
+    beside: bool | None, state: str | None, enabled: bool, with_optimizer: bool
+) -> Verdict:
+    """Notes that training does not go on beside a save of streamed state, whose host memory the step writes."""
+    if not beside or state != "streamed" or not enabled or not with_optimizer:
+        return None
+    return (
+        f"is true, but {_STATE_IN_TRAIN} is streamed, so that the next training step waits until a checkpoint's files "
+        "are written from the host memory that it changes; only what comes before it, such as generation, runs beside "
+        f"the save. To train on meanwhile, set {_STATE_IN_TRAIN} to gpu, if the GPU has room"
+    )
+
+
+@note("policy.use_pinned_optimizer_offload?", f"{_STATE_IN_TRAIN}?")
+def streamed_state_is_copied_faster_pinned(pinned: bool | None, state: str | None) -> Verdict:
+    """Notes that each step streams state through staging buffers if its host memory is not page-locked."""
+    if pinned is not False or state != "streamed":
+        return None
+    return (
+        f"is false, but {_STATE_IN_TRAIN} is streamed, so that each step copies all optimizer state from and to "
+        "pageable host memory through staging buffers, which is several times slower; set it to true, unless the host "
+        "cannot page-lock that much memory"
+    )

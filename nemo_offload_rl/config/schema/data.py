@@ -224,10 +224,31 @@ PairValidationData = Annotated[
 
 @with_config(STRICT)
 class DataDefaults(PromptFiles):
-    """Section `data.default`: settings that apply to every dataset of the recipe."""
+    """Section `data.default` of a GRPO recipe: settings that apply to every dataset of the recipe."""
 
-    # The key under `env` whose reward judges the answers; required by GRPO. Absent: no reward (SFT).
+    # NeMo-RL's name for how a prompt is made from a row, of which there is one here: from the problem, prompt_file,
+    # system_prompt_file and the chat template. Null or absent: the same.
+    processor: NotRequired[Literal["math_hf_data_processor", "default"] | None]
+    # The key under `env` whose reward judges the answers. Absent: an error that lists the keys under `env`.
     env_name: NotRequired[NonEmptyStr]
+
+
+@with_config(STRICT)
+class SFTDataDefaults(PromptFiles):
+    """Section `data.default` of an SFT recipe: settings that apply to every dataset of the recipe."""
+
+    # NeMo-RL's name for how a sample is made from a row, of which there is one here: from its messages, prompt_file,
+    # system_prompt_file and the chat template. Null or absent: the same.
+    processor: NotRequired[Literal["sft_processor"] | None]
+
+
+@with_config(STRICT)
+class PreferenceDataDefaults(PromptFiles):
+    """Section `data.default` of a DPO recipe: settings that apply to every dataset of the recipe."""
+
+    # NeMo-RL's name for how a pair is made from a row, of which there is one here: from the prompt with each of its two
+    # answers, prompt_file, system_prompt_file and the chat template. Null or absent: the same.
+    processor: NotRequired[Literal["preference_preprocessor"] | None]
 
 
 @with_config(STRICT)
@@ -273,7 +294,7 @@ class SFTDataConfig(DataOrder):
     # read as one. Null or absent: no additional data.
     validation: NotRequired[SFTValidationData]
     # Settings that training and validation data share. Absent: none.
-    default: NotRequired[DataDefaults]
+    default: NotRequired[SFTDataDefaults]
 
 
 @with_config(STRICT)
@@ -294,4 +315,4 @@ class PreferenceDataConfig(DataOrder):
     # are read as one. Null or absent: no additional pairs.
     validation: NotRequired[PairValidationData]
     # Settings that training and validation data share. Absent: none.
-    default: NotRequired[PromptFiles]
+    default: NotRequired[PreferenceDataDefaults]

@@ -116,8 +116,8 @@ class MegatronCheckpointConfig(TypedDict):
     """Section `policy.megatron_cfg.checkpoint`: how checkpoints are written."""
 
     # Write checkpoints in the background while training continues, from a host-memory copy of the state of their step.
-    # Takes host memory for the weights and for the optimizer state that is not offloaded anyway. Recommended: true.
-    # Absent: false.
+    # With streamed optimizer state the next training step waits until the files are written. Takes host memory for the
+    # weights and for the optimizer state that is not offloaded anyway. Recommended: true. Absent: false.
     async_save: NotRequired[bool]
     # Reuse the last checkpoint's plan of what goes into which file, if names, shapes and dtypes are unchanged on every
     # rank; the values are always the current ones. Recommended: false; true saves planning time with thousands of

@@ -306,9 +306,6 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect(
         "checkpointing.model_save_format", "is for the DTensor policy; Megatron's checkpoints have one format", True
     ),
-    WithoutEffect(
-        "data.default.processor", "prompts are built from prompt_file, system_prompt_file and the chat template"
-    ),
     WithoutEffect("data.num_workers", "batches are prepared in the driver", True),
     WithoutEffect("grpo.adv_estimator.minus_baseline", "is read by other estimators than grpo", True),
     WithoutEffect(
@@ -359,6 +356,9 @@ NEVER_EMPTY = ("policy.generation",)
 
 # Key of this package: what to do about a value that only NeMo-RL supports.
 OTHER_VALUES: dict[str, str] = {
+    "data.default.processor": "prompts are built from prompt_file, system_prompt_file and the chat template; set "
+    "data.default.processor to math_hf_data_processor (GRPO), sft_processor (SFT) or preference_preprocessor (DPO), or "
+    "delete the key",
     "policy.generation.backend": "set policy.generation.backend=vllm, or transformers",
     "policy.megatron_cfg.enabled": "set policy.megatron_cfg.enabled=true: Megatron is the only policy backend here",
     "policy.precision": "set policy.precision=bfloat16",

@@ -1,10 +1,12 @@
 """Tests the rows and the page of benchmarks/nemo_rl_recipes.py, for a small folder of recipes."""
 
 import json
+import sys
 from pathlib import Path
 
 import nemo_rl_recipes
-from nemo_rl_recipes import deep_verdict, page_of, row_of
+import pytest
+from nemo_rl_recipes import deep_verdict, page_of, parse_arguments, row_of
 
 from nemo_offload_rl.cli import main
 
@@ -66,3 +68,17 @@ def test_the_page_has_the_tables_of_its_result():
     assert max(row["seconds"] for row in result["rows"]) < 1
     refused = [row for row in result["rows"] if row["megatron_policy"] and not row["loads"]]
     assert refused and not [row["recipe"] for row in refused if "unknown key" in row["why"]]
+
+
+@pytest.mark.parametrize("arguments", [["recipes"], ["--folder", "recipes"], ["--deep", "recipes"]])
+def test_the_folder_is_an_argument_with_or_without_its_name(arguments, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["nemo_rl_recipes.py", *arguments])
+    assert parse_arguments().folder == Path("recipes")
+
+
+@pytest.mark.parametrize("arguments", [[], ["recipes", "--folder", "others"]])
+def test_the_folder_is_given_once(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["nemo_rl_recipes.py", *arguments])
+    with pytest.raises(SystemExit):
+        parse_arguments()
+    assert "--folder" in capsys.readouterr().err

@@ -785,6 +785,47 @@ def test_what_is_worth_saying_of_a_valid_recipe(overrides, note):
     assert note in "\n".join(load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).notes)
 
 
+STREAMED = ["++policy.residency.table.train.optimizer_state=streamed"]
+ASYNC = [f"++{MEGATRON}.checkpoint.async_save=true", "checkpointing.enabled=true"]
+PAGEABLE = ["policy.use_pinned_optimizer_offload=false"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "text"),
+    [
+        (
+            STREAMED + ASYNC,
+            f"{MEGATRON}.checkpoint.async_save",
+            "is true, but policy.residency.table.train.optimizer_state is streamed, so that the next training step "
+            "waits until a checkpoint's files are written",
+        ),
+        (
+            STREAMED + PAGEABLE,
+            "policy.use_pinned_optimizer_offload",
+            "is false, but policy.residency.table.train.optimizer_state is streamed, so that each step copies all "
+            "optimizer state from and to pageable host memory",
+        ),
+    ],
+)
+def test_what_slows_streamed_state_is_said_once(overrides, key, text):
+    (said,) = (note for note in load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).notes if note.startswith(key))
+    assert said.startswith(f"{key} {text}")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        STREAMED,
+        ASYNC + PAGEABLE,
+        [*STREAMED, *ASYNC, "checkpointing.enabled=false"],
+        [*STREAMED, *ASYNC, "checkpointing.save_optimizer=false"],
+    ],
+)
+def test_nothing_is_said_where_streamed_state_is_not_slowed(overrides):
+    notes = load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).notes
+    assert not any("streamed" in note for note in notes)
+
+
 def test_metrics_are_those_that_the_algorithms_measure():
     algorithms = Path(nemo_offload_rl.__file__).parent / "algorithms"
     for name, spec in ALGORITHMS.items():

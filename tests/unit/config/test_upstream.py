@@ -33,7 +33,7 @@ def test_the_megatron_recipe_validates_with_transformers_as_generation():
 def test_what_has_no_effect_is_said():
     notes = "\n".join(load(MEGATRON_RECIPE, OUR_SECTIONS).notes)
     assert "policy.scheduler has no effect: only the DTensor policy reads it" in notes
-    assert "data.default.processor has no effect" in notes
+    assert "data.default.processor" not in notes  # what it asks for happens
     assert "policy.optimizer" not in notes  # null in this recipe
 
 
@@ -92,6 +92,34 @@ def test_upstreams_dpo_recipe_needs_megatron():
     assert config["data"]["train"]["dataset_name"] == "HelpSteer3"
     tokens = {"add_bos": True, "add_eos": True, "add_generation_prompt": False}  # as NeMo-RL has them
     assert tokens.items() <= config["data"].items()
+
+
+PROCESSORS = {
+    "grpo_tiny_cpu.yaml": ("math_hf_data_processor", "default"),
+    "sft_tiny_cpu.yaml": ("sft_processor",),
+    "dpo_tiny_cpu.yaml": ("preference_preprocessor",),
+}
+OTHER_PROCESSORS = ("vlm_hf_data_processor", "nemo_gym_data_processor", "math_data_processor", "x", 7)
+
+
+@pytest.mark.parametrize("recipe", PROCESSORS)
+def test_a_processor_is_accepted_only_where_it_is_what_happens(recipe, error_of):
+    key = "data.default.processor"
+    for name in (*PROCESSORS[recipe], "null"):
+        assert not any(key in note for note in load(CONFIGS / recipe, [f"++{key}={name}"]).notes)
+    others = {name for names in PROCESSORS.values() for name in names}.difference(PROCESSORS[recipe])
+    for name in (*others, *OTHER_PROCESSORS):
+        error = error_of(f"++{key}={name}", recipe=CONFIGS / recipe)
+        assert f"{key}: {name if name == 7 else repr(name)} is not supported here; prompts are built from" in error
+        assert "math_hf_data_processor (GRPO), sft_processor (SFT) or preference_preprocessor (DPO), or delete" in error
+        assert ": 1 problem\n" in error
+
+
+@pytest.mark.parametrize("recipe", ["sft_tiny_cpu.yaml", "dpo_tiny_cpu.yaml"])
+def test_without_rewards_no_environment_can_be_named(recipe, error_of):
+    error = error_of("++data.default.env_name=math", recipe=CONFIGS / recipe)
+    assert "data.default.env_name: unknown key" in error
+    assert ": 1 problem\n" in error
 
 
 @pytest.mark.parametrize("row", OFF_ONLY, ids=lambda row: row.path)

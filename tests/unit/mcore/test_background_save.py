@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.late_streams import LateStream
 from support.limits import files_of_at_most
 from support.phases import delay_moves
 from support.ranks import run_ranks, worker_of_rank
@@ -20,9 +21,11 @@ from nemo_offload_rl.mcore.checkpoint.host_snapshot import HostSnapshot
 from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
 from nemo_offload_rl.memory.streams import CopyStream
+from nemo_offload_rl.residency.streamed import host_copies
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import read_manifest, write_manifest
+from tests.unit.mcore.test_checkpoint_modes import policy_of
 
 
 def train(worker, seeds):
@@ -175,6 +178,33 @@ def test_training_goes_on_once_all_copies_are_made_however_late_they_are(
     found, then = load_and_train_on(worker, tmp_path / "policy")
     assert torch.equal(found, want)
     assert then == after_it
+
+
+@pytest.mark.parametrize("way", ["streamed", 0.5, 1.0])
+def test_state_that_a_step_changes_on_the_host_is_written_as_it_was(make_worker, tmp_path, monkeypatch, gate, way):
+    """With streamed state the next step waits for the files; what the CPU optimizer has (a share) is copied before."""
+    monkeypatch.setattr(host_copies, "CopyStream", LateStream)
+    worker, later = make_worker(policy_of(way)), []
+    train(worker, [0])
+    late_copies(monkeypatch, 0.2, 0.0)
+    want, folder = logprobs(worker), str(tmp_path / "policy")
+    worker.start_checkpoint(folder, save_optimizer=True)
+    if way == "streamed":
+        worker.offload_before_refit()  # the phases before the step do not wait
+        worker.offload_after_refit()
+        logprobs(worker)
+    training = threading.Thread(target=lambda: later.extend([*train(worker, AFTER), logprobs(worker)]))
+    training.start()
+    training.join(0.5 if way == "streamed" else 60)
+    assert training.is_alive() == (way == "streamed")
+    assert not worker.is_checkpoint_written()
+    gate.set()
+    training.join(60)
+    worker.finish_checkpoint()
+    worker.load_checkpoint(folder)
+    assert torch.equal(logprobs(worker), want)
+    assert train(worker, AFTER) == later[:-1]
+    assert torch.equal(logprobs(worker), later[-1])
 
 
 @on_both

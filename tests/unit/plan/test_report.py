@@ -97,7 +97,7 @@ def test_the_tokens_of_packed_rows_that_a_gpu_has_room_for(capsys):
 def test_a_gpu_without_room_for_a_row_is_shown_with_the_ways(capsys):
     text = " ".join(printed(capsys, BENCHMARK, "--gpu-memory", "23", "--host-memory", "64").split())
     assert "train_mb_tokens is auto, but a GPU of 23.00 GiB lacks an estimated 2.27 GiB for rows of 512 tokens" in text
-    assert "For a GPU of 23.00 GiB use streamed" in text
+    assert "For a GPU of 23.00 GiB use CPU optimizer, 0.5" in text
 
 
 def test_streamed_optimizer_state_has_its_window_and_the_time_of_its_step(capsys):
