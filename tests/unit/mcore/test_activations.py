@@ -289,5 +289,5 @@ def test_nor_is_it_beside_copies_in_graphs(make_worker, late, caplog):
 
 def test_another_megatron_is_refused(make_worker, monkeypatch):
     monkeypatch.setattr(libraries, "TESTED_MEGATRON_CORE", ("0.18.0",))
-    with pytest.raises(ValueError, match=r"tested with 0\.18\.0, but 0\.19\.2 is installed"):
+    with pytest.raises(ValueError, match=r"tested only with 0\.18\.0, but 0\.19\.2 is installed"):
         make_worker(offloading_activations(tiny_policy(), ["core_attn"]))
