@@ -1,4 +1,4 @@
-"""Counts the resources of this process that a cycle of phases could leak."""
+"""Reads the resources of this process that a cycle of phases could leak."""
 
 import gc
 import threading
@@ -20,7 +20,6 @@ def counts() -> dict[str, int]:
         kinds |= {"CUDA streams": torch.cuda.Stream, "CUDA events": torch.cuda.Event}
     alive = gc.get_objects()
     return {
-        "mappings": len(Path("/proc/self/maps").read_text().splitlines()) // 16,
         "threads": threading.active_count(),
         "file descriptors": psutil.Process().num_fds(),
         "page-locked bytes": PinnedArena.live_bytes(),
@@ -28,12 +27,14 @@ def counts() -> dict[str, int]:
     }
 
 
-def memory_mib() -> dict[str, float]:
-    """Returns the GPU memory that torch and the driver count; empty without a GPU.
+def levels() -> dict[str, float]:
+    """Returns what varies a little from cycle to cycle: memory mappings, and with a GPU its memory in MiB.
 
-    Host memory is not measured: blocks of varying sizes leave gaps between them, which fill up over many cycles.
+    The GPU's memory is what torch and the driver count. Host memory is not measured: blocks of varying sizes leave gaps
+    between them, which fill up over many cycles.
     """
+    mappings = {"mappings": len(Path("/proc/self/maps").read_text().splitlines())}
     if not torch.cuda.is_available():
-        return {}
+        return mappings
     free, total = torch.cuda.mem_get_info()
-    return {"reserved": torch.cuda.memory_reserved() / 2**20, "used by the driver": (total - free) / 2**20}
+    return mappings | {"reserved": torch.cuda.memory_reserved() / 2**20, "used by the driver": (total - free) / 2**20}

@@ -26,6 +26,7 @@ class WeightLoader:
                 if name == "unwanted":
                     raise ValueError("there is no such weight here")
                 if name == "deadly":
+                    time.sleep(0.5)  # an answer that Ray has not yet sent would be lost with the process
                     os._exit(1)
                 self.weights[name] = tensor.clone()
         return self.seconds

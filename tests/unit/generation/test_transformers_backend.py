@@ -4,6 +4,7 @@ import psutil
 import pytest
 import ray
 import torch
+from support.actors import kill_and_wait
 
 from nemo_offload_rl.config.schema.generation import GenerationConfig
 from nemo_offload_rl.generation import ENGINES, make_generation
@@ -167,7 +168,7 @@ def test_engines_apart_take_weights_by_broadcast_and_the_one_that_dies_is_named(
             transport = make_transport("broadcast", apart.receivers, verify=True)
             sender = transport.connect(ExportPlan.of(weights.items()), rank=0, bucket_bytes=1 << 14)
             assert sender.send(weights.items()) == apart.weights_checksum()
-            ray.kill(apart.receivers[1].actor)
+            kill_and_wait(apart.receivers[1].actor)
             with pytest.raises(
                 EngineLostError, match=r"has lost generation engine 1 \(device 2\) with the weights model"
             ):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+from support.actors import kill_and_wait
 from support.metrics_page import undocumented
 
 from nemo_offload_rl.placement import gpu_monitor
@@ -170,7 +171,7 @@ def test_a_dead_actor_ends_the_readings_of_its_node_alone(ray_cluster, caplog):
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     node = ray.remote(Node).options(num_cpus=0)
     dead, alive = node.remote([]), node.remote([[]] * 5 + [[reading(1.0, 1.0)]])
-    ray.kill(dead)
+    kill_and_wait(dead)
     monitor = GpuMonitor([dead, alive], flush_interval_s=0.05)
     wait_until(lambda: monitor.of_step(1))
     assert set(monitor.of_step(1)) == {f"performance/gpus/node1/gpu0/{name}" for name in reading(1, 1)[0]}

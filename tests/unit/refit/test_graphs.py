@@ -8,6 +8,7 @@ import pytest
 import ray
 import torch
 from support import recorded_ops
+from support.actors import kill_and_wait
 from support.recorded_ops import OpsRecorder
 from support.refit_sides import Counting, Weights, look, start_engine
 from support.shared_memory import num_open_buffers
@@ -262,7 +263,7 @@ def test_an_engine_that_dies_once_graphs_are_taken_is_named_with_the_weights(ray
     sender = make_sender(weights, receivers=[Receiver(doomed, (0,), "engine 3")])
     sender.send(weights)
     assert sender.metrics["graphs"] == 1
-    ray.kill(doomed)
+    kill_and_wait(doomed)
     with pytest.raises(EngineLostError, match="has lost engine 3 with the weights whole to scalar: its process or its"):
         sender.send(weights)
     with pytest.raises(EngineLostError, match="has lost engine 3: its process or its node has ended"):

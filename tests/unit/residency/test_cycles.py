@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from support.holdings import counts, memory_mib
+from support.holdings import counts, levels
 from support.jobs import WIDTH, make_job
 from support.ranges import small_chunks
 
@@ -43,20 +43,21 @@ def cycle(job, engine, number):
 
 
 def run_cycles(job, engine, num_cycles=NUM_CYCLES):
-    """Returns counts and memory of the first cycle after the warm-up, and of the last one."""
+    """Returns `counts` and `levels` after the first cycle that follows the warm-up, and after the last one."""
     readings = []
     for number in range(WARM_UP + num_cycles):
         cycle(job, engine, number)
         if number in (WARM_UP, WARM_UP + num_cycles - 1):
             engine.meter.take_metrics()
-            readings.append((counts(), memory_mib()))
+            readings.append((counts(), levels()))
     return readings
 
 
 def assert_flat(readings):
-    (first_counts, first_memory), (last_counts, last_memory) = readings
+    (first_counts, first_levels), (last_counts, last_levels) = readings
     assert last_counts == first_counts
-    grown = {name: last_memory[name] - first_memory[name] for name in first_memory}
+    # The C library maps and unmaps a few regions as it likes; one left behind every twelfth cycle would be 16.
+    grown = {name: last_levels[name] - first_levels[name] for name in first_levels}
     assert {name: more for name, more in grown.items() if more > 16} == {}
 
 
