@@ -1,12 +1,12 @@
 """Defines a transformers engine that records its moments, for a trial without a GPU; importing it takes seconds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 from colocated_ways.engines import MarkedCalls
 from colocated_ways.marks import Marks
-from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest
+from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, WakeUpTag
 from nemo_offload_rl.generation.transformers_backend import GeneratorActor
 from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
 
@@ -50,10 +50,10 @@ class MarkedTransformersGenerator(TransformersGenerator):
             self._marks.note("first_token")
         return batch
 
-    def prepare_for_generation(self) -> None:
+    def prepare_for_generation(self, tags: Sequence[WakeUpTag] = ("weights", "kv_cache")) -> None:
         """See `TransformersGenerator.prepare_for_generation`."""
         with self._marks.span("wake_up weights"):
-            super().prepare_for_generation()
+            super().prepare_for_generation(tags)
 
     def finish_generation(self) -> None:
         """See `TransformersGenerator.finish_generation`."""
