@@ -114,4 +114,5 @@ class Loads:
             self._wait_for_first()
 
     def _wait_for_first(self) -> None:
-        self.seconds += max(answer_of(reference, load) for reference, load in self._under_way.popleft().items())
+        self.seconds += max(answer_of(reference, load) for reference, load in self._under_way[0].items())
+        self._under_way.popleft()  # not before: after an error, `settled` waits for the bucket's other receivers
