@@ -55,7 +55,7 @@ class DescriptorOffer:
     """Sends a descriptor to each process of the same user that connects, until the offer is closed.
 
     Args:
-        descriptor: The descriptor to send; `close` closes it, too.
+        descriptor: The descriptor to send; `close` closes it, too, and so does an error of the constructor.
 
     Raises:
         OSError: This machine has no abstract Unix sockets.
@@ -64,11 +64,14 @@ class DescriptorOffer:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self.address = DescriptorAddress(os.getpid(), f"nemo_offload_rl-{secrets.token_hex(16)}")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(f"\0{self.address.socket_name}")
-        self._listener.listen()
-        self._thread = threading.Thread(target=self._serve, name="descriptor offer", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, descriptor)
+            self._listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._listener.bind(f"\0{self.address.socket_name}")
+            self._listener.listen()
+            self._thread = threading.Thread(target=self._serve, name="descriptor offer", daemon=True)
+            self._thread.start()
+            undo.pop_all()
 
     def _serve(self) -> None:
         while True:

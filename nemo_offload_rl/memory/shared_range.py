@@ -17,7 +17,7 @@ import torch
 
 from nemo_offload_rl.memory.cuda_driver import checked
 from nemo_offload_rl.memory.descriptors import DescriptorAddress, DescriptorError, DescriptorOffer
-from nemo_offload_rl.memory.gpu_range import VirtualMemoryUnsupportedError, VirtualRange
+from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError, VirtualMemoryUnsupportedError, VirtualRange
 from nemo_offload_rl.memory.shared_buffer import HostBufferHandle, SharedBufferError, SharedHostBuffer
 from nemo_offload_rl.memory.units import MIB, round_up
 
@@ -111,7 +111,11 @@ class SharedGpuRange:
     def map(self) -> RangeHandle:
         """Allocate memory and offer it to other processes."""
         self._range.map(0)
-        self._offers.append(DescriptorOffer(self._range.export()))
+        try:
+            self._offers.append(DescriptorOffer(self._range.export()))
+        except BaseException:
+            self._range.unmap(0)
+            raise
         return GpuRangeHandle(self._range.nbytes, self._offers[-1].address)
 
     def unmap(self) -> None:
@@ -133,6 +137,13 @@ class _ExportedRange(VirtualRange):
         if not checked(driver.cuDeviceGetAttribute(attribute, checked(driver.cuCtxGetDevice()))):
             raise VirtualMemoryUnsupportedError("this GPU's memory cannot be exported as a file descriptor")
         return driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _allocate(self, size: int) -> Any:
+        try:
+            return super()._allocate(size)
+        except OutOfGpuMemoryError:
+            torch.cuda.empty_cache()  # frees blocks that torch caches and does not use
+            return super()._allocate(size)
 
     def export(self) -> int:
         """Returns a new descriptor of the mapped memory, which stays allocated until the descriptor is closed."""

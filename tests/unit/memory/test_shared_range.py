@@ -1,13 +1,16 @@
 """Tests ranges that a second process maps, at one address as long as they exist."""
 
 import os
+import socket
 
 import pytest
 import torch
 from support.shared_memory import num_open_buffers, process_that_answers
 
+from nemo_offload_rl.memory import shared_range
 from nemo_offload_rl.memory.descriptors import DescriptorError, DescriptorOffer
-from nemo_offload_rl.memory.shared_range import make_shared_range
+from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError, VirtualRange
+from nemo_offload_rl.memory.shared_range import SharedGpuRange, make_shared_range
 
 NBYTES = 5_000_000
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -110,3 +113,63 @@ def test_another_users_process_gets_no_descriptor(tmp_path, monkeypatch):
     with pytest.raises(DescriptorError, match="both processes must belong to the same user"):
         offer.address.receive()
     offer.close()
+
+
+def no_sockets(*arguments):
+    raise OSError("too many open files")
+
+
+def test_a_descriptor_that_cannot_be_offered_is_closed(tmp_path, monkeypatch):
+    """Left open, it would keep GPU memory allocated after the refit has fallen back to another way."""
+    (tmp_path / "file").touch()
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    monkeypatch.setattr(socket, "socket", no_sockets)
+    with pytest.raises(OSError, match="too many open files"):
+        DescriptorOffer(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_gpu_memory_that_cannot_be_offered_is_unmapped(monkeypatch):
+    class Range:
+        tensor, num_mapped = torch.empty(8), 0
+
+        def __init__(self, *arguments):
+            pass
+
+        def map(self, index):
+            Range.num_mapped += 1
+
+        def unmap(self, index):
+            Range.num_mapped -= 1
+
+        def export(self):
+            return os.open(os.devnull, os.O_RDONLY)
+
+    monkeypatch.setattr(shared_range, "_ExportedRange", Range)
+    shared = SharedGpuRange(8, torch.device("cuda"))
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", no_sockets)
+        with pytest.raises(OSError, match="too many open files"):
+            shared.map()
+    assert Range.num_mapped == 0  # else the next refit could not map it
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_blocks_that_torch_caches_make_room_for_shared_gpu_memory(monkeypatch, cached):
+    is_full = [True]
+
+    def allocate(self, size):
+        if is_full[0]:
+            raise OutOfGpuMemoryError("no memory")
+        return size
+
+    monkeypatch.setattr(VirtualRange, "__init__", lambda self, *arguments: None)
+    monkeypatch.setattr(VirtualRange, "_allocate", allocate)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: is_full.__setitem__(0, not cached))
+    shared = shared_range._ExportedRange(8, torch.device("cuda"), 8)
+    if cached:
+        assert shared._allocate(8) == 8
+    else:
+        with pytest.raises(OutOfGpuMemoryError):
+            shared._allocate(8)
