@@ -18,7 +18,7 @@ from nemo_offload_rl.refit.export import NullSender
 from nemo_offload_rl.refit.filling import ExportedTensors, OpenBucket, send_buckets
 from nemo_offload_rl.refit.graphs import MIN_GAIN_S, GraphSender
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
-from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
+from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor, buffer_sizes
 from nemo_offload_rl.refit.recorder import CudaRecorder
 
 NUM_BUFFERS = 2
@@ -110,10 +110,7 @@ class CudaIpcSender(RefitSender):
 
     @contextlib.contextmanager
     def _buckets(self) -> Iterator[list[OpenBucket]]:
-        sizes = [
-            max(1, *(layout.num_bytes for layout in self._layouts[first::NUM_BUFFERS]))
-            for first in range(min(NUM_BUFFERS, len(self._layouts)))
-        ]
+        sizes = buffer_sizes(self._layouts, NUM_BUFFERS)
         with contextlib.ExitStack() as stack:
             buffers = []
             for size in sizes:

@@ -4,12 +4,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from nemo_offload_rl.refit.checksum import tensor_checksum
-from nemo_offload_rl.refit.interface import Receiver
+from nemo_offload_rl.refit.interface import Receiver, WeightBucket
 from nemo_offload_rl.refit.loads import Loads
 from nemo_offload_rl.refit.plan import NamedTensor, TensorSpec
 
@@ -22,12 +22,12 @@ class OpenBucket:
         slots: Returns for each tensor the view of the bucket's buffer that it is copied into. A view that was kept, in
             the frames of an error, would keep host memory mapped.
         specs: The tensors.
-        message: The `WeightBucket` that receivers get.
+        message: What receivers get.
     """
 
     slots: Callable[[], Sequence[torch.Tensor]]
     specs: Sequence[TensorSpec]
-    message: Any
+    message: WeightBucket
 
 
 class Filler(Protocol):

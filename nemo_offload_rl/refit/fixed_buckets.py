@@ -16,7 +16,7 @@ from nemo_offload_rl.refit.bucket_memory import explain_refit_oom
 from nemo_offload_rl.refit.filling import OpenBucket
 from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.loads import Loads
-from nemo_offload_rl.refit.plan import BucketLayout, NamedTensor
+from nemo_offload_rl.refit.plan import BucketLayout, NamedTensor, buffer_sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +63,13 @@ class FixedBuckets:
     def __init__(
         self, layouts: Sequence[BucketLayout], num_buffers: int, receivers: Sequence[Receiver], device: torch.device
     ) -> None:
-        self.num_buffers = min(num_buffers, len(layouts))
+        sizes = buffer_sizes(layouts, num_buffers)
+        self.num_buffers = len(sizes)
         self._layouts = layouts
         self._receivers = receivers
         self._name = uuid.uuid4().hex
         self._ranges: list[SharedRange] = []
         self._slots: list[list[torch.Tensor]] = []  # by bucket
-        sizes = [max(1, *(each.num_bytes for each in layouts[first::num_buffers])) for first in range(self.num_buffers)]
         self._nbytes = sum(sizes)
         with contextlib.ExitStack() as undo:
             undo.callback(self._free)
@@ -204,8 +204,8 @@ class FixedBucket:
                 f"Bucket {self.number} of a refit was sent by its number only, but this engine has never received "
                 "its layout; a restarted engine needs a new transport."
             )
-        sender.map(self.buffer, self.handle)
         try:
+            sender.map(self.buffer, self.handle)
             if self.number not in sender.tensors:
                 views = sender.layouts[self.number].views(sender.ranges[self.buffer].tensor)
                 sender.tensors[self.number] = FixedTensors(tuple(views))

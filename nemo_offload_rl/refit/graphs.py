@@ -23,10 +23,10 @@ from nemo_offload_rl.refit.recorder import CaptureError, Recorder, Replay
 logger = logging.getLogger(__name__)
 
 MIN_GAIN_S = 0.005
-"""Seconds that graphs must save in a refit to be used."""
+"""Seconds that replaying the export must save in a refit."""
 
 _FAILURES = (RuntimeError, OSError)
-"""Errors of steps that only graphs need, here and in an engine: streaming works without them, or fails likewise."""
+"""Errors while buckets with fixed addresses are made, here or in an engine: streaming works, or fails likewise."""
 
 
 class GraphSender(RefitSender):
@@ -89,7 +89,7 @@ class GraphSender(RefitSender):
             return self._decide(weights)
         if self._buckets is None:
             return self._send_streamed(weights)
-        self._record_again_if_moved(weights)
+        self._record_again_if_moved(self._buckets, weights)
         if self._recorded is None:
             return self._send_driven(self._buckets, weights)
         return self._send_recorded(self._buckets, self._recorded, weights)
@@ -126,16 +126,15 @@ class GraphSender(RefitSender):
         )
         return checksums
 
-    def _record_again_if_moved(self, weights: Export) -> None:
+    def _record_again_if_moved(self, buckets: FixedBuckets, weights: Export) -> None:
         if self._recorded is None or self._recorded.addresses == weights.addresses():
             self._has_moved = False
         elif self._has_moved:  # recording in each refit costs more than it gains
             self._drive_from_python("the weights' addresses change in each refit")
         else:
-            self._has_moved = True
             logger.info("The weights' addresses have changed since their export was recorded; it is recorded again.")
-            assert self._buckets is not None
-            self._record(self._buckets, self._recorded, weights)
+            self._record(buckets, self._recorded, weights)
+            self._has_moved = True
 
     def _record(self, buckets: FixedBuckets, recorded: "_RecordedExport", weights: Export) -> bool:
         """Returns whether the export could be recorded; it is driven from Python otherwise."""
@@ -214,6 +213,7 @@ class _RecordedExport:
         self._recorder = recorder
         self._replays: list[Replay] = []
         self.addresses: tuple[int, ...] = ()
+        """Addresses of what the recorded export reads; empty unless a recording is complete."""
 
     @property
     def pool_bytes(self) -> int:
@@ -229,12 +229,12 @@ class _RecordedExport:
         """
         if self._replays:
             self.forget()
-        self.addresses = weights.addresses()
-        drawn = iter(weights)
+        addresses, drawn = weights.addresses(), iter(weights)
         with buckets.mapped() as opened:
             for bucket in opened:
                 self._replays.append(self._recorder.record(functools.partial(_fill, bucket.slots(), drawn)))
             deque(drawn, maxlen=0)  # exhaust the export, which checks at its end that there are no more tensors
+        self.addresses = addresses
 
     def fill(self, number: int, slots: Sequence[torch.Tensor]) -> None:
         """Replays a bucket's graph, which writes to the slots that it was recorded with."""
@@ -245,6 +245,7 @@ class _RecordedExport:
 
     def forget(self) -> None:
         """Frees the graphs' memory."""
+        self.addresses = ()
         self._replays.clear()
         self._recorder.forget()
 

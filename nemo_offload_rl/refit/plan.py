@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -70,6 +70,17 @@ class BucketLayout:
     def slots(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Returns the tensors of `views` without their names."""
         return [slot for _, slot in self.views(buffer)]
+
+
+def buffer_sizes(layouts: Sequence[BucketLayout], num_buffers: int) -> list[int]:
+    """Returns the bytes of each buffer, at least 1, if bucket i is in buffer i modulo `num_buffers`.
+
+    Fewer buckets than buffers need only as many buffers.
+    """
+    return [
+        max(1, *(layout.num_bytes for layout in layouts[first::num_buffers]))
+        for first in range(min(num_buffers, len(layouts)))
+    ]
 
 
 @dataclass(frozen=True)

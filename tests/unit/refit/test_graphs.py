@@ -15,6 +15,7 @@ from support.shared_memory import num_open_buffers
 
 from nemo_offload_rl.generation import recorded_loads
 from nemo_offload_rl.generation.recorded_loads import RecordedLoads
+from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError
 from nemo_offload_rl.memory.shared_buffer import SharedBufferError
 from nemo_offload_rl.memory.shared_range import HostRangeHandle
 from nemo_offload_rl.refit import fixed_buckets
@@ -145,6 +146,26 @@ def test_addresses_that_never_stay_have_exports_driven_from_python(engine, make_
     assert "driven from Python, not replayed from CUDA graphs: the weights' addresses change in each r" in caplog.text
     assert sender.metrics["graphs"] == 0
     assert look(engine)["num_recordings"] == 1  # its loads are replayed all the same
+
+
+@on_each_device
+def test_a_recording_that_found_no_memory_is_made_again(engine, make_sender, device, monkeypatch):
+    weights, recorder = Weights(device), Counting(device)
+    sender = make_sender(weights, recorder=recorder)
+    sender.send(weights)
+    weights.tensors[0] = weights.tensors[0].clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(sender._buckets, "mapped", full_gpu)
+        with pytest.raises(OutOfGpuMemoryError):
+            sender.send(weights)
+    weights.step()
+    sender.send(weights)
+    assert look(engine)["sums"] == weights.sums()
+    assert (sender.metrics["graphs"], recorder.num_recordings) == (1, 2)
+
+
+def full_gpu():
+    raise OutOfGpuMemoryError("the GPU has no memory for the buckets")
 
 
 @on_each_device
@@ -306,6 +327,40 @@ def test_a_bucket_that_an_engine_has_never_had_is_refused(engine):
         SharedBufferError, match="Bucket 3 of a refit was sent by its number only, but this engine has ne"
     ):
         ray.get(engine.load_weights.remote(bucket))
+
+
+class Mapped:
+    """Stands for a buffer in the engine's process: counts whether its memory is mapped."""
+
+    def __init__(self, *, opens=True):
+        self.tensor, self.is_mapped, self.opens = torch.zeros(64, dtype=torch.uint8), False, opens
+
+    def make_peer(self):
+        return self
+
+    def map(self, handle):
+        if not self.opens:
+            raise SharedBufferError("this memory cannot be opened")
+        self.is_mapped = True
+
+    def unmap(self):
+        self.is_mapped = False
+
+    def close(self):
+        pass
+
+
+def test_a_buffer_that_cannot_be_mapped_leaves_no_other_one_mapped(monkeypatch):
+    layouts = ExportPlan.of((f"w{number}", torch.zeros(4)) for number in range(4)).buckets(16)
+    good, bad = Mapped(), Mapped(opens=False)
+    monkeypatch.setitem(fixed_buckets._SENDERS, "a sender", fixed_buckets._Sender(layouts))
+    with fixed_buckets.FixedBucket("a sender", 0, 0, good, False).opened() as tensors:
+        assert tensors[0][0] == "w0"
+    assert good.is_mapped  # for the bucket after the next
+    bucket = fixed_buckets.FixedBucket("a sender", 1, 1, bad, False)
+    with pytest.raises(SharedBufferError, match="cannot be opened"), bucket.opened():
+        pytest.fail("it cannot be opened")
+    assert not good.is_mapped
 
 
 def fixed(*tensors):

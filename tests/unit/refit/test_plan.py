@@ -2,7 +2,7 @@ import pytest
 import torch
 from support.mixed_weights import MIXED
 
-from nemo_offload_rl.refit.plan import ExportPlan, TensorSpec
+from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, TensorSpec, buffer_sizes
 
 
 def _buckets(max_bytes: int, *num_bytes: int) -> list[list[str]]:
@@ -20,6 +20,13 @@ def test_a_larger_tensor_has_a_bucket_of_its_own():
     assert _buckets(10, 3, 50, 3) == [["t0"], ["t1"], ["t2"]]
     assert _buckets(10, 50) == [["t0"]]
     assert _buckets(10, 50, 3, 3) == [["t0"], ["t1", "t2"]]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "sizes"), [((64, 640, 128, 0, 192), [192, 640]), ((64,), [64]), ((0, 64), [1, 64]), ((), [])]
+)
+def test_buckets_alternate_between_buffers(num_bytes, sizes):
+    assert buffer_sizes([BucketLayout((), (), size) for size in num_bytes], 2) == sizes
 
 
 def test_a_bucket_size_of_zero_is_refused():
