@@ -70,14 +70,14 @@ def main() -> None:
     )
     if arguments.delay_copies and tables != ["parity"]:
         parser.error("--delay-copies goes with --tables parity alone, since it is no measure of time")
-    chosen = [
+    matching = [
         (table, part, run)
         for table in tables
         for part, run in importlib.import_module(f"activation_cases.{TABLES[table]}").parts(setting).items()
         if any(fnmatch.fnmatch(part, pattern) for pattern in arguments.only.split(","))
         and not (arguments.missing and setting.file.has(table, part, late=bool(setting.late_ms)))
     ]
-    chosen = share(chosen, *arguments.share)
+    chosen = share(matching, *arguments.share)
     if arguments.list:
         print("\n".join(f"{table} {part}" for table, part, _ in chosen))
         return

@@ -86,7 +86,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/adapters.json"), help="the result file")
     arguments = parser.parse_args()
     if arguments.child:
-        child(*arguments.child, arguments.scale, arguments.cycles, arguments.out)
+        case, way = arguments.child
+        child(case, way, arguments.scale, arguments.cycles, arguments.out)
         return
     rows: list[Row] = []
     by = ("case", "way") if arguments.append else ()

@@ -49,7 +49,7 @@ def main() -> None:
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # losses are compared
     rows: list[Mapping[str, TableValue]] = []
     for found in in_turn(partial(in_own_process, arguments), arguments.ways):
-        rows = [row | {"losses_equal": row["losses"] == found[0]["losses"]} for row in found]
+        rows = [{**row, "losses_equal": row["losses"] == found[0]["losses"]} for row in found]
         write_result(Path(arguments.out), rows)
     print_rows(rows)
 
@@ -99,7 +99,8 @@ def measured(way: str, arguments: argparse.Namespace) -> Mapping[str, TableValue
         peaks: list[dict[str, float]] = []
         for step in range(arguments.steps):
             batch = pairs(arguments.pairs, arguments.seq_length, policy["hf_config"]["vocab_size"], seed=step)
-            took, peak = {}, {}
+            took: dict[str, float] = {}
+            peak: dict[str, float] = {}
             with watch.peak("reference_logprobs", peak):
                 start = time.perf_counter()
                 reference = worker.get_reference_policy_logprobs(batch, arguments.mbs)["reference_logprobs"]

@@ -97,7 +97,7 @@ def plain_step(recipe: Any) -> Step:
     """Runs one step of the plain baseline, on the recipe's problems in the recipe's order."""
     section, policy, loss = recipe["grpo"], recipe["policy"], recipe["loss_fn"]
     tokenizer = load_tokenizer(policy["tokenizer"]["name"])
-    problems, _ = read_data(recipe["data"], section["seed"])
+    problems: Any = read_data(recipe["data"], section["seed"])[0]  # the recipe's are `Problem`s
     trainer = PlainGRPO(
         policy,
         num_generations=section["num_generations_per_prompt"],

@@ -111,7 +111,7 @@ def measure(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Tabl
     num_engine_devices = 1 if arguments.apart else 0
     start = time.perf_counter()
     loaded, _ = config.for_machine(config.load(RECIPE, overrides).config, has_gpus=torch.cuda.is_available())
-    policy = dict(loaded["policy"]) | {"hf_config": hf_config(case, arguments.scale)}
+    policy: Any = dict(loaded["policy"]) | {"hf_config": hf_config(case, arguments.scale)}
     backend = policy["generation"]["backend"]  # without a GPU it is another
     with (
         Cluster(num_nodes=1, gpus_per_node=1 + num_engine_devices, num_engine_devices=num_engine_devices) as cluster,

@@ -75,8 +75,10 @@ def bare_step(worker: MegatronPolicyWorker, data: BatchedData, mbs: int) -> floa
         out = model(input_ids=tokens, position_ids=positions, attention_mask=None, labels=labels)
         return out, functools.partial(loss_func, mask)
 
+    optimizer: Any = state.optimizer
+    scheduler: Any = state.scheduler
     model.zero_grad_buffer()
-    state.optimizer.zero_grad()
+    optimizer.zero_grad()
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iter(micro),
@@ -86,8 +88,8 @@ def bare_step(worker: MegatronPolicyWorker, data: BatchedData, mbs: int) -> floa
         micro_batch_size=mbs,
         forward_only=False,
     )
-    state.optimizer.step()
-    state.scheduler.step(increment=1)
+    optimizer.step()
+    scheduler.step(increment=1)
     return float(sum(out["loss"] for out in outputs) / len(outputs))
 
 

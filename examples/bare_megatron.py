@@ -51,9 +51,11 @@ arguments = parser.parse_args()
 engine = None if arguments.no_offload else attach([model], optimizer, PinnedArena(), table=arguments.table)
 for step in range(5):
     print(f"step {step}: loss {train_step(model, optimizer, tokens):.9f}")
-    for phase in (Phase.REFIT, Phase.GENERATE, Phase.TRAIN) if engine else ():
+    if engine is None:
+        continue
+    for phase in (Phase.REFIT, Phase.GENERATE, Phase.TRAIN):
         engine.residency.enter(phase)  # after REFIT weights are sent; after GENERATE the GPU is the generator's
-if engine:
+if engine is not None:
     print(*(f"{name}: {value:.6f}" for name, value in engine.meter.take_metrics().items()), sep="\n")
     engine.close()
 torch.distributed.destroy_process_group()  # without it gloo's threads abort one exit in forty

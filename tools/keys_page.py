@@ -6,7 +6,7 @@ python tools/keys_page.py check    exits 1 where it is out of date
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -73,7 +73,8 @@ Values that NeMo-RL has for keys of ours, and this package has not:
 
 def page() -> str:
     """The page's text."""
-    sections, described = [], set()
+    sections: list[str] = []
+    described: set[type] = set()
     for algorithm, spec in ALGORITHMS.items():
         keys = schema_keys(spec.schema)
         for path, typed_dict in _sections(keys):
@@ -93,7 +94,7 @@ def _contents(algorithm: str) -> str:
     return f"A recipe with `{algorithm}` has the sections {', '.join(names)}."
 
 
-def _sections(keys: dict[str, Key]) -> Iterator[tuple[str, type]]:
+def _sections(keys: Mapping[str, Key]) -> Iterator[tuple[str, type]]:
     """Every section and its TypedDict; the alternatives of a union follow each other."""
     for path, key in keys.items():
         for member in _members(key.annotation):
@@ -107,7 +108,7 @@ def _all_bases(typed_dict: type) -> list[type]:
     return bases + [further for base in bases for further in _all_bases(base)]
 
 
-def _section(path: str, typed_dict: type, keys: dict[str, Key], algorithm: str, described: set[type]) -> str:
+def _section(path: str, typed_dict: type, keys: Mapping[str, Key], algorithm: str, described: set[type]) -> str:
     title = path.replace("*", "NAME")
     hints = get_type_hints(typed_dict, include_extras=True)
     if "dataset_name" in hints:
@@ -123,7 +124,7 @@ def _section(path: str, typed_dict: type, keys: dict[str, Key], algorithm: str, 
         hints = {name: hint for name, hint in hints.items() if name not in inherited}
     for name, hint in hints.items():
         annotation = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
-        marks = "" if name in typed_dict.__required_keys__ else " *optional*"
+        marks = "" if name in vars(typed_dict)["__required_keys__"] else " *optional*"
         marks += _only_some(f"{path}.{name}") if bases else ""
         owner = next(base for base in reversed([typed_dict, *bases]) if name in get_type_hints(base))
         comment = key_comments(owner)[name]

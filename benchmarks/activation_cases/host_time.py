@@ -44,7 +44,7 @@ def _measure(setting: Setting, part: str, combination: Combination, size: int) -
         assert active is not None, f"{part} offloads"
         for kind, fields in seconds_inside(active, train, setting.num_steps(NUM_STEPS)).items():
             known = describe(combination) | {"micro_batch": size, "num_micro_batches": NUM_MICRO_BATCHES[size]}
-            setting.file.add("host_time", part, kind, known | fields)
+            setting.file.add("host_time", part, kind, {**known, **fields})
 
 
 def seconds_inside(

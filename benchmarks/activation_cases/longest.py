@@ -79,8 +79,8 @@ def any_kernels() -> Iterator[None]:
 
 
 def _row(combination: Combination, length: int) -> Row:
-    settings = {"micro_batch": 1, "micro_batches": "1", "seq_length": length, "deterministic": False}
-    return describe(combination) | settings
+    settings: Row = {"micro_batch": 1, "micro_batches": "1", "seq_length": length, "deterministic": False}
+    return {**describe(combination), **settings}
 
 
 def _try(_: int, combination: Combination, length: int) -> Row:

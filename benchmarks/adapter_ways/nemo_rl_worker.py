@@ -31,7 +31,7 @@ class _Worker:
 
 def worker(model: list[torch.nn.Module], optimizer: Any) -> Any:
     """Returns the adapter's worker, whose `move_model` and `move_optimizer` move the model and the optimizer."""
-    contents = {
+    contents: dict[str, dict[str, Any]] = {
         _WORKER: {"MegatronPolicyWorkerImpl": _Worker},
         _UTILS: {"get_runtime_env_for_policy_worker": lambda name: {"env_vars": {}}},
     }

@@ -1,5 +1,6 @@
 """Creates verl's Megatron engine, its own or the adapter's, on an existing model and optimizer."""
 
+import importlib
 import types
 from typing import Any
 
@@ -36,9 +37,10 @@ def engine(model: list[torch.nn.Module], optimizer: Any, *, adapter: bool) -> An
     from verl.workers.config import McoreEngineConfig
 
     if adapter:
-        from nemo_offload_rl.adapters.verl import RangeOffloadWithLMHead as Engine
+        engine_module, engine_name = "nemo_offload_rl.adapters.verl", "RangeOffloadWithLMHead"
     else:
-        from verl.workers.engine.megatron import MegatronEngineWithLMHead as Engine
+        engine_module, engine_name = "verl.workers.engine.megatron", "MegatronEngineWithLMHead"
+    engine_class = getattr(importlib.import_module(engine_module), engine_name)
     model_config = types.SimpleNamespace(
         lora={},
         mtp=types.SimpleNamespace(enable=False),
@@ -50,7 +52,7 @@ def engine(model: list[torch.nn.Module], optimizer: Any, *, adapter: bool) -> An
     )
     if not torch.cuda.is_available():
         torch.cuda.mem_get_info = lambda *_: (0, 0)  # for verl's log, which assumes a GPU on every machine
-    made = type("Engine", (_Given, Engine), {"given": (model, optimizer)})(
+    made = type("Engine", (_Given, engine_class), {"given": (model, optimizer)})(
         model_config=model_config,
         engine_config=McoreEngineConfig(param_offload=True, optimizer_offload=True, use_dist_checkpointing=True),
         optimizer_config=types.SimpleNamespace(use_checkpoint_opt_param_scheduler=False),

@@ -56,7 +56,7 @@ class Verl(Way):
     """Calls verl's engine as its training context does at its beginning and end."""
 
     adapter: ClassVar[bool] = False
-    imports = ("verl.trainer.config", "verl.workers.engine.megatron")
+    imports: ClassVar[Sequence[str]] = ("verl.trainer.config", "verl.workers.engine.megatron")
 
     def __init__(self, model: list[torch.nn.Module], optimizer: Any) -> None:
         from adapter_ways.verl_engine import engine

@@ -82,7 +82,7 @@ def marked_llm(base: Any, marks: Marks, *, like_upstream: bool) -> Any:
         like_upstream: whether it sleeps as in NeMo-RL.
     """
 
-    class MarkedLLM(base):  # type: ignore[misc]
+    class MarkedLLM(base):
         def __init__(self, *arguments: Any, **named: Any) -> None:
             with marks.span("vllm_build"):
                 super().__init__(*arguments, **named)

@@ -70,7 +70,10 @@ def two_way_bytes_per_s() -> float | None:
 
 
 def _measured(worker: MegatronPolicyWorker, case: Case, way: Way, two_way: float | None) -> Measured:
-    steps, exposed, copies, made = [], [], [], []
+    steps: list[float] = []
+    exposed: list[float] = []
+    copies: list[tuple[float, float]] = []
+    made: list[dict[str, Any]] = []
     for number in range(WARM_UP + case.steps):
         worker.prepare_for_training()
         worker.residency_metrics()
@@ -83,9 +86,10 @@ def _measured(worker: MegatronPolicyWorker, case: Case, way: Way, two_way: float
         if number >= WARM_UP:
             steps.append(seconds)
             exposed.append(optimizer[0])
-            copies.append((moved.get("train/optimizer_state/copy_s"), moved.get("train/optimizer_state/gb")))
+            if "train/optimizer_state/copy_s" in moved:  # streamed
+                copies.append((moved["train/optimizer_state/copy_s"], moved["train/optimizer_state/gb"]))
     row: Row = {"case": case.name, "way": way.name, "fraction": way.fraction, "overlap": way.overlap}
-    copy_s = [seconds for seconds, _ in copies if seconds is not None]
+    copy_s = [seconds for seconds, _ in copies]
     step_s, exposed_s = statistics.median(steps), statistics.median(exposed)
     streamed = bool(copy_s)
     row |= {
@@ -134,7 +138,8 @@ def _largest_mbs(worker: MegatronPolicyWorker, case: Case) -> int:
 def _timed_optimizer(worker: MegatronPolicyWorker) -> Iterator[list[float]]:
     """Yields a list that gets the seconds of the optimizer's step on the compute stream."""
     optimizer: Any = worker.state.optimizer
-    step, marks, seconds = optimizer.step_with_ready_grads, [], []
+    step, marks = optimizer.step_with_ready_grads, []
+    seconds: list[float] = []
 
     def timed() -> Any:
         marks.append(_mark())
