@@ -68,7 +68,7 @@ def split_upstream_keys(config: dict[str, Any]) -> SplitKeys:
 
 
 def _refusal(feature: str, value: Any, off: tuple[Any, ...], remedy: str) -> str:
-    return f"{feature} is not supported here (found {show(value)}); {remedy.format(off=show(off[0]))}"
+    return f"this package does not support {feature} (found {show(value)}); {remedy.format(off=show(off[0]))}"
 
 
 def _split_feature(split: SplitKeys, feature: SwitchedOff) -> None:

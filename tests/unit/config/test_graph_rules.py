@@ -243,7 +243,7 @@ def test_what_works_is_accepted(overrides):
 
 def test_dynamic_batching_stays_refused(error_of):
     error = error_of(*capture("attn"), "+policy.dynamic_batching.enabled=true")
-    assert "dynamic batching is not supported here" in error
+    assert "this package does not support dynamic batching (found true)" in error
 
 
 @pytest.mark.parametrize(

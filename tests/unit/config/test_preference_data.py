@@ -61,7 +61,12 @@ def test_keys_of_upstream_are_accepted_where_they_are_off():
         (BINARY | {"choosen_key": "c"}, {}, "data.train.choosen_key", "nearest valid key: data.train.chosen_key"),
         (RANKED | {"prompt_key": "p"}, {}, "data.train.prompt_key", "is a key of dataset_name 'Binary"),
         (RANKED | {"data_path": 3}, {}, "data.train.data_path", "must be text; found 3"),
-        (RANKED | {"subset": "x"}, {}, "data.train.subset", "not supported here (found 'x'); name its folder in"),
+        (
+            RANKED | {"subset": "x"},
+            {},
+            "data.train.subset",
+            "this package does not support a subset of a data set on the hub (found 'x'); name its folder in",
+        ),
         (RANKED, {"prompt_file": "x"}, "data.prompt_file", "write it into data.default, or into data.train and"),
         (RANKED, {"default": {"env_name": "math"}}, "data.default.env_name", "unknown key"),
         (RANKED, {"default": {"prompt_key": "p"}}, "data.default.prompt_key", "write it into data.train and"),

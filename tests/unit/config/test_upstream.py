@@ -134,7 +134,7 @@ def test_a_feature_that_is_not_here_is_refused_by_name(row, error_of):
     assert load(recipe, [*parent_section, f"++{path}={off}"]).recipe.config is not None
     on = f"++{path}=7"
     error = error_of(*parent_section, on, recipe=recipe)
-    assert f"command line: {on}: {path}: {row.feature} is not supported here (found 7)" in error
+    assert f"command line: {on}: {path}: this package does not support {row.feature} (found 7); " in error
     assert ": 1 problem\n" in error
 
 
@@ -146,7 +146,9 @@ def test_a_section_loads_while_its_switch_is_off(feature, error_of):
     config = load(recipe, [*inner, f"{switch}=false"]).config
     assert feature.section.rpartition(".")[2] not in str(config)
     error = error_of(*inner, f"{switch}=true")
-    assert f"{feature.section}.{feature.switch}: {feature.feature} is not supported here (found true)" in error
+    assert (
+        f"{feature.section}.{feature.switch}: this package does not support {feature.feature} (found true); " in error
+    )
     assert ": 1 problem\n" in error
     misspelt = f"{feature.section}.{feature.keys[0]}x"
     assert f"{misspelt}: unknown key; nearest valid key: {feature.section}." in error_of(
