@@ -256,7 +256,8 @@ def _warm_start(
     except RecipeError as error:
         return None, error.problems
     for key, message in _warm_start_mismatches(warm_start, config):
-        found.add(key, message)
+        if not found.touches(key):
+            found.add(key, message)
     return warm_start, ()
 
 
@@ -320,8 +321,19 @@ def _warm_start_mismatches(warm_start: ValidatedRecipe, config: dict[str, Any]) 
     for path in ("policy.hf_config", "policy.tokenizer.name"):
         ours, theirs = value_at(config, path), value_at(other, path)
         if ours is not ABSENT and ours != theirs:
+            key, here, there = _first_difference(path, ours, theirs)
             yield (
-                path,
-                "must be the same as in the warm_start recipe, which trains the initial weights; there it is "
-                f"{show(theirs)}",
+                key,
+                f"is {here}, but must be the same as in the warm_start recipe, which trains the initial weights; there "
+                f"it is {there}",
             )
+
+
+def _first_difference(path: str, ours: Any, theirs: Any) -> tuple[str, str, str]:
+    """Returns the first key at or below the path whose values differ, and both values in words."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        pairs = {name: [one[name] if name in one else ABSENT for one in (ours, theirs)] for name in {**ours, **theirs}}
+        name = next(name for name, (mine, other) in pairs.items() if mine != other)
+        return _first_difference(f"{path}.{name}", *pairs[name])
+    here, there = ("absent" if value is ABSENT else show(value) for value in (ours, theirs))
+    return path, here, there

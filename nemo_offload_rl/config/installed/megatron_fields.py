@@ -135,7 +135,7 @@ def check_field(section: str, name: str, value: Any) -> str | None:
         return None
     expected = field.expected()
     if not expected:
-        return f"cannot be set in a recipe: in {SECTIONS[section].title} its type is not a plain value"
+        return f"cannot be set in a recipe: no YAML value has the type that it has in {SECTIONS[section].title}"
     hint = "; write it without quotes" if isinstance(value, str) and is_number(value) else ""
     if field.choices is not None and isinstance(value, str) and (close := nearest(value, field.choices)):
         hint = f"; did you mean {close}?"

@@ -55,7 +55,7 @@ MEGATRON = "policy.megatron_cfg"
         ),
         (
             f"+{MEGATRON}.init_method=normal",
-            "cannot be set in a recipe: in megatron-core's TransformerConfig its type is not a plain value",
+            "cannot be set in a recipe: no YAML value has the type that it has in megatron-core's TransformerConfig",
         ),
         (f"+{MEGATRON}.moe_router_score_function=soft", "must be 'softmax', 'sigmoid' or 'sqrtsoftplus'"),
         # Values out of range.
@@ -362,9 +362,13 @@ def test_the_warm_start_recipe_is_checked_too(tmp_path, error_of):
         f"warm_start.recipe={CONFIGS}/grpo_math_1B_megatron.yaml"
     )
     assert "its sft.export_hf must be true" in error_of("+warm_start.overrides=['sft.export_hf=false']")
-    assert "must be the same as in the warm_start recipe, which trains the initial weights; there" in error_of(
-        "policy.hf_config.hidden_size=64"
-    )
+    same = "must be the same as in the warm_start recipe, which trains the initial weights; there it is"
+    size = error_of("policy.hf_config.hidden_size=64")
+    assert f"command line: policy.hf_config.hidden_size=64: policy.hf_config.hidden_size: is 64, but {same} 128" in size
+    added = error_of("+policy.hf_config.attention_bias=true")
+    assert f"policy.hf_config.attention_bias: is true, but {same} absent" in added
+    deleted = error_of("~policy.hf_config.tie_word_embeddings")
+    assert f"policy.hf_config.tie_word_embeddings: is absent, but {same} true" in deleted
 
 
 def test_a_warm_start_is_checked_for_the_ranks_that_it_runs_on(error_of):
