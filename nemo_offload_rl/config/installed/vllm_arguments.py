@@ -36,7 +36,7 @@ def declared_arguments(folder: Path) -> Mapping[str, ast.expr]:
     path = folder / _FILE
     if not path.is_file():
         return {}
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     classes = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == _CLASS)
     return {
         field.target.id: field.annotation

@@ -54,12 +54,14 @@ KEY_OF_ARGUMENT: dict[str, str] = {
 REFUSED_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(
         ("distributed_executor_backend", "worker_cls", "worker_extension_cls", "enable_sleep_mode", "generation_config",
-         "override_generation_config", "data_parallel_size", "disable_custom_all_reduce"),
+         "disable_custom_all_reduce"),
         "this package sets it for vLLM",
     ),
+    "override_generation_config": f"the keys of {GENERATION} set how answers are sampled",
+    "data_parallel_size": f"an engine has {VLLM}.tensor_parallel_size GPUs, and more GPUs have more engines",
     **dict.fromkeys(
-        ("quantization", "quantization_config"), "refits load the policy's weights unquantised, and quantised "
-                                                 "weights would not be the ones that are trained",
+        ("quantization", "quantization_config"),
+        "refits load the policy's weights unquantised, and quantised weights would not be the ones that are trained",
     ),
     **dict.fromkeys(
         ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
@@ -84,9 +86,9 @@ OWN_VARIABLES = (
 def vllms_own_variables_stay(variables: dict[str, str] | None) -> Verdict:
     """Refuses to override environment variables that the engine sets itself."""
     own = next((name for name in variables or {} if name in OWN_VARIABLES), None)
-    return (
-        None if own is None else (f"{VLLM}.env_vars.{own}", "cannot be set: this package sets it for vLLM; delete it")
-    )
+    if own is None:
+        return None
+    return f"{VLLM}.env_vars.{own}", "cannot be set: this package sets it for vLLM; delete it"
 
 
 @rule(BACKEND, f"{VLLM}?")
@@ -175,9 +177,10 @@ def vllm_has_a_least_temperature(temperature: float, validation: float, backend:
         return None
     for name, value in (("temperature", temperature), ("val_temperature", validation)):
         if 0 < value < LEAST_TEMPERATURE:
-            return f"{GENERATION}.{name}", (
+            return (
+                f"{GENERATION}.{name}",
                 f"is {value}, but vLLM raises temperatures below {LEAST_TEMPERATURE} to {LEAST_TEMPERATURE}; set it to "
-                f"{LEAST_TEMPERATURE} or more"
+                f"{LEAST_TEMPERATURE} or more",
             )
     return None
 
@@ -194,11 +197,9 @@ def vllm_arguments_are_not_the_recipes(arguments: dict[str, Any], section: dict[
     return None
 
 
-@rule(f"{GENERATION}.vllm_kwargs", BACKEND)
-def vllm_knows_its_arguments(arguments: dict[str, Any], backend: str) -> Verdict:
+@rule(f"{GENERATION}.vllm_kwargs")
+def vllm_knows_its_arguments(arguments: dict[str, Any]) -> Verdict:
     """Refuses names and types that vLLM would refuse only when its engine is built; needs vLLM's source here."""
-    if backend != "vllm":
-        return None
     for name, value in arguments.items():
         if name not in REFUSED_ARGUMENTS and name not in KEY_OF_ARGUMENT and (why := why_refused(name, value)):
             return f"{GENERATION}.vllm_kwargs.{name}", why

@@ -102,6 +102,7 @@ BROKEN = {
     "vllm_arguments_are_not_the_recipes": [
         ([f"+{KWARGS}.quantization=fp8"], "quantization: cannot be set: refits load the policy's weights unquantised"),
         ([f"+{KWARGS}.disable_custom_all_reduce=false"], "disable_custom_all_reduce: cannot be set: this package sets"),
+        ([f"+{KWARGS}.data_parallel_size=2"], f"cannot be set: an engine has {VLLM}.tensor_parallel_size GPUs, and mo"),
         ([f"+{KWARGS}.tensor_parallel_size=2"], "tensor_parallel_size: is set by policy.generation.vllm_cfg.tensor_p"),
     ],
     "vllm_knows_its_arguments": [
