@@ -9,6 +9,6 @@ def is_default_template(value: str | None) -> bool:
     return value is not None and value.lower() == "default"
 
 
-def is_template_file(value: str | None) -> bool:
+def is_template_file(value: str) -> bool:
     """Returns whether the value is the path of a file with the template."""
-    return value is not None and value.endswith(".jinja")
+    return value.endswith(".jinja")

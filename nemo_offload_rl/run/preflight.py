@@ -80,7 +80,7 @@ def check_sizes(config: Mapping[str, Any], algorithm: str) -> PlannedRun | None:
     Raises:
         HostBudgetError: a rank needs more host memory than the recipe's limit.
         ValueError: the model's config cannot be read; the host memory for activations is not known; the model cannot be
-            split as the recipe says; Megatron would not compute it as transformers does.
+            split as the recipe says; Megatron or vLLM would not compute it as transformers does.
     """
     policy = config["policy"]
     fields = hf_config(policy).to_dict()

@@ -1,4 +1,4 @@
-"""Finds models that Megatron would compute differently from transformers, by their Hugging Face config alone."""
+"""Finds models that Megatron or vLLM would compute differently from transformers, by their Hugging Face config."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def check_model(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
-    """Refuses a model, or a setting for it, with which Megatron would compute something else than transformers.
+    """Refuses a model, or a setting for it, with which Megatron or vLLM would compute something else than transformers.
 
     Args:
         fields: the fields of the model's Hugging Face config.
@@ -80,7 +80,7 @@ def why_unfused(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> s
 
 
 def why_not_generated(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> str | None:
-    """Returns why the recipe's engine would generate with another model than the one that is trained; None if not.
+    """Returns why the recipe's engine would generate with another model than is trained; None if it would not.
 
     Args:
         fields: the fields of the model's Hugging Face config.
@@ -89,7 +89,8 @@ def why_not_generated(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> s
     if "generation" not in policy or policy["generation"]["backend"] != "vllm":
         return None
     family = fields["model_type"] if "model_type" in fields else None
-    if family not in ("qwen3", "qwen3_moe") or not fields.get("attention_bias"):
+    has_bias = "attention_bias" in fields and fields["attention_bias"]
+    if family not in ("qwen3", "qwen3_moe") or not has_bias:
         return None
     return (
         f"is vllm, whose {family} models have no bias in attention's output projection, but the model has "
