@@ -76,14 +76,14 @@ def checked_split(per_node: int, num_nodes: int, colocated: Mapping[str, Any] | 
         if nodes not in (None, 1):
             return "num_nodes", f"is {nodes}, but cluster.num_nodes is 1; set it to null, or raise cluster.num_nodes"
         if gpus is None:
+            if per_node == 1:
+                return "gpus_per_node", (
+                    f"is missing, but {apart}, and with cluster.gpus_per_node 1 the policy needs the only GPU; raise "
+                    "cluster.gpus_per_node"
+                )
             return "gpus_per_node", (
                 f"is missing, but {apart}; set it to the number of GPUs for generation: 1 to {per_node - 1}, since "
                 f"cluster.gpus_per_node is {per_node}"
-                if per_node > 1
-                else (
-                    f"is missing, but {apart}, and cluster.gpus_per_node 1 has no GPU for generation; raise "
-                    "cluster.gpus_per_node"
-                )
             )
         if gpus >= per_node:
             return "gpus_per_node", (

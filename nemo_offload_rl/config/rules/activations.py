@@ -117,9 +117,10 @@ def expert_modules_need_grouped_gemm(modules: list[str] | None, enabled: bool, g
     moved = [name for name in offloaded(enabled, modules) if name in _of_experts()]
     if not moved or grouped is not False:
         return None
+    verb = "needs" if len(moved) == 1 else "need"
     return (
-        f"names {quoted(moved)}, which need {MEGATRON}.moe_grouped_gemm true: megatron-core does not offload "
-        "experts without grouped GEMM; found false: set it to true"
+        f"names {quoted(moved)}, which {verb} {MEGATRON}.moe_grouped_gemm true, since megatron-core offloads only "
+        f"grouped experts; found false: set that to true, or take {quoted(moved)} out"
     )
 
 

@@ -61,19 +61,17 @@ def _fills(gbs: int, mbs: int, mbs_key: str, model_parallel: int, world: int) ->
 @rule("data.max_input_seq_length", LENGTH)
 def prompts_fit_into_sequences(prompt: int, total: int) -> Verdict:
     """Refuses a prompt limit above the limit of the whole sequence."""
-    return (
-        None
-        if prompt <= total
-        else f"is {prompt}, above policy.max_total_sequence_length ({total}); lower it, or raise that"
-    )
+    if prompt <= total:
+        return None
+    return f"is {prompt}, above {LENGTH} ({total}); lower it, or raise that"
 
 
 @rule("policy.generation.max_new_tokens", LENGTH)
 def answers_fit_into_sequences(new: int, total: int) -> Verdict:
     """Refuses an answer limit above the limit of the whole sequence."""
-    return (
-        None if new <= total else f"is {new}, above policy.max_total_sequence_length ({total}); lower it, or raise that"
-    )
+    if new <= total:
+        return None
+    return f"is {new}, above {LENGTH} ({total}); lower it, or raise that"
 
 
 def padded_row(longest: int, divisible_by: int) -> tuple[int, str]:

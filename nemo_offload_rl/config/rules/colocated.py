@@ -30,4 +30,4 @@ def nothing_moves_for_a_refit_to_other_gpus(enabled: bool | None, colocated: dic
     """Notes that the flag has no effect on separate GPUs, since NeMo-RL's recipes have it in common."""
     if not enabled or colocated is None or colocated["enabled"]:
         return None
-    return "true has no effect, since generation is not colocated, and the optimizer state stays on the policy's GPUs"
+    return "true has no effect, since generation is not colocated, and a refit needs no room on the policy's GPUs"

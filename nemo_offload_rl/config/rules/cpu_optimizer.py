@@ -2,7 +2,7 @@
 
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import OPTIMIZER, Verdict, note, rule
-from nemo_offload_rl.config.rules.optimizer import STATE_TYPES
+from nemo_offload_rl.config.rules.optimizer import STATE_TYPES, other_than_float32
 
 SWITCH = f"{OPTIMIZER}.optimizer_cpu_offload"
 FRACTION = f"{OPTIMIZER}.optimizer_offload_fraction"
@@ -51,12 +51,14 @@ def overlap_is_of_the_cpu_optimizer(overlap: bool | None, enabled: bool | None) 
 @rule(f"{SWITCH}?", *(f"{OPTIMIZER}.{name}?" for name in STATE_TYPES))
 def cpu_optimizer_keeps_float32(enabled: bool | None, *types: str | None) -> Verdict:
     """Requires float32 optimizer state, on the CPU and for the share that stays on the GPU."""
-    other = next((name for name, found in zip(STATE_TYPES, types, strict=True) if found not in (None, "float32")), None)
+    other = other_than_float32(types)
     if not enabled or other is None:
         return None
+    name, found = other
     return (
-        f"{OPTIMIZER}.{other}",
-        f"must be float32 with {SWITCH}, which keeps its state in float32; set it to float32, or {SWITCH} to false",
+        f"{OPTIMIZER}.{name}",
+        f"must be float32 with {SWITCH}, which keeps its state in float32; found {found}: set it to float32, or "
+        f"{SWITCH} to false",
     )
 
 

@@ -152,7 +152,8 @@ def one_penalty_counts(factor: float | None, enabled: bool, *overlong: float | N
     given = [key for key, value in zip(_OVERLONG, overlong, strict=True) if value is not None]
     if not enabled or factor is None or not given:
         return None
-    return f"{factor} is the penalty in use; {', '.join(given)} of {_SHAPING} have no effect"
+    verb = "has" if len(given) == 1 else "have"
+    return f"{factor} is the penalty in use; {', '.join(given)} of {_SHAPING} {verb} no effect"
 
 
 @rule("loss_fn.sequence_level_importance_ratios", "loss_fn.token_level_loss")

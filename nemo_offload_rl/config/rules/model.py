@@ -119,9 +119,10 @@ def rotated_heads_are_even(*model: Any) -> Verdict:
     head_dim = config.size("head_dim")
     if head_dim is None or head_dim % 2 == 0:
         return None
-    return config.at(
-        "head_dim"
-    ), f"{config.said('head_dim')} must be even: rotary embeddings rotate pairs of dimensions"
+    return (
+        config.at("head_dim"),
+        f"{config.said('head_dim')} must be even, since rotary embeddings rotate pairs of dimensions; change it",
+    )
 
 
 @rule(*MODEL_FIELDS)

@@ -17,10 +17,8 @@ def clip_grad_is_what_counts(clip: float, norm: float | None) -> Verdict:
     """Notes that clip_grad differs from max_grad_norm, since the optimizer reads only clip_grad."""
     if norm is None or clip == norm:
         return None
-    return (
-        f"{clip} is the norm that gradients are clipped to; policy.max_grad_norm ({norm}) has an effect only where "
-        "another key refers to it"
-    )
+    clipping = f"{clip} is the norm that gradients are clipped to" if clip else f"{clip} switches clipping off"
+    return f"{clipping}; policy.max_grad_norm ({norm}) has an effect only where another key refers to it"
 
 
 @note(f"{OPTIMIZER}.optimizer")
@@ -143,7 +141,8 @@ def dense_models_recompute_no_experts(
     absent = [name for name in ("moe", "shared_experts") if name in recomputed]
     if not absent or model_kind(*model).has_experts is not False:
         return None
-    return f"has {' and '.join(absent)}, which has no effect on a dense model"
+    verb = "has" if len(absent) == 1 else "have"
+    return f"has {' and '.join(absent)}, which {verb} no effect on a dense model"
 
 
 @note(f"{ACTIVATION_OFFLOAD}.strict?", f"{MEGATRON}.fine_grained_activation_offloading")
@@ -192,7 +191,7 @@ def steps_of_streamed_state_wait_for_files(
     return (
         f"is true, but {_STATE_IN_TRAIN} is streamed, so that the next training step waits until a checkpoint's files "
         "are written from the host memory that it changes; only what comes before it, such as generation, runs beside "
-        f"the save. To train on meanwhile, set {_STATE_IN_TRAIN} to gpu, if the GPU has room"
+        f"the save; to train on meanwhile, set {_STATE_IN_TRAIN} to gpu, if the GPU has room"
     )
 
 

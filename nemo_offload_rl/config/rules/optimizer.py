@@ -1,6 +1,7 @@
 """Rules for the optimizer and its schedule."""
 
 import struct
+from collections.abc import Sequence
 
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import DDP, OPTIMIZER, SCHEDULER, Verdict, rule
@@ -104,7 +105,7 @@ def adam_eps_is_not_lost(eps: float, optimizer: str) -> Verdict:
     if optimizer != "adam" or eps >= _SMALLEST_NORMAL:
         return None
     return (
-        "rounds to 0 in float32, in which Adam computes, so that parameters with a gradient of 0 would become NaN; "
+        "counts as 0 in float32, in which Adam computes, so that parameters with a gradient of 0 would become NaN; "
         f"set it to 1e-8; found {eps!r}"
     )
 
@@ -146,13 +147,25 @@ def some_norms_are_not_skipped(threshold: float | None) -> Verdict:
 )
 def types_of_state_need_precision_aware_optimizer(enabled: bool, *types: str | None) -> Verdict:
     """Refuses other dtypes than float32 for the state of an optimizer that is not precision-aware."""
-    other = next((name for name, found in zip(STATE_TYPES, types, strict=True) if found not in (None, "float32")), None)
+    other = other_than_float32(types)
     if enabled or other is None:
         return None
+    name, found = other
     return (
-        f"{OPTIMIZER}.{other}",
-        f"must be float32 without {OPTIMIZER}.use_precision_aware_optimizer; set that to true",
+        f"{OPTIMIZER}.{name}",
+        f"must be float32 without {OPTIMIZER}.use_precision_aware_optimizer; found {found}: set it to float32, or that "
+        "to true",
     )
+
+
+def other_than_float32(types: Sequence[str | None]) -> tuple[str, str] | None:
+    """Returns the name and dtype of the first part of the optimizer state that is not float32; None if all are.
+
+    Args:
+        types: the values of `STATE_TYPES` in this order; None is float32.
+    """
+    named = zip(STATE_TYPES, types, strict=True)
+    return next(((name, dtype) for name, dtype in named if dtype not in (None, "float32")), None)
 
 
 def _float32(value: float) -> float:

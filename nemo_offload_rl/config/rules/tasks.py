@@ -34,8 +34,8 @@ def environment_judges_in_one_way(used: str | None, env: dict[str, Any]) -> Verd
         if name == used and not has_math and "reward" not in section:
             return (
                 f"env.{name}",
-                f"has no reward: set env.{name}.math_verify_impl (hf_math_verify or "
-                f"dapo_math_verify) or env.{name}.reward (exact_match, numeric_match or python)",
+                f"has no reward; set env.{name}.math_verify_impl (hf_math_verify or dapo_math_verify) or "
+                f"env.{name}.reward (exact_match, numeric_match or python)",
             )
     return None
 
@@ -81,12 +81,16 @@ def named_datasets_have_the_keys_that_they_read(data: dict[str, Any]) -> Verdict
         if "split" in section and section["split"] not in dataset.splits:
             return f"{path}.split", f"must be {show_choices(dataset.splits)} for {name}; found {section['split']}"
         if "output_key" in section and section["output_key"] not in dataset.output_keys:
-            choices = f"must be {show_choices(dataset.output_keys)}" if dataset.output_keys else "cannot be set"
-            return f"{path}.output_key", f"{choices} for {name}; found {section['output_key']}"
+            rule_says = f"must be {show_choices(dataset.output_keys)}" if dataset.output_keys else "cannot be set"
+            remedy = "" if dataset.output_keys else "; delete it"
+            return f"{path}.output_key", f"{rule_says} for {name}; found {section['output_key']}{remedy}"
         if "repeat" in section and dataset.repeat is None:
             return f"{path}.repeat", f"is read only with dataset_name AIME2024 or AIME2025, not {name}; delete it"
-        if name in CONVERSATIONS and _prompt_file(data, section, "system_prompt_file") is not None:
-            message = f"must be null for {name}, whose rows contain their own system messages"
+        prompt_file = _prompt_file(data, section, "system_prompt_file")
+        if name in CONVERSATIONS and prompt_file is not None:
+            message = (
+                f"must be null for {name}, whose rows contain their own system messages; found {show(prompt_file)}"
+            )
             return f"{path}.system_prompt_file", message
     return None
 
@@ -102,7 +106,7 @@ def splits_have_a_seed(size: float | None, seed: int | None, name: str | None) -
     """Requires a seed for the split, so that resumed runs, on any machine, split the data in the same way."""
     if seed is not None or not size or name in NAMED_DATASETS:  # named datasets have a default seed, or are not split
         return None
-    return f"is {size}, which needs data.train.seed, so that resumed runs split the data in the same way; set it"
+    return f"is {size}, which needs data.train.seed, so that resumed runs split the data in the same way; set that"
 
 
 @note("data.train.split_validation_size?", "data.train.dataset_name?")
@@ -133,7 +137,7 @@ def validation_data_is_not_split(data: dict[str, Any]) -> Verdict:
 
 @note("data")
 def nothing_is_drawn_of_validation_data(data: dict[str, Any]) -> Verdict:
-    """Refuses a seed for validation data, which is read in order from the first row."""
+    """Notes that a seed has no effect on validation data, which is read in order from the first row."""
     for path, section in datasets_of(data, "validation").items():
         if "seed" in section and section["dataset_name"] != "arithmetic":
             return (

@@ -65,11 +65,12 @@ BROKEN = {
     "expert_modules_need_grouped_gemm": [
         (
             [*EXPERTS, *offload("moe_act"), f"+{MEGATRON}.moe_grouped_gemm=false"],
-            f"names 'moe_act', which need {MEGATRON}.moe_grouped_gemm true",
+            f"names 'moe_act', which needs {MEGATRON}.moe_grouped_gemm true, since megatron-core offloads only grouped "
+            "experts; found false: set that to true, or take 'moe_act' out",
         ),
         (
             [*EXPERTS, FUSER, *offload("fused_group_mlp"), f"+{MEGATRON}.moe_grouped_gemm=false"],
-            f"names 'fused_group_mlp', which need {MEGATRON}.moe_grouped_gemm true",
+            f"names 'fused_group_mlp', which needs {MEGATRON}.moe_grouped_gemm true",
         ),
     ],
     "fused_group_mlp_moves_as_a_whole": [

@@ -33,7 +33,7 @@ def test_one_node_or_whole_nodes_are_divided():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([APART], "gpus_per_node: is missing, but .* cluster.gpus_per_node 1 has no GPU for generation; raise cluster"),
+        ([APART], "is missing, but .* cluster.gpus_per_node 1 the policy needs the only GPU; raise cluster"),
         ([APART, "cluster.gpus_per_node=4"], "gpus_per_node: is missing, .*: 1 to 3, since cluster.gpus_per_node is 4"),
         (
             [APART, "cluster.gpus_per_node=2", f"{RESOURCES}.gpus_per_node=2"],

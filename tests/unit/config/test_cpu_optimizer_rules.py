@@ -39,7 +39,8 @@ def notes_of(*overrides):
         ),
         (
             [*HALF, f"+{OPTIMIZER}.exp_avg_sq_dtype=bfloat16"],
-            "exp_avg_sq_dtype: must be float32 with policy.megatron_cfg.optimizer.optimizer_cpu_offload, which keeps",
+            "exp_avg_sq_dtype: must be float32 with policy.megatron_cfg.optimizer.optimizer_cpu_offload, which keeps "
+            "its state in float32; found bfloat16: set it to float32, or",
         ),
         (
             [f"+{OPTIMIZER}.use_torch_optimizer_for_cpu_offload=true"],

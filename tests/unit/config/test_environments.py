@@ -34,8 +34,8 @@ def test_an_environment_that_is_not_in_use_may_say_nothing():
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ("num_workers: 8", "env.arithmetic: has no reward: set env.arithmetic.math_verify_impl"),
-        ("math_verify_impl: null", "env.arithmetic: has no reward: set env.arithmetic.math_verify_impl"),
+        ("num_workers: 8", "env.arithmetic: has no reward; set env.arithmetic.math_verify_impl"),
+        ("math_verify_impl: null", "env.arithmetic: has no reward; set env.arithmetic.math_verify_impl"),
         ("math_verify_impl: hf", "math_verify_impl: must be 'hf_math_verify' or 'dapo_math_verify'; found 'hf'"),
         ("math_verify_impl: hf_math_verify, reward_function: 'a:b'", "with env.arithmetic.reward python; found math_v"),
         ("reward: exact_match, time_limit_s: 3", "time_limit_s: is read only with env.arithmetic.math_verify_impl"),

@@ -44,7 +44,7 @@ BROKEN = {
         ),
         ([*NO_HEAD_DIM, f"{HF}.model_type=qwen2"], "num_attention_heads (4) must divide hidden_size (30); change one"),
     ],
-    "rotated_heads_are_even": [([f"{HF}.head_dim=31"], f"{HF}.head_dim: head_dim (31) must be even")],
+    "rotated_heads_are_even": [([f"{HF}.head_dim=31"], f"{HF}.head_dim: head_dim (31) must be even, since")],
     "tokens_go_to_experts_that_are_there": [
         (
             [*MOE, f"{HF}.num_experts_per_tok=5"],

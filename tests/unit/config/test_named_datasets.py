@@ -65,7 +65,7 @@ def test_what_nemo_rl_does_not_split_is_not_split_and_that_is_said():
         (
             "grpo",
             "dataset_name: gsm8k, output_key: answer",
-            "data.train.output_key: cannot be set for gsm8k; found answer",
+            "data.train.output_key: cannot be set for gsm8k; found answer; delete it",
         ),
         (
             "grpo",
@@ -81,7 +81,8 @@ def test_what_nemo_rl_does_not_split_is_not_split_and_that_is_said():
         (
             "sft",
             "dataset_name: squad, system_prompt_file: s.txt",
-            "data.train.system_prompt_file: must be null for squad, whose rows contain their own system messages",
+            "data.train.system_prompt_file: must be null for squad, whose rows contain their own system messages; "
+            "found 's.txt'",
         ),
         ("dpo", "dataset_name: gsm8k", "data.train.dataset_name: 'gsm8k' is not supported here"),
     ],

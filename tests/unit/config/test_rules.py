@@ -203,7 +203,7 @@ BROKEN = {
     ),
     "adam_eps_is_not_lost": (
         [f"{MEGATRON}.optimizer.adam_eps=1e-50"],
-        "optimizer.adam_eps: rounds to 0 in float32, in which Adam computes, so that parameters with a "
+        "optimizer.adam_eps: counts as 0 in float32, in which Adam computes, so that parameters with a "
         "gradient of 0 would become NaN",
     ),
     "decay_keeps_signs": (
@@ -221,7 +221,8 @@ BROKEN = {
     ),
     "types_of_state_need_precision_aware_optimizer": (
         [f"+{MEGATRON}.optimizer.exp_avg_dtype=bfloat16"],
-        f"optimizer.exp_avg_dtype: must be float32 without {MEGATRON}.optimizer.use_precision_aware_optimizer",
+        f"optimizer.exp_avg_dtype: must be float32 without {MEGATRON}.optimizer.use_precision_aware_optimizer; found "
+        "bfloat16: set it to float32, or that to true",
     ),
     "recomputation_says_what": (
         [
@@ -336,7 +337,8 @@ BROKEN = {
             "data.train={_override_: true, dataset_name: HFDataset, data_path: d, input_key: q, output_key: a,"
             " split_validation_size: 0.1}"
         ],
-        "data.train.split_validation_size: is 0.1, which needs data.train.seed",
+        "data.train.split_validation_size: is 0.1, which needs data.train.seed, so that resumed runs split the data in "
+        "the same way; set that",
     ),
     "named_datasets_have_the_keys_that_they_read": (
         ["data.train={_override_: true, dataset_name: gsm8k, split: validation}"],
@@ -684,6 +686,10 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
             "clip_grad 1.0 is the norm that gradients are clipped to",
         ),
         (
+            ["policy.max_grad_norm=2.0", f"{MEGATRON}.optimizer.clip_grad=0"],
+            "clip_grad 0 switches clipping off; policy.max_grad_norm (2.0) has an effect only where another key",
+        ),
+        (
             ["policy.train_global_batch_size=256", "loss_fn.force_on_policy_ratio=false"],
             "256 means 2 optimizer steps per GRPO step of 512 samples",
         ),
@@ -745,7 +751,14 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
                 *(f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.recompute_granularity=selective"),
                 f"{MEGATRON}.recompute_modules=[core_attn,moe,shared_experts]",
             ],
-            "recompute_modules has moe and shared_experts, which has no effect on a dense model",
+            "recompute_modules has moe and shared_experts, which have no effect on a dense model",
+        ),
+        (
+            [
+                *(f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.recompute_granularity=selective"),
+                f"{MEGATRON}.recompute_modules=[core_attn,moe]",
+            ],
+            "recompute_modules has moe, which has no effect on a dense model",
         ),
         (
             ["policy.activation_offload.strict=true"],
