@@ -67,7 +67,8 @@ class WeightExport:
     def connect(self, transport: RefitTransport) -> ExportPlan:
         """Runs one export to learn which tensors each export yields, and makes this rank's sender for them."""
         if self._sender is not None:
-            self._sender.close()
+            sender, self._sender = self._sender, None  # a closed one must not send after an error below
+            sender.close()
         self._plan = ExportPlan.of(self._weights())
         self._sources = list(self._reads.tensors())
         self._sender = transport.connect(self._plan, rank=self._rank, bucket_bytes=self._bucket_bytes)
