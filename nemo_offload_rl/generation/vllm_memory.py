@@ -21,7 +21,7 @@ def engine_memory_stats(pools: Mapping[int, Any]) -> dict[str, float]:
     awake = sum(block.handle[1] for block in pools.values() if not block.is_asleep)
     copies = (block.cpu_backup_tensor for block in pools.values())
     on_host = sum(copy.numel() * copy.element_size() for copy in copies if copy is not None)
-    # The peak dates from when all blocks were awake.
+    # Peaks keep the sleeping blocks: every measurement includes a generation, in which all of them are awake.
     return memory_stats(-sleeping) | {"gpu_pools_gib": awake / GIB, "host_pools_gib": on_host / GIB}
 
 

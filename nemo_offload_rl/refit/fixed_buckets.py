@@ -45,7 +45,7 @@ class FixedTensors(Sequence[NamedTensor]):
 
 
 class FixedBuckets:
-    """Lays out a sender's buckets in one buffer, or alternately in two, and introduces them to the receivers.
+    """Lays out a sender's buckets in one buffer, or alternately in two, and registers them at the receivers.
 
     Args:
         layouts: Layouts of all buckets, in the order in which they are sent.
@@ -78,7 +78,7 @@ class FixedBuckets:
             buffers = itertools.cycle(self._ranges)
             self._slots.extend(layout.slots(one.tensor) for layout, one in zip(layouts, buffers, strict=False))
             with self._allocated() as handles:
-                self._introduce(Introduction(self._name, tuple(layouts), tuple(handles)))
+                self._register(RegisterBuckets(self._name, tuple(layouts), tuple(handles)))
             undo.pop_all()
 
     @contextlib.contextmanager
@@ -109,14 +109,14 @@ class FixedBuckets:
         is_last = number + self.num_buffers >= len(self._layouts)
         return FixedBucket(self._name, number, buffer, handles[buffer], is_last)
 
-    def _introduce(self, buckets: "Introduction") -> None:
+    def _register(self, buckets: "RegisterBuckets") -> None:
         try:
             self._tell(buckets)
         except RuntimeError:
-            self._tell(LastBucket(self._name))  # the other receivers forget them
+            self._tell(UnregisterBuckets(self._name))  # the other receivers forget them
             raise
 
-    def _tell(self, message: "Introduction | LastBucket") -> None:
+    def _tell(self, message: "RegisterBuckets | UnregisterBuckets") -> None:
         loads = Loads(self._receivers, 1)
         with loads.settled():
             loads.start(message)
@@ -129,7 +129,7 @@ class FixedBuckets:
             EngineLostError: A receiver's process has ended; the addresses here are freed all the same.
         """
         try:
-            self._tell(LastBucket(self._name))
+            self._tell(UnregisterBuckets(self._name))
         finally:  # a dead engine holds no memory
             self._free()
 
@@ -176,7 +176,7 @@ _SENDERS: dict[str, _Sender] = {}
 
 @dataclass(frozen=True)
 class FixedBucket:
-    """Identifies a bucket of a sender that the receiver knows (see `Introduction`, `WeightBucket`).
+    """Identifies a bucket of a sender that the receiver knows (see `RegisterBuckets`, `WeightBucket`).
 
     Attributes:
         sender: The sender's unique name.
@@ -221,7 +221,7 @@ class FixedBucket:
 
 
 @dataclass(frozen=True)
-class Introduction:
+class RegisterBuckets:
     """Tells a receiver a sender's buckets before the first one, and maps their buffers once (see `WeightBucket`).
 
     Attributes:
@@ -254,7 +254,7 @@ class Introduction:
 
 
 @dataclass(frozen=True)
-class LastBucket:
+class UnregisterBuckets:
     """Makes a receiver forget a sender; it has no tensors (see `WeightBucket`).
 
     Attributes:

@@ -32,7 +32,7 @@ _FAILURES = (RuntimeError, OSError)
 class GraphSender(RefitSender):
     """Sends buckets that keep their addresses, so that engines replay their loads, and this side its export.
 
-    The first refit introduces the buckets to the receivers. If that fails, another sender does all refits. An export
+    The first refit registers the buckets at the receivers. If that fails, another sender does all refits. An export
     that cannot be recorded, for example because ranks exchange weights in it, is driven from Python each time. One that
     can be is tried both ways: it is sent twice driven from Python, the first time to warm up, recorded, and replayed
     twice. What was chosen is logged once.

@@ -14,7 +14,7 @@ from nemo_offload_rl.memory.shared_buffer import SharedBufferError
 from nemo_offload_rl.placement.cluster import ENGINE_SHARE
 from nemo_offload_rl.refit import fixed_buckets
 from nemo_offload_rl.refit.checksum import tensor_checksum
-from nemo_offload_rl.refit.fixed_buckets import FixedBucket, FixedTensors, Introduction
+from nemo_offload_rl.refit.fixed_buckets import FixedBucket, FixedTensors, RegisterBuckets
 from nemo_offload_rl.refit.recorder import CudaRecorder, addresses_of
 
 # The actors cannot import these modules; what is defined in them travels whole.
@@ -53,9 +53,9 @@ class Engine:
         self.parameters, self.num_copied, self.loads = {}, 0, None
 
     def load_weights(self, bucket):
-        if isinstance(bucket, Introduction | FixedBucket) and not self.opens_fixed:
+        if isinstance(bucket, RegisterBuckets | FixedBucket) and not self.opens_fixed:
             raise SharedBufferError("this memory cannot be opened.\nAnd so on")
-        if isinstance(bucket, Introduction):
+        if isinstance(bucket, RegisterBuckets):
             self.make_parameters([spec for layout in bucket.layouts for spec in layout.tensors])
         with bucket.opened() as tensors:
             if isinstance(tensors, FixedTensors):
