@@ -188,6 +188,9 @@ def read_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
     """Returns the recipe's tokenizer, with the recipe's chat template, if it has one.
 
     Values of the key mean the same as in NeMo-RL (nemo_rl/algorithms/utils.py, `get_tokenizer`).
+
+    Raises:
+        DataError: the template's file cannot be read.
     """
     tokenizer = load_tokenizer(config["name"])
     if "chat_template" not in config or is_default_template(config["chat_template"]):
@@ -196,7 +199,7 @@ def read_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
     if template is None:
         tokenizer.chat_template = JOINED_CONTENTS
     elif is_template_file(template):
-        tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text_file(template, "policy.tokenizer.chat_template")
     else:
         tokenizer.chat_template = template
     return tokenizer

@@ -106,6 +106,14 @@ def test_chat_templates_mean_what_they_mean_in_nemo_rl(own_template, tmp_path):
     assert read_tokenizer({"name": "arithmetic", "chat_template": "default"}).chat_template is None  # it has none
 
 
+def test_a_chat_template_that_is_not_text_is_named(tmp_path):
+    (tmp_path / "bad.jinja").write_bytes(b"\xff{{ messages }}")
+    with pytest.raises(
+        DataError, match=r"^policy\.tokenizer\.chat_template: .*bad\.jinja cannot be read: 'utf-8' codec"
+    ):
+        read_tokenizer({"name": "arithmetic", "chat_template": str(tmp_path / "bad.jinja")})
+
+
 def test_a_dataset_has_its_own_prompt_files_or_the_default_ones(tmp_path):
     for name, content in (("prompt", "1+{}="), ("system", "9"), ("own", "2+{}=")):
         (tmp_path / f"{name}.txt").write_text(content)
