@@ -71,6 +71,10 @@ REFUSED_ARGUMENTS: dict[str, str] = {
         ("enable_lora", "cpu_offload_gb", "offload_group_size", "logits_processors"), "it is not supported here"
     ),
 }  # fmt: skip
+_KV_CACHE_BYTES = "kv_cache_memory_bytes"
+_LIMITS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
+# Arguments that have a rule of their own here.
+_WITH_A_RULE = frozenset({*KEY_OF_ARGUMENT, *REFUSED_ARGUMENTS, *_LIMITS, _KV_CACHE_BYTES})
 
 # Environment variables that the engine's processes need; their values are in generation.vllm_arguments.
 OWN_VARIABLES = (
@@ -201,7 +205,7 @@ def vllm_arguments_are_not_the_recipes(arguments: dict[str, Any], section: dict[
 def vllm_knows_its_arguments(arguments: dict[str, Any]) -> Verdict:
     """Refuses names and types that vLLM would refuse only when its engine is built; needs vLLM's source here."""
     for name, value in arguments.items():
-        if name not in REFUSED_ARGUMENTS and name not in KEY_OF_ARGUMENT and (why := why_refused(name, value)):
+        if name not in _WITH_A_RULE and (why := why_refused(name, value)):
             return f"{GENERATION}.vllm_kwargs.{name}", why
     return None
 
@@ -209,7 +213,7 @@ def vllm_knows_its_arguments(arguments: dict[str, Any]) -> Verdict:
 @rule(f"{GENERATION}.vllm_kwargs")
 def vllms_limits_are_numbers(arguments: dict[str, Any]) -> Verdict:
     """Requires positive integers, which the plan computes with and vLLM would check only after it is built."""
-    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+    for name in _LIMITS:
         limit = arguments.get(name)
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
             return f"{GENERATION}.vllm_kwargs.{name}", f"is {show(limit)}, but must be an integer of 1 or more, or null"
@@ -219,12 +223,12 @@ def vllms_limits_are_numbers(arguments: dict[str, Any]) -> Verdict:
 @rule(f"{GENERATION}.vllm_kwargs")
 def vllms_kv_cache_has_a_size(arguments: dict[str, Any]) -> Verdict:
     """Requires a number of bytes, which vLLM uses for each GPU whatever gpu_memory_utilization says."""
-    if "kv_cache_memory_bytes" not in arguments:
+    if _KV_CACHE_BYTES not in arguments:
         return None
-    nbytes = arguments["kv_cache_memory_bytes"]
+    nbytes = arguments[_KV_CACHE_BYTES]
     if isinstance(nbytes, int) and not isinstance(nbytes, bool) and nbytes > 0:
         return None
-    path = f"{GENERATION}.vllm_kwargs.kv_cache_memory_bytes"
+    path = f"{GENERATION}.vllm_kwargs.{_KV_CACHE_BYTES}"
     return path, (
         f"is {show(nbytes)}, but must be a number of bytes per GPU, an integer of 1 or more; delete it to size the KV "
         "cache by gpu_memory_utilization"

@@ -147,6 +147,11 @@ def test_arguments_of_vllms_own_types_are_left_to_vllm(monkeypatch):
     assert load(TINY, [ON, unknown]).config["policy"]["generation"]["vllm_kwargs"]["zzz"] == 5
 
 
+@pytest.mark.parametrize("name", ["max_num_seqs", "kv_cache_memory_bytes", "dtype", "data_parallel_size"])
+def test_an_argument_of_the_wrong_type_is_one_problem(name, one_problem_of):
+    assert f"{KWARGS}.{name}: " in one_problem_of(ON, f"+{KWARGS}.{name}=abc")
+
+
 @pytest.mark.parametrize("limit", ["-1", "abc", "true", "2.5"])
 def test_limits_are_numbers_of_1_or_more(limit):
     with pytest.raises(ValueError, match=r"vllm_kwargs\.block_size: is .*, but must be an integer of 1 or more"):
