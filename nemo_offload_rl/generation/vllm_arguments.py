@@ -14,6 +14,7 @@ WORKER_EXTENSION = "nemo_offload_rl.generation.vllm_worker.RefitExtension"
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine, scheduler and model run in the actor's own process
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # torch's symmetric memory refuses processes that each see only their own GPU
     "VLLM_HOST_IP": "127.0.0.1",  # an engine is on one node, and its ports need not be reachable from others
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # everything that it reads is in a folder

@@ -29,12 +29,13 @@ class WeightLoader:
                     time.sleep(0.5)  # an answer that Ray has not yet sent would be lost with the process
                     os._exit(1)
                 self.weights[name] = tensor.clone()
+        self.finished.append(time.monotonic())
         return self.seconds
 
     def take(self):
-        """Returns the weights and `num_loads` since the last call."""
+        """Returns the weights, `num_loads` and the moments at which loads `finished`, all since the last call."""
         taken = self.__dict__.copy()
-        self.weights, self.num_loads = {}, 0
+        self.weights, self.num_loads, self.finished = {}, 0, []
         return taken
 
 

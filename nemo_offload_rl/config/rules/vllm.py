@@ -79,6 +79,7 @@ _WITH_A_RULE = frozenset({*KEY_OF_ARGUMENT, *REFUSED_ARGUMENTS, *_LIMITS, _KV_CA
 # Environment variables that the engine's processes need; their values are in generation.vllm_arguments.
 OWN_VARIABLES = (
     "HF_HUB_OFFLINE",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM",
     "VLLM_ENABLE_V1_MULTIPROCESSING",
     "VLLM_HOST_IP",
     "VLLM_NO_USAGE_STATS",

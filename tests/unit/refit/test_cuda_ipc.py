@@ -1,6 +1,5 @@
 """Weights through memory that both sides map; on a CPU, where it is the host's."""
 
-import itertools
 import re
 import sys
 import time
@@ -88,13 +87,15 @@ def test_buckets_take_turns_in_the_buffers_and_none_is_written_while_it_is_read(
 
     sender = connect([receiver], [(f"w{index}", reused) for index in range(7)], bucket_bytes=2 * reused.nbytes)
     for first in (0, 10):  # a second refit, too
+        drawn.clear()
         sender.send(weights(first))
-        received = take(receiver)["weights"]
+        taken = take(receiver)
+        received, finished = taken["weights"], taken["finished"]
         assert [received[f"w{index}"].unique().tolist() for index in range(7)] == [
             [first + index] for index in range(7)
         ]
-    gaps = [after - before for before, after in itertools.pairwise(drawn[2:7])]
-    assert min(gaps) > 0.025  # two are in flight; from then on, each waits for one to be loaded
+        # Two are in flight; from then on, each waits until the one before those two is loaded. Processes share a clock.
+        assert all(loaded < begun for loaded, begun in zip(finished[:5], drawn[2:], strict=True))
     ray.kill(receiver.actor)
 
 
