@@ -136,9 +136,8 @@ def test_a_node_without_gpus_says_so_once_and_nothing_waits(ray_cluster, caplog)
         pytest.skip("needs a node without GPUs")
     caplog.set_level(logging.WARNING)
     monitor = watch_gpus(ray_cluster.node_ids, collection_interval_s=0.1, flush_interval_s=0.1)
-    start = time.perf_counter()
     assert monitor.of_step(1) == {}
-    assert time.perf_counter() - start < 0.1
+    assert not caplog.records  # the node's actor has not answered yet
     wait_until(lambda: caplog.records)
     time.sleep(0.3)
     assert len(caplog.records) == 1 and "no readings from node0" in caplog.text

@@ -104,7 +104,7 @@ def test_hidden_time_is_not_exposed(mover, backed_ranges, trouble):
     while not back.is_queued:
         time.sleep(0.005)
     back.wait_on_current_stream()
-    assert back.exposed_seconds() < 0.05 < back.copy_seconds()
+    assert back.exposed_seconds() < back.copy_seconds() / 2
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 5, 6])
