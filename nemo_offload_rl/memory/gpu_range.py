@@ -132,9 +132,13 @@ class VirtualRange:
         self._reserved = sum(self._sizes)
         self._address = int(checked(driver.cuMemAddressReserve(self._reserved, 0, 0, 0)))
         self._handles: list[Any] = [None] * len(self.chunks)
-        self.map(0)  # torch asks the driver for the device of the address, which only mapped memory has
-        self.tensor = device_tensor(self._address, nbytes, index)
-        self.unmap(0)
+        try:
+            self.map(0)  # torch asks the driver for the device of the address, which only mapped memory has
+            self.tensor = device_tensor(self._address, nbytes, index)
+            self.unmap(0)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def mapped_bytes(self) -> int:

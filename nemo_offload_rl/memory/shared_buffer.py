@@ -125,8 +125,12 @@ class SharedGpuBuffer:
         checked((error,))
         self._driver = driver
         self._address = address
-        self.tensor = device_tensor(int(address), nbytes, torch.cuda.current_device())
-        handle = checked(driver.cuIpcGetMemHandle(address))
+        try:
+            self.tensor = device_tensor(int(address), nbytes, torch.cuda.current_device())
+            handle = checked(driver.cuIpcGetMemHandle(address))
+        except BaseException:
+            self.close()
+            raise
         self.handle = GpuBufferHandle(nbytes, ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE))
 
     def close(self) -> None:

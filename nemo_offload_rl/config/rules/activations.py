@@ -157,7 +157,8 @@ def fused_experts_have_no_parts(modules: list[str] | None, enabled: bool, fused:
     parts = [name for name in moved if name in ("expert_fc1", "moe_act")]
     if not parts or not fused or "fused_group_mlp" in moved:
         return None
-    return f"names {quoted(parts)}, which are fused while {OP_FUSER} is true; name fused_group_mlp instead"
+    verb = "is" if len(parts) == 1 else "are"
+    return f"names {quoted(parts)}, which {verb} fused while {OP_FUSER} is true; name fused_group_mlp instead"
 
 
 @rule(f"{OP_FUSER}?", MODULES, OFFLOADING, *MODEL)

@@ -121,7 +121,8 @@ def packing_has_its_sizes(
         least, found = padded if impl != "none" and name == "train_mb_tokens" else (longest, f"{longest}")
         if isinstance(size, int) and size < least * spec.group_size:
             of_group = "" if spec.group_size == 1 else f"{spec.group_size} x "
-            return f"needs {name} ({size}) to be at least {of_group}{LENGTH} ({found})"
+            least_size = f"{of_group}{LENGTH} ({found})"
+            return f"needs {name} ({size}) to be at least {least_size}; raise policy.sequence_packing.{name}"
     return None
 
 

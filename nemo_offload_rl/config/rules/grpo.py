@@ -123,7 +123,7 @@ def reward_scaling_has_its_ranges(
     if not enabled:
         return None
     if source_min is None or source_max is None or target_min is None or target_max is None:
-        return "is true, which needs source_min, source_max, target_min and target_max"
+        return "is true, which needs source_min, source_max, target_min and target_max; set them, or set it to false"
     if source_min >= source_max or target_min > target_max:
         return (
             f"maps [{source_min}, {source_max}] to [{target_min}, {target_max}]; each range must go from its minimum "
@@ -143,7 +143,12 @@ def reward_shaping_has_its_numbers(enabled: bool, factor: float | None, *overlon
     if not enabled or factor is not None:
         return None
     absent = [key for key, value in zip(_OVERLONG, overlong, strict=True) if value is None]
-    return f"is true, which needs {' and '.join(absent)}, or stop_properly_penalty_coef" if absent else None
+    if not absent:
+        return None
+    return (
+        f"is true, which needs {' and '.join(absent)}, or stop_properly_penalty_coef; set those of one penalty, or set "
+        "it to false"
+    )
 
 
 @note(f"{_STOP_PROPERLY}?", f"{_SHAPING}.enabled", *(f"{_SHAPING}.{key}?" for key in _OVERLONG))
@@ -159,7 +164,9 @@ def one_penalty_counts(factor: float | None, enabled: bool, *overlong: float | N
 @rule("loss_fn.sequence_level_importance_ratios", "loss_fn.token_level_loss")
 def sequence_ratios_need_sequence_loss(sequence_ratios: bool, token_loss: bool) -> Verdict:
     """Refuses sequence-level ratios with a token-level loss: they weight whole samples, not tokens."""
-    return "is true, which needs loss_fn.token_level_loss false" if sequence_ratios and token_loss else None
+    if not sequence_ratios or not token_loss:
+        return None
+    return "is true, which needs loss_fn.token_level_loss false; set either to false"
 
 
 _TRUNCATION = "loss_fn.truncated_importance_sampling"

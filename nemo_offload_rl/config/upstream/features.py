@@ -97,7 +97,7 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("data.dataset_name", _NULL, "dataset_name in the section data itself", _KEY_OF_EACH),
     OffOnly("data.prompt_file", _NULL, "a prompt file in the section data itself", _IN_DEFAULT),
     OffOnly("data.system_prompt_file", _NULL, "a system prompt in the section data itself", _IN_DEFAULT),
-    OffOnly("data.train.subset", _NULL, "a subset of a data set on the hub", "name its folder in data_path"),
+    OffOnly("data.train.subset", _NULL, "a subset of a dataset on the hub", "name its folder in data_path"),
     OffOnly("data.use_multiple_dataloader", _FALSE, "several data loaders at once"),
     OffOnly(
         "data.val_data_paths",
@@ -105,7 +105,7 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         "a list of validation files with separate metrics",
         "list the datasets in data.validation, which measures them as one",
     ),
-    OffOnly("data.validation.subset", _NULL, "a subset of a data set on the hub", "name its folder in data_path"),
+    OffOnly("data.validation.subset", _NULL, "a subset of a dataset on the hub", "name its folder in data_path"),
     OffOnly(
         "env.*.reward_functions",
         _NO_LIST,

@@ -90,7 +90,7 @@ BROKEN = {
         ),
     ],
     "fused_experts_have_no_parts": [
-        ([*EXPERTS, FUSER, *offload("moe_act")], "names 'moe_act', which are fused while policy.megatron_cfg.use_tr"),
+        ([*EXPERTS, FUSER, *offload("moe_act")], "names 'moe_act', which is fused while policy.megatron_cfg.use_tr"),
     ],
     "fused_experts_are_switched_on_in_workers": [
         (

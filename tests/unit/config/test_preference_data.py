@@ -65,7 +65,7 @@ def test_keys_of_upstream_are_accepted_where_they_are_off():
             RANKED | {"subset": "x"},
             {},
             "data.train.subset",
-            "this package does not support a subset of a data set on the hub (found 'x'); name its folder in",
+            "this package does not support a subset of a dataset on the hub (found 'x'); name its folder in",
         ),
         (RANKED, {"prompt_file": "x"}, "data.prompt_file", "write it into data.default, or into data.train and"),
         (RANKED, {"default": {"env_name": "math"}}, "data.default.env_name", "unknown key"),
