@@ -24,10 +24,9 @@ def build() -> tuple[DistributedDataParallel, MegatronOptimizer]:
     torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
-    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
-    config = TransformerConfig(**sizes, bf16=True, params_dtype=torch.bfloat16)
-    gpt = Float16Module(config, GPTModel(config, local_block_spec(config), vocab_size=128, max_sequence_length=32))
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt.cuda())
+    cfg = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, params_dtype=torch.bfloat16, bf16=True)
+    gpt = Float16Module(cfg, GPTModel(cfg, local_block_spec(cfg), vocab_size=128, max_sequence_length=32))
+    model = DistributedDataParallel(cfg, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt.cuda())
     adam = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
     return model, get_megatron_optimizer(adam, [model], use_gloo_process_groups=False)
 
@@ -51,10 +50,9 @@ arguments = parser.parse_args()
 engine = None if arguments.no_offload else attach([model], optimizer, PinnedArena(), table=arguments.table)
 for step in range(5):
     print(f"step {step}: loss {train_step(model, optimizer, tokens):.9f}")
-    if engine is None:
-        continue
     for phase in (Phase.REFIT, Phase.GENERATE, Phase.TRAIN):
-        engine.residency.enter(phase)  # after REFIT weights are sent; after GENERATE the GPU is the generator's
+        if engine is not None:
+            engine.residency.enter(phase)  # after REFIT weights are sent; after GENERATE the GPU is the generator's
 if engine is not None:
     print(*(f"{name}: {value:.6f}" for name, value in engine.meter.take_metrics().items()), sep="\n")
     engine.close()
