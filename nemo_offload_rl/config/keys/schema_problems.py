@@ -40,9 +40,13 @@ def schema_problems(config: dict[str, Any], schema: type, written_at: WrittenAt)
                 if is_tag:
                     path = f"{path}.dataset_name"
                 message = _describe(schema, config, path, value, dict(error))
-                hint = hint_at_section if error["type"] in _SECTION_EXPECTED else hint_at_value
-                no_hint = is_tag or error["type"] == "missing"
-                yield path, message + ("" if no_hint else hint(path, value, written_at(path)))
+                if error["type"] in _SECTION_EXPECTED:
+                    key = find_key(schema, path)
+                    is_required = key is None or key.required
+                    message += hint_at_section(path, value, written_at(path), is_required=is_required)
+                elif not is_tag and error["type"] != "missing":
+                    message += hint_at_value(path, value, written_at(path))
+                yield path, message
 
 
 def _locate(config: dict[str, Any], loc: tuple[Any, ...]) -> tuple[str, Any]:

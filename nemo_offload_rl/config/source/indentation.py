@@ -90,10 +90,10 @@ def hint_at_level(path: str, valid: str | None, origin: Origin) -> str:
     return ""
 
 
-def hint_at_section(path: str, value: Any, origin: Origin) -> str:
-    """Says how to write a section if a file has something else there; begins with a semicolon, or is empty."""
+def hint_at_section(path: str, value: Any, origin: Origin, *, is_required: bool) -> str:
+    """Says how to write or delete a section that something else was given for; begins with a semicolon, or is empty."""
     if origin.override is not None:
-        return ""
+        return "" if value is not None or is_required else f"; ~{path} deletes it"
     if value is None:
         return f"; indent its keys below '{path.rpartition('.')[2]}:'"
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):

@@ -43,6 +43,7 @@ MEGATRON = "policy.megatron_cfg"
         ("policy.model_name=''", "must be text that is not empty; found ''"),
         (f"{MEGATRON}.offload_modules=core_attn", "must be a list; found 'core_attn'; write [core_attn]"),
         (f"{MEGATRON}.recompute_modules=[1]", "recompute_modules.0: must be text; found 1"),
+        ("warm_start=null", "warm_start: must be a section (a mapping); found null; ~warm_start deletes it"),
         ("policy.tokenizer=arithmetic", "policy.tokenizer: must be a section (a mapping); found 'arithmetic'"),
         ("loss_fn.ratio_clip_max=inf", "must be a finite number; found inf"),
         (

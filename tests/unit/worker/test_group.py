@@ -163,7 +163,7 @@ class Engine:
     def load_weights(self, bucket):
         with bucket.opened() as named_tensors:
             self.weights += ((name, tensor.clone()) for name, tensor in named_tensors)
-            if named_tensors:  # others introduce buckets, or end them
+            if named_tensors:  # other messages register buckets, or unregister them
                 self.origins.append(getattr(bucket, "origin", None))
         return 0.25
 
