@@ -14,9 +14,11 @@ the weights sent and of the engine's weights agreed after the last refit of that
 | `streamed` | through GPU memory, driven from Python |
 | `replayed_loads` | the export driven from Python, the engine's loads replayed from CUDA graphs |
 | `graphs` | both replayed; where `replayed` is false, the log says why the export could not be |
+| `graphs_of_collectives` | the same if ranks exchange weights in the export, as with `--tensor-parallel 2` |
 | `broadcast` | with `--apart`, to an engine on a GPU of its own: two GPUs, over NCCL |
 
-`--scale tiny` sends tiny models, also without a GPU.
+`--tensor-parallel 2` splits policy and engine over two GPUs; times are then those of the slower rank. `--scale tiny`
+sends tiny models, also without a GPU.
 """
 
 import argparse
@@ -57,6 +59,9 @@ WAYS: Mapping[str, Callable[[Receivers, bool], RefitTransport]] = {
     "streamed": lambda receivers, verify: CudaIpcTransport(receivers, verify, graphs=False),
     "replayed_loads": lambda receivers, verify: CudaIpcTransport(receivers, verify, record_export=False),
     "graphs": lambda receivers, verify: CudaIpcTransport(receivers, verify, graphs=True, min_gain_s=-math.inf),
+    "graphs_of_collectives": lambda receivers, verify: CudaIpcTransport(
+        receivers, verify, min_gain_s=-math.inf, record_collectives=True
+    ),
 }
 """How weights go to an engine on the policy's GPU; by its receivers and whether it verifies."""
 APART: Mapping[str, Callable[[Receivers, bool], RefitTransport]] = {
@@ -67,6 +72,11 @@ _APART_KEYS = (
     "cluster.gpus_per_node=2",
     "policy.generation.colocated.enabled=false",
     "policy.generation.colocated.resources.gpus_per_node=1",
+)
+_TENSOR_PARALLEL_KEYS = (
+    "cluster.gpus_per_node={}",
+    "policy.megatron_cfg.tensor_model_parallel_size={}",
+    "policy.generation.vllm_cfg.tensor_parallel_size={}",
 )
 _TINY_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
@@ -105,16 +115,17 @@ def measure(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Tabl
         "policy.generation.vllm_cfg.enforce_eager=true",  # starts without compiling, and loads weights in the same way
         "policy.max_total_sequence_length=512",
         "policy.sequence_packing.enabled=false",
-        *(_APART_KEYS if arguments.apart else ()),
+        *(_APART_KEYS if arguments.apart else (key.format(arguments.tensor_parallel) for key in _TENSOR_PARALLEL_KEYS)),
     ]
     ways = APART if arguments.apart else {name: WAYS[name] for name in arguments.ways}
     num_engine_devices = 1 if arguments.apart else 0
+    num_devices = arguments.tensor_parallel + num_engine_devices
     start = time.perf_counter()
     loaded, _ = config.for_machine(config.load(RECIPE, overrides).config, has_gpus=torch.cuda.is_available())
     policy: Any = dict(loaded["policy"]) | {"hf_config": hf_config(case, arguments.scale)}
     backend = policy["generation"]["backend"]  # without a GPU it is another
     with (
-        Cluster(num_nodes=1, gpus_per_node=1 + num_engine_devices, num_engine_devices=num_engine_devices) as cluster,
+        Cluster(num_nodes=1, gpus_per_node=num_devices, num_engine_devices=num_engine_devices) as cluster,
         stopped_at_the_end(make_generation(policy, cluster)) as generation,
         PolicyWorkerGroup(
             policy,
@@ -195,11 +206,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="vllm", choices=["vllm", "transformers"])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--apart", action="store_true", help="put the engine on its own GPU; refit by broadcast")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="of the policy and of the engine")
     parser.add_argument("--buffers-gib", nargs="+", type=float, default=[1.0], help="GiB of buckets in flight")
     parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a trial without a GPU")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("build/refit.json"), help="the result file")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.apart and arguments.tensor_parallel > 1:
+        parser.error("--apart has one GPU for the policy, so leave --tensor-parallel out")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ class CudaIpcTransport:
         graphs: Whether buckets keep their addresses if that is possible, so that CUDA graphs can be replayed.
         record_export: Whether, with `graphs`, the export may be replayed as well as the receivers' loads.
         min_gain_s: Seconds that replaying the export must save in a refit.
+        record_collectives: Whether the export may be replayed if ranks exchange weights in it and all of them send.
     """
 
     receivers: Sequence[Receiver]
@@ -60,6 +61,7 @@ class CudaIpcTransport:
     graphs: bool = True
     record_export: bool = True
     min_gain_s: float = MIN_GAIN_S
+    record_collectives: bool = False
 
     def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
         """Makes a rank's sender.
@@ -83,7 +85,12 @@ class CudaIpcTransport:
             make_recorder=CudaRecorder if self.record_export else None,
             device=current_device(),
             min_gain_s=self.min_gain_s,
+            record_collectives=self.record_collectives and self._all_ranks_send(),
         )
+
+    def _all_ranks_send(self) -> bool:
+        num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        return {receiver.ranks[0] for receiver in self.receivers} >= set(range(num_ranks))
 
 
 class CudaIpcSender(RefitSender):

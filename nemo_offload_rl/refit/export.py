@@ -23,6 +23,10 @@ class ExportReads(Protocol):
         """Returns the kinds of parallelism over which ranks exchange weights in an export; empty if each has all."""
         ...
 
+    def agree(self, yes: bool) -> bool:
+        """Returns whether all ranks say yes; collective if there are such kinds of parallelism."""
+        ...
+
 
 class _Unknown:
     """Declares no tensors that an export reads, so that it is not recorded but driven from Python."""
@@ -32,6 +36,9 @@ class _Unknown:
 
     def collectives(self) -> str:
         return ""
+
+    def agree(self, yes: bool) -> bool:
+        return yes
 
 
 UNKNOWN: ExportReads = _Unknown()
@@ -109,9 +116,15 @@ class WeightExport:
 
     def why_not_recorded(self) -> str:
         """See `Export`."""
-        if collectives := self._reads.collectives():
-            return f"ranks exchange parts of the weights in an export ({collectives})"
         return why_not_recorded(self._sources)
+
+    def collectives(self) -> str:
+        """See `Export`."""
+        return self._reads.collectives()
+
+    def agree(self, yes: bool) -> bool:
+        """See `Export`."""
+        return self._reads.agree(yes)
 
 
 class NullSender(RefitSender):

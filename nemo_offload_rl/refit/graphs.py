@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 MIN_GAIN_S = 0.005
 """Seconds that replaying the export must save in a refit."""
 
+_ANOTHER_RANK = "another rank cannot record it, and ranks exchange weights in it"
+
 _FAILURES = (RuntimeError, OSError)
 """Errors while buckets with fixed addresses are made, here or in an engine: streaming works, or fails likewise."""
 
@@ -33,9 +35,11 @@ class GraphSender(RefitSender):
     """Sends buckets that keep their addresses, so that engines replay their loads, and this side its export.
 
     The first refit registers the buckets at the receivers. If that fails, another sender does all refits. An export
-    that cannot be recorded, for example because ranks exchange weights in it, is driven from Python each time. One that
-    can be is tried both ways: it is sent twice driven from Python, the first time to warm up, recorded, and replayed
-    twice. What was chosen is logged once.
+    that cannot be recorded is driven from Python each time. One that can be is tried both ways: it is sent twice driven
+    from Python, the first time to warm up, recorded, and replayed twice. What was chosen is logged once.
+
+    If ranks exchange weights in the export, either all of them replay it or none: NCCL requires that a collective is in
+    a graph on all its ranks, or on none. They agree before each step that any of them could refuse.
 
     Args:
         layouts: Layouts of the buckets.
@@ -47,6 +51,7 @@ class GraphSender(RefitSender):
         make_recorder: Makes the recorder of the export; None drives every export from Python.
         device: The current CUDA device, or the CPU.
         min_gain_s: Seconds that replaying the export must save in a refit.
+        record_collectives: Whether to record an export in which ranks exchange weights; all ranks must then send.
         clock: Returns the time in seconds.
     """
 
@@ -61,6 +66,7 @@ class GraphSender(RefitSender):
         make_recorder: Callable[[], Recorder] | None,
         device: torch.device,
         min_gain_s: float,
+        record_collectives: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._layouts = layouts
@@ -71,6 +77,7 @@ class GraphSender(RefitSender):
         self._make_recorder = make_recorder
         self._device = device
         self._min_gain_s = min_gain_s
+        self._record_collectives = record_collectives and make_recorder is not None
         self._clock = clock
         self._is_decided = False
         self._has_moved = False  # whether the last refit found new addresses
@@ -99,12 +106,15 @@ class GraphSender(RefitSender):
             self._buckets = FixedBuckets(self._layouts, self._num_buffers, self._receivers, self._device)
         except _FAILURES as error:
             logger.info("Refits are streamed, not replayed from CUDA graphs: %s.", _reason(error))
-            return self._send_streamed(weights)
+            checksums = self._send_streamed(weights)
+            self._all_say(weights, False)
+            return checksums
         checksums = self._send_driven(self._buckets, weights)
         if self._make_recorder is None:
             return checksums
-        if why_not := weights.why_not_recorded():
-            self._drive_from_python(why_not)
+        why_not = self._why_not_recorded(weights)
+        if not self._all_say(weights, not why_not):
+            self._drive_from_python(why_not or _ANOTHER_RANK)
             return checksums
         self._send_driven(self._buckets, weights)
         driven_s = self.metrics["send_s"] - self.metrics["verify_s"]
@@ -115,7 +125,7 @@ class GraphSender(RefitSender):
         checksums = self._send_recorded(self._buckets, self._recorded, weights)
         graphs_s = self.metrics["send_s"] - self.metrics["verify_s"]
         times = f"{1e3 * graphs_s:.1f} ms instead of {1e3 * driven_s:.1f} ms"
-        if driven_s - graphs_s < self._min_gain_s:
+        if not self._all_say(weights, driven_s - graphs_s >= self._min_gain_s):
             self._drive_from_python(f"a replay takes {times}, and must save at least {1e3 * self._min_gain_s:.0f} ms")
             return checksums
         logger.info(
@@ -126,8 +136,20 @@ class GraphSender(RefitSender):
         )
         return checksums
 
+    def _why_not_recorded(self, weights: Export) -> str:
+        collectives = weights.collectives()
+        if collectives and not self._record_collectives:
+            return f"ranks exchange parts of the weights in an export ({collectives})"
+        return weights.why_not_recorded()
+
+    def _all_say(self, weights: Export, yes: bool) -> bool:
+        """Returns whether this rank says yes, and all with which it exchanges weights and that record it, too."""
+        return weights.agree(yes) if self._record_collectives else yes
+
     def _record_again_if_moved(self, buckets: FixedBuckets, weights: Export) -> None:
-        if self._recorded is None or self._recorded.addresses == weights.addresses():
+        if self._recorded is None:
+            return
+        if self._all_say(weights, self._recorded.addresses == weights.addresses()):
             self._has_moved = False
         elif self._has_moved:  # recording in each refit costs more than it gains
             self._drive_from_python("the weights' addresses change in each refit")
@@ -138,12 +160,15 @@ class GraphSender(RefitSender):
 
     def _record(self, buckets: FixedBuckets, recorded: "_RecordedExport", weights: Export) -> bool:
         """Returns whether the export could be recorded; it is driven from Python otherwise."""
+        why_not = ""
         try:
             recorded.record(buckets, weights)
         except CaptureError as error:
-            self._drive_from_python(_reason(error))
-            return False
-        return True
+            why_not = _reason(error)
+        if self._all_say(weights, not why_not):
+            return True
+        self._drive_from_python(why_not or _ANOTHER_RANK)
+        return False
 
     def _drive_from_python(self, why: str) -> None:
         logger.info("The export of weights is driven from Python, not replayed from CUDA graphs: %s.", why)

@@ -75,7 +75,15 @@ class Export(Protocol):
         ...
 
     def why_not_recorded(self) -> str:
-        """Returns why exports must be driven from Python; empty if they may be recorded."""
+        """Returns why this rank's exports must be driven from Python; empty if they may be recorded."""
+        ...
+
+    def collectives(self) -> str:
+        """Returns the kinds of parallelism over which ranks exchange weights in an export; empty if each has all."""
+        ...
+
+    def agree(self, yes: bool) -> bool:
+        """Returns whether all ranks say yes; collective if ranks exchange weights in an export."""
         ...
 
 

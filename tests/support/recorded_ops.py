@@ -7,6 +7,7 @@ intermediate results.
 import functools
 
 import torch
+from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -15,6 +16,14 @@ from nemo_offload_rl.refit.recorder import CaptureError
 
 def storages(tree):
     return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+
+
+def wait(result):
+    """Waits for a collective, as work behind it on a GPU's stream does."""
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.ScriptObject):
+            Work.unbox(leaf).wait()
+    return result
 
 
 class RecordedOps(TorchDispatchMode):
@@ -37,7 +46,7 @@ class RecordedOps(TorchDispatchMode):
     @torch.no_grad()
     def replay(self):
         for call, made in self.steps:
-            result = call()
+            result = wait(call())
             for kept, tensor in zip(made, tree_leaves(result), strict=bool(made)) if made else ():
                 kept.copy_(tensor)
 

@@ -102,12 +102,16 @@ def look(engine, name=None):
 
 
 class Weights:
-    """An export of some parameters: as they are, split, transposed, and a tensor without elements."""
+    """An export of some parameters: as they are, split, transposed, and a tensor without elements.
 
-    def __init__(self, device, why_not=""):
+    With `exchanged`, another rank takes part in it, and says yes unless `refused` has the number of the question.
+    """
+
+    def __init__(self, device, *, exchanged="", refused=()):
         tensors = [torch.randn(6, 5), torch.randn(40, 7).bfloat16(), torch.empty(0, 4), torch.tensor(2.5)]
         self.tensors = [tensor.to(device) for tensor in tensors]
-        self.why_not, self.num_exports, self.reads_a_number = why_not, 0, False
+        self.exchanged, self.refused, self.answers = exchanged, refused, []
+        self.num_exports, self.reads_a_number = 0, False
 
     def __iter__(self):
         self.num_exports += 1
@@ -123,7 +127,14 @@ class Weights:
         return addresses_of(self.tensors)
 
     def why_not_recorded(self):
-        return self.why_not
+        return ""
+
+    def collectives(self):
+        return self.exchanged
+
+    def agree(self, yes):
+        self.answers.append(yes)
+        return yes and len(self.answers) not in self.refused
 
     def step(self):
         for tensor in self.tensors:

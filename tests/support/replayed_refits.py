@@ -23,6 +23,12 @@ class Weights:
     def why_not_recorded(self):
         return ""
 
+    def collectives(self):
+        return ""
+
+    def agree(self, yes):
+        return yes
+
 
 def check(engine, named, *, bucket_bytes):
     """Checks weights and answers after four refits with sleep between them, the last from other addresses.

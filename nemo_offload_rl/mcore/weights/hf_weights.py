@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -48,3 +49,11 @@ class HfWeights:
             "expert tensor": mpu.get_expert_tensor_parallel_world_size(),
         }
         return ", ".join(f"{kind} parallelism of {size}" for kind, size in sizes.items() if size > 1)
+
+    def agree(self, yes: bool) -> bool:
+        """Return whether all ranks say yes; collective if ranks exchange weights in an export."""
+        if not self.collectives():
+            return yes
+        answer = torch.tensor(int(yes), device="cuda" if torch.cuda.is_available() else "cpu")
+        torch.distributed.all_reduce(answer, op=torch.distributed.ReduceOp.MIN)
+        return bool(answer.item())

@@ -7,7 +7,9 @@ import os
 from functools import partial
 from typing import Any
 
+import megatron.core.optimizer
 import pytest
+import torch
 from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
@@ -34,12 +36,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "moe_ep2": {"expert_model_parallel_size": 2},
     "dp2_streamed": {"distributed_data_parallel_config": OVERLAP},
+    "dp2_precision_aware_streamed": {
+        "distributed_data_parallel_config": OVERLAP,
+        "optimizer": {"use_precision_aware_optimizer": True},
+    },
+    "dp2_torch_adamw_streamed": {"distributed_data_parallel_config": OVERLAP},
     "moe_ep2_streamed": {"expert_model_parallel_size": 2},
 }
 
 
+def num_steps(layout: str) -> int:
+    """More where state is streamed, since all of it is copied in each step."""
+    return 20 if layout.endswith("streamed") else 5
+
+
 def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) -> list[dict[str, Any]]:
-    """What five steps report on this rank, with or without all phases between them and everything that moves late."""
+    """What the steps report on this rank, with or without all phases between them and everything that moves late."""
     from support.phases import delay_moves, run_steps
 
     shape = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
@@ -54,12 +66,15 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
     policy["residency"] |= {"verify": offload, "huge_pages": False, "host_memory_limit_gib": None, "table": None}
     if offload and layout.endswith("streamed"):
         policy["residency"] |= {"stream_window_mib": 4, "table": {"train": {"optimizer_state": "streamed"}}}
-    worker = worker_of_rank(policy, rank, world_size, port)
     with pytest.MonkeyPatch.context() as patch:
+        if "torch_adamw" in layout:
+            patch.setattr(megatron.core.optimizer, "Adam", torch.optim.AdamW)
+            patch.setattr(megatron.core.optimizer, "USING_PYTORCH_OPTIMIZER", True)
+        worker = worker_of_rank(policy, rank, world_size, port)
         if offload:
             # A streamed step has hundreds of copies, and ranks that share a GPU spin one after the other.
-            delay_moves(patch, 0.002 if layout.endswith("streamed") else 0.01)
-        reports = run_steps(worker, 5, visit_phases=offload)
+            delay_moves(patch, 0.001 if layout.endswith("streamed") else 0.01)
+        reports = run_steps(worker, num_steps(layout), visit_phases=offload)
     worker.shutdown()
     return reports
 
@@ -76,5 +91,5 @@ def test_phases_between_steps_change_no_number(layout, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     found = run_ranks(partial(run_twice, layout), 2, num_ports=2, timeout_s=480)
     for rank, (plain, offloaded) in enumerate(found):
-        assert len(plain) == 5
+        assert len(plain) == num_steps(layout)
         assert offloaded == plain, f"rank {rank}"

@@ -201,7 +201,7 @@ def test_an_export_that_cannot_be_recorded_is_driven_from_python_and_said_once(
 
 @on_each_device
 def test_what_ranks_exchange_is_driven_from_python_and_its_loads_are_replayed(engine, make_sender, device, caplog):
-    weights, recorder = Weights(device, "ranks exchange weights"), Counting(device)
+    weights, recorder = Weights(device, exchanged="tensor parallelism of 2"), Counting(device)
     sender = make_sender(weights, recorder=recorder)
     with caplog.at_level(logging.INFO):
         for number in range(3):
@@ -212,14 +212,76 @@ def test_what_ranks_exchange_is_driven_from_python_and_its_loads_are_replayed(en
             assert found["sums"] == weights.sums()
             assert (found["num_recordings"], found["num_copied"]) == (1, 0 if number else 5 * 2)
             assert sender.metrics["graphs"] == 0
-    assert caplog.text.count("driven from Python, not replayed from CUDA graphs: ranks exchange weights.") == 1
-    assert recorder.num_recordings == 0
+    assert caplog.text.count("replayed from CUDA graphs: ranks exchange parts of the weights in an export (tensor") == 1
+    assert (recorder.num_recordings, weights.answers) == (0, [])
+
+
+@on_each_device
+def test_ranks_that_exchange_weights_replay_them_if_all_say_so(engine, make_sender, device):
+    weights = Weights(device, exchanged="tensor parallelism of 2")
+    sender = make_sender(weights, record_collectives=True)
+    for number in range(3):
+        weights.step()
+        sender.send(weights)
+        assert sender.metrics["graphs"] == 1
+        assert look(engine)["sums"] == weights.sums()
+        # It may be recorded, was recorded, gains enough; then, in each refit, no address has changed.
+        assert weights.answers == [True] * (3 + number)
+
+
+@on_each_device
+@pytest.mark.parametrize(
+    ("refused", "num_recordings", "log"),
+    [
+        (1, 0, "another rank cannot record it"),
+        (2, 1, "another rank cannot record it"),
+        (3, 1, "and must save at least"),
+    ],
+)
+def test_a_rank_drives_exports_from_python_if_another_one_does(
+    engine, make_sender, device, caplog, refused, num_recordings, log
+):
+    weights, recorder = Weights(device, exchanged="tensor parallelism of 2", refused=(refused,)), Counting(device)
+    sender = make_sender(weights, recorder=recorder, record_collectives=True)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            weights.step()
+            sender.send(weights)
+            assert look(engine)["sums"] == weights.sums()
+    assert sender.metrics["graphs"] == 0
+    assert (recorder.num_recordings, recorder.pool_bytes) == (num_recordings, 0)
+    assert weights.answers == [True] * refused  # and no questions after
+    assert caplog.text.count(log) == 1
+
+
+@on_each_device
+def test_a_rank_records_its_export_again_if_another_rank_does(engine, make_sender, device):
+    weights, recorder = Weights(device, exchanged="tensor parallelism of 2", refused=(4,)), Counting(device)
+    sender = make_sender(weights, recorder=recorder, record_collectives=True)
+    for _ in range(3):
+        weights.step()
+        sender.send(weights)
+        assert sender.metrics["graphs"] == 1
+        assert look(engine)["sums"] == weights.sums()
+    assert recorder.num_recordings == 2
+    assert weights.answers == [True] * 6
+
+
+@on_each_device
+def test_a_rank_whose_buckets_do_not_stay_tells_the_others(engine, make_sender, device):
+    ray.get(engine.start.remote(device, opens_fixed=False))
+    weights = Weights(device, exchanged="tensor parallelism of 2")
+    sender = make_sender(weights, record_collectives=True)
+    for _ in range(2):
+        sender.send(weights)
+        assert look(engine)["sums"] == weights.sums()
+    assert weights.answers == [False]
 
 
 @on_each_device
 def test_an_engine_that_cannot_open_buckets_that_stay_gets_others(engine, make_sender, device, caplog):
     ray.get(engine.start.remote(device, opens_fixed=False))
-    weights = Weights(device, "ranks exchange weights")
+    weights = Weights(device, exchanged="tensor parallelism of 2")
     sender = make_sender(weights)
     with caplog.at_level(logging.INFO):
         for _ in range(2):

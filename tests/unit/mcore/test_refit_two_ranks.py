@@ -1,0 +1,95 @@
+"""Exports in which two ranks exchange weights, recorded and replayed on both; numbers compare exactly.
+
+On GPUs, each rank has one, or both share the only one (see `support.ranks`); on a CPU, recorded ops replace graphs.
+"""
+
+import contextlib
+from collections import deque
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks, worker_of_rank
+from support.recorded_ops import OpsRecorder
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
+from nemo_offload_rl.refit.cuda_ipc import CudaIpcTransport
+from nemo_offload_rl.refit.graphs import _RecordedExport
+from nemo_offload_rl.refit.recorder import CudaRecorder
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
+needs_te = pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "moe_ep2": {"expert_model_parallel_size": 2},
+}
+
+
+class Buckets:
+    """Buckets in plain memory of this process, which stay mapped (see `FixedBuckets`)."""
+
+    def __init__(self, layouts, device):
+        buffers = [torch.empty(layout.num_bytes, dtype=torch.uint8, device=device) for layout in layouts]
+        self.all_slots = [layout.slots(buffer) for layout, buffer in zip(layouts, buffers, strict=True)]
+
+    @contextlib.contextmanager
+    def mapped(self):
+        yield [Bucket(slots) for slots in self.all_slots]
+
+
+class Bucket:
+    def __init__(self, slots):
+        self.slots = lambda: slots
+
+
+def replay_all(device: str, rank: int, world_size: int, ports: list[int]) -> dict[str, Any]:
+    """What `replay` finds in each layout."""
+    return {layout: replay(layout, device, rank, world_size, port) for layout, port in zip(LAYOUTS, ports, strict=True)}
+
+
+def replay(layout: str, device: str, rank: int, world_size: int, port: int) -> list[tuple[list[str], int]]:
+    """In each of three steps, which tensors of a replayed export differ from a fresh one; and how many there are."""
+    policy = tiny_policy(TINY_QWEN3_MOE if layout.startswith("moe") else TINY_QWEN3, "bfloat16")
+    policy["megatron_cfg"].update(LAYOUTS[layout])
+    worker = worker_of_rank(policy, rank, world_size, port)
+    export = worker._weight_export
+    plan = export.connect(CudaIpcTransport([], verify=False))
+    assert export.collectives()
+    assert device == "cpu" or not export.why_not_recorded()
+    buckets = Buckets(plan.buckets(plan.num_bytes // 3), device)
+    recorded = _RecordedExport(CudaRecorder() if device == "cuda" else OpsRecorder())
+    for _ in range(2):
+        deque(export, maxlen=0)
+    recorded.record(buckets, export)
+    found, ranks = [], worker.parallel_ranks()
+    for step in range(3):
+        batch = random_batch(4, seed=step * ranks["dp_size"] + ranks["dp_rank"])
+        worker.train(batch, NLLLoss(), gbs=4 * ranks["dp_size"], mbs=2)
+        assert export.agree(recorded.addresses == export.addresses())
+        for number, slots in enumerate(buckets.all_slots):
+            for slot in slots:
+                slot.fill_(7)
+            recorded.fill(number, slots)
+        slots = iter([slot for of_bucket in buckets.all_slots for slot in of_bucket])
+        compared = [(name, torch.equal(next(slots), tensor)) for name, tensor in export]
+        found.append(([name for name, equal in compared if not equal], len(compared)))
+    recorded.forget()
+    worker.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=on_cpu), pytest.param("cuda", marks=[pytest.mark.gpu, needs_te])]
+)
+def test_a_replayed_export_is_a_fresh_one_on_both_ranks(device, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for of_rank in run_ranks(partial(replay_all, device), 2, num_ports=len(LAYOUTS), timeout_s=240):
+        for layout, found in of_rank.items():
+            assert len(found) == 3, layout
+            for differ, number in found:
+                assert number > 10, layout
+                assert differ == [], layout
