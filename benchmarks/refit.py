@@ -146,8 +146,10 @@ def measure(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Tabl
             generation.prepare_refit_info(plan)
             refits = [_refit(group) for _ in range(1 + arguments.repeats)][1:]
             kept = generation.memory_stats().get("refit_graph_pool_gib", 0.0)
-            group.prepare_refit_info(Sized(make(receivers, True), buffers_gib))
-            require_equal_checksums(group.send_weights(), generation.weights_checksum())
+            verified = arguments.tensor_parallel == 1  # an engine with tensor parallelism has parts of the weights
+            if verified:
+                group.prepare_refit_info(Sized(make(receivers, True), buffers_gib))
+                require_equal_checksums(group.send_weights(), generation.weights_checksum())
             seconds = statistics.median(refit["seconds"] for refit in refits)
             yield {
                 "case": case,
@@ -163,7 +165,7 @@ def measure(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Tabl
                 "replayed": all(refit.get("refit/graphs") == 1 for refit in refits),
                 "policy_pool_gib": round(refits[-1].get("refit/graph_pool_gib", 0.0), 3),
                 "engine_pool_gib": round(kept, 3),
-                "equal": True,
+                "equal": True if verified else None,
             }
 
 

@@ -65,7 +65,8 @@ class MicroBatcher:
         row_tokens = self._row_tokens[tokens_key]
         lengths = [padded_length(n, self._divisible_by, length) for n in data["input_lengths"].tolist()]
         bins = pack_bins(lengths, row_tokens, group_size=data.group_size)
-        bins = pack_bins(lengths, row_tokens, min_bins=self._common(len(bins)), group_size=data.group_size)
+        if (num_bins := self._common(len(bins))) > len(bins):
+            bins = pack_bins(lengths, row_tokens, min_bins=num_bins, group_size=data.group_size)
         batches = packed_microbatches(
             data,
             bins,

@@ -45,13 +45,14 @@ def padded_length(longest: int, divisible_by: int, limit: int) -> int:
 
 
 def with_length(data: BatchedData, length: int) -> BatchedData:
-    """Returns the batch with every [B, S] field cut or padded with zeros on the right to [B, length]."""
+    """Returns the batch with every [B, S] field padded with zeros on the right, or a view of it cut, to [B, length]."""
     width = data["input_ids"].shape[1]
     out = BatchedData()
     out.group_size = data.group_size
     for name, column in data.items():
         if isinstance(column, Tensor) and column.dim() == 2 and column.shape[1] == width:
-            column = torch.nn.functional.pad(column[:, :length], (0, max(0, length - width)))
+            # pad copies also where it adds nothing: 30 of 36 ms for 512 rows of 512, while the GPU waits for its input.
+            column = column[:, :length] if length <= width else torch.nn.functional.pad(column, (0, length - width))
         out[name] = column
     return out
 
@@ -126,8 +127,9 @@ def packed_microbatches(
         lengths[-1] += round_up(sum(lengths), row_divisible_by) - sum(lengths)
         width = max([*lengths, chunk["input_ids"].shape[1]])
         chunk = with_length(chunk, width)
-        tokens = torch.cat([row[:n] for row, n in zip(chunk["input_ids"], lengths, strict=True)])[None]
-        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        columns = torch.arange(width).expand(len(lengths), width)
+        packed = columns < torch.tensor(lengths)[:, None]
+        tokens, positions = chunk["input_ids"][packed][None], columns[packed][None]
         starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         out.append(MicroBatch(chunk, tokens, positions, starts, max(lengths)))
     return out
