@@ -14,7 +14,6 @@ the weights sent and of the engine's weights agreed after the last refit of that
 | `streamed` | through GPU memory, driven from Python |
 | `replayed_loads` | the export driven from Python, the engine's loads replayed from CUDA graphs |
 | `graphs` | both replayed; where `replayed` is false, the log says why the export could not be |
-| `graphs_of_collectives` | the same if ranks exchange weights in the export, as with `--tensor-parallel 2` |
 | `broadcast` | with `--apart`, to an engine on a GPU of its own: two GPUs, over NCCL |
 
 `--tensor-parallel 2` splits policy and engine over two GPUs; times are then those of the slower rank. `--scale tiny`
@@ -59,9 +58,6 @@ WAYS: Mapping[str, Callable[[Receivers, bool], RefitTransport]] = {
     "streamed": lambda receivers, verify: CudaIpcTransport(receivers, verify, graphs=False),
     "replayed_loads": lambda receivers, verify: CudaIpcTransport(receivers, verify, record_export=False),
     "graphs": lambda receivers, verify: CudaIpcTransport(receivers, verify, graphs=True, min_gain_s=-math.inf),
-    "graphs_of_collectives": lambda receivers, verify: CudaIpcTransport(
-        receivers, verify, min_gain_s=-math.inf, record_collectives=True
-    ),
 }
 """How weights go to an engine on the policy's GPU; by its receivers and whether it verifies."""
 APART: Mapping[str, Callable[[Receivers, bool], RefitTransport]] = {

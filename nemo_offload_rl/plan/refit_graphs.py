@@ -7,12 +7,12 @@ temporaries.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_offload_rl.memory.units import MIB, round_up
+from nemo_offload_rl.memory.units import GIB, MIB, round_up
 from nemo_offload_rl.plan.architecture import Architecture
 from nemo_offload_rl.plan.engine_targets import colocates_vllm
 from nemo_offload_rl.plan.model_facts import DTYPE_BYTES
 
-# With any of these kinds of parallelism, ranks exchange weights in an export, which is then not captured in a graph.
+# With any of these kinds of parallelism, ranks exchange weights in an export.
 _EXCHANGED = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
 
 # torch's allocator, with its default settings, allocates segments of two sizes, each for tensors of up to half its
@@ -30,9 +30,31 @@ def refit_graph_bytes(policy: Mapping[str, Any], architecture: Architecture) -> 
     if not colocates_vllm(policy):
         return 0
     of_loads = pool_bytes(())  # vLLM copies into its parameters, without temporaries
-    if any(policy["megatron_cfg"][f"{kind}_parallel_size"] > 1 for kind in _EXCHANGED):
-        return of_loads
-    return pool_bytes(export_temporaries(architecture, DTYPE_BYTES[policy["precision"]])) + of_loads
+    dtype_bytes, cfg = DTYPE_BYTES[policy["precision"]], policy["megatron_cfg"]
+    if any(cfg[f"{kind}_parallel_size"] > 1 for kind in _EXCHANGED):
+        temporaries = exchanged_temporaries(architecture, dtype_bytes, cfg["expert_model_parallel_size"])
+        # Graphs that keep more are not used (`GraphSender`).
+        return min(pool_bytes(temporaries), int(policy["refit_buffer_size_gb"] * GIB)) + of_loads
+    return pool_bytes(export_temporaries(architecture, dtype_bytes)) + of_loads
+
+
+def exchanged_temporaries(architecture: Architecture, dtype_bytes: int, num_expert_ranks: int) -> list[int]:
+    """Returns a bound of the temporary tensors that an export holds at one time where ranks exchange weights.
+
+    A weight is gathered into the ranks' shards, which are joined, while the weight before is still held: three times
+    the largest weight. For 1.5 B parameters and a tensor-parallel size of 2, an H200 held 2.0 times the embedding.
+
+    Args:
+        architecture: the model's sizes; its weights are not split over ranks.
+        dtype_bytes: bytes of an element.
+        num_expert_ranks: ranks whose experts are gathered together, one of each.
+    """
+    gate_and_up_rows = [2 * architecture.dense_ffn_hidden_size]
+    if architecture.num_experts is not None:
+        gate_and_up_rows.append(2 * architecture.ffn_hidden_size * num_expert_ranks)
+    qkv_rows = (architecture.num_heads + 2 * architecture.num_query_groups) * architecture.head_dim
+    largest = max(architecture.vocab_size, qkv_rows, *gate_and_up_rows)
+    return [largest * architecture.hidden_size * dtype_bytes] * 3
 
 
 def export_temporaries(architecture: Architecture, dtype_bytes: int) -> list[int]:

@@ -53,7 +53,6 @@ class CudaIpcTransport:
         graphs: Whether buckets keep their addresses if that is possible, so that CUDA graphs can be replayed.
         record_export: Whether, with `graphs`, the export may be replayed as well as the receivers' loads.
         min_gain_s: Seconds that replaying the export must save in a refit.
-        record_collectives: Whether the export may be replayed if ranks exchange weights in it and all of them send.
     """
 
     receivers: Sequence[Receiver]
@@ -61,7 +60,6 @@ class CudaIpcTransport:
     graphs: bool = True
     record_export: bool = True
     min_gain_s: float = MIN_GAIN_S
-    record_collectives: bool = False
 
     def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
         """Makes a rank's sender.
@@ -85,7 +83,8 @@ class CudaIpcTransport:
             make_recorder=CudaRecorder if self.record_export else None,
             device=current_device(),
             min_gain_s=self.min_gain_s,
-            record_collectives=self.record_collectives and self._all_ranks_send(),
+            record_collectives=self._all_ranks_send(),
+            max_pool_bytes=bucket_bytes,
         )
 
     def _all_ranks_send(self) -> bool:

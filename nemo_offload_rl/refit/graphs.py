@@ -52,6 +52,7 @@ class GraphSender(RefitSender):
         device: The current CUDA device, or the CPU.
         min_gain_s: Seconds that replaying the export must save in a refit.
         record_collectives: Whether to record an export in which ranks exchange weights; all ranks must then send.
+        max_pool_bytes: The most memory that the graphs of such an export may keep. Others keep one layer's attention.
         clock: Returns the time in seconds.
     """
 
@@ -67,6 +68,7 @@ class GraphSender(RefitSender):
         device: torch.device,
         min_gain_s: float,
         record_collectives: bool = False,
+        max_pool_bytes: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._layouts = layouts
@@ -78,6 +80,7 @@ class GraphSender(RefitSender):
         self._device = device
         self._min_gain_s = min_gain_s
         self._record_collectives = record_collectives and make_recorder is not None
+        self._max_pool_bytes = max_pool_bytes
         self._clock = clock
         self._is_decided = False
         self._has_moved = False  # whether the last refit found new addresses
@@ -160,15 +163,25 @@ class GraphSender(RefitSender):
 
     def _record(self, buckets: FixedBuckets, recorded: "_RecordedExport", weights: Export) -> bool:
         """Returns whether the export could be recorded; it is driven from Python otherwise."""
-        why_not = ""
         try:
             recorded.record(buckets, weights)
         except CaptureError as error:
             why_not = _reason(error)
+        else:
+            why_not = self._why_pool_too_large(recorded.pool_bytes, weights)
         if self._all_say(weights, not why_not):
             return True
         self._drive_from_python(why_not or _ANOTHER_RANK)
         return False
+
+    def _why_pool_too_large(self, pool_bytes: int, weights: Export) -> str:
+        """Returns why graphs may not keep this much memory between refits; "" if they may."""
+        if not weights.collectives() or pool_bytes <= self._max_pool_bytes:
+            return ""
+        return (
+            f"graphs would keep {pool_bytes / MIB:.0f} MiB for weights that ranks exchange, more than the "
+            f"{self._max_pool_bytes / MIB:.0f} MiB of policy.refit_buffer_size_gb"
+        )
 
     def _drive_from_python(self, why: str) -> None:
         logger.info("The export of weights is driven from Python, not replayed from CUDA graphs: %s.", why)

@@ -18,6 +18,7 @@ from nemo_offload_rl.generation.recorded_loads import RecordedLoads
 from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError
 from nemo_offload_rl.memory.shared_buffer import SharedBufferError
 from nemo_offload_rl.memory.shared_range import HostRangeHandle
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.refit import fixed_buckets
 from nemo_offload_rl.refit.cuda_ipc import CudaIpcSender
 from nemo_offload_rl.refit.fixed_buckets import FixedTensors
@@ -219,7 +220,7 @@ def test_what_ranks_exchange_is_driven_from_python_and_its_loads_are_replayed(en
 @on_each_device
 def test_ranks_that_exchange_weights_replay_them_if_all_say_so(engine, make_sender, device):
     weights = Weights(device, exchanged="tensor parallelism of 2")
-    sender = make_sender(weights, record_collectives=True)
+    sender = make_sender(weights, record_collectives=True, max_pool_bytes=GIB)
     for number in range(3):
         weights.step()
         sender.send(weights)
@@ -242,7 +243,7 @@ def test_a_rank_drives_exports_from_python_if_another_one_does(
     engine, make_sender, device, caplog, refused, num_recordings, log
 ):
     weights, recorder = Weights(device, exchanged="tensor parallelism of 2", refused=(refused,)), Counting(device)
-    sender = make_sender(weights, recorder=recorder, record_collectives=True)
+    sender = make_sender(weights, recorder=recorder, record_collectives=True, max_pool_bytes=GIB)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             weights.step()
@@ -255,9 +256,24 @@ def test_a_rank_drives_exports_from_python_if_another_one_does(
 
 
 @on_each_device
+def test_graphs_of_exchanged_weights_that_keep_too_much_memory_are_not_used(engine, make_sender, device, caplog):
+    weights, recorder = Weights(device, exchanged="tensor parallelism of 2"), Counting(device)
+    sender = make_sender(weights, recorder=recorder, record_collectives=True, max_pool_bytes=1)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            weights.step()
+            sender.send(weights)
+            assert look(engine)["sums"] == weights.sums()
+    assert sender.metrics["graphs"] == 0
+    assert (recorder.num_recordings, recorder.pool_bytes) == (1, 0)
+    assert weights.answers == [True, False]
+    assert caplog.text.count("of policy.refit_buffer_size_gb.") == 1
+
+
+@on_each_device
 def test_a_rank_records_its_export_again_if_another_rank_does(engine, make_sender, device):
     weights, recorder = Weights(device, exchanged="tensor parallelism of 2", refused=(4,)), Counting(device)
-    sender = make_sender(weights, recorder=recorder, record_collectives=True)
+    sender = make_sender(weights, recorder=recorder, record_collectives=True, max_pool_bytes=GIB)
     for _ in range(3):
         weights.step()
         sender.send(weights)
@@ -271,7 +287,7 @@ def test_a_rank_records_its_export_again_if_another_rank_does(engine, make_sende
 def test_a_rank_whose_buckets_do_not_stay_tells_the_others(engine, make_sender, device):
     ray.get(engine.start.remote(device, opens_fixed=False))
     weights = Weights(device, exchanged="tensor parallelism of 2")
-    sender = make_sender(weights, record_collectives=True)
+    sender = make_sender(weights, record_collectives=True, max_pool_bytes=GIB)
     for _ in range(2):
         sender.send(weights)
         assert look(engine)["sums"] == weights.sums()
