@@ -26,6 +26,7 @@ MIN_GAIN_S = 0.005
 """Seconds that replaying the export must save in a refit."""
 
 _ANOTHER_RANK = "another rank cannot record it, and ranks exchange weights in it"
+_SAVES_TOO_LITTLE_THERE = "a replay saves too little on another rank, and ranks exchange weights in it"
 
 _FAILURES = (RuntimeError, OSError)
 """Errors while buckets with fixed addresses are made, here or in an engine: streaming works, or fails likewise."""
@@ -128,8 +129,10 @@ class GraphSender(RefitSender):
         checksums = self._send_recorded(self._buckets, self._recorded, weights)
         graphs_s = self.metrics["send_s"] - self.metrics["verify_s"]
         times = f"{1e3 * graphs_s:.1f} ms instead of {1e3 * driven_s:.1f} ms"
-        if not self._all_say(weights, driven_s - graphs_s >= self._min_gain_s):
-            self._drive_from_python(f"a replay takes {times}, and must save at least {1e3 * self._min_gain_s:.0f} ms")
+        gains = driven_s - graphs_s >= self._min_gain_s
+        if not self._all_say(weights, gains):
+            too_little = f"a replay takes {times}, and must save at least {1e3 * self._min_gain_s:.0f} ms"
+            self._drive_from_python(_SAVES_TOO_LITTLE_THERE if gains else too_little)
             return checksums
         logger.info(
             "Refits are replayed from CUDA graphs: %s, %d graphs of the export with %.0f MiB of temporaries.",
