@@ -26,20 +26,23 @@ class EngineActor:
     Attributes:
         actor: Ray's handle of a `WeightLoader` with `process()`, and with `call(verb, *arguments)` for other methods.
         engine: The number of its engine.
+        replica: The number of its replica of the model among those of all engines, which share out every request;
+            mostly an engine has one.
         ranks: Its bundles (GPUs), by the policy ranks that it shares them with; higher numbers for GPUs of its own.
     """
 
     actor: Any
     engine: int
+    replica: int
     ranks: tuple[int, ...]
 
 
 class ActorEngines:
-    """Calls all engines and divides every request among them; a base of `GenerationInterface`'s implementations.
+    """Calls all engines and divides every request among their replicas; a base of `GenerationInterface`'s implementations.
 
     Args:
         cluster: Where the actors run.
-        actors: The actors of all engines; those of one engine are consecutive, and get the same requests.
+        actors: The actors of all engines; those of one replica are consecutive, and get the same requests.
         build_refs: References to the result of each actor's build.
         stays_awake: Whether the engines keep all of their memory on GPUs that they share with the policy.
     """
@@ -66,9 +69,9 @@ class ActorEngines:
         return tuple(Receiver(one.actor, one.ranks, self._name(one)) for one in self._actors)
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Continues every prompt; consecutive rows, such as those of one prompt, mostly go to the same engine."""
-        num_rows, num_engines = len(request.prompt_ids), self._actors[-1].engine + 1
-        bounds = [num_rows * engine // num_engines for engine in range(num_engines + 1)]
+        """Continues every prompt; consecutive rows, such as those of one prompt, mostly go to the same replica."""
+        num_rows, num_replicas = len(request.prompt_ids), self._actors[-1].replica + 1
+        bounds = [num_rows * replica // num_replicas for replica in range(num_replicas + 1)]
         parts = [
             GenerationRequest(
                 request.prompt_ids[start:stop], request.sample_ids[start:stop], request.step, request.sampling
@@ -76,12 +79,12 @@ class ActorEngines:
             for start, stop in itertools.pairwise(bounds)
         ]
         answers = self._collect(
-            "generate", [one.actor.call.remote("generate", parts[one.engine]) for one in self._actors]
+            "generate", [one.actor.call.remote("generate", parts[one.replica]) for one in self._actors]
         )
-        of_engine: dict[int, GenerationOutput] = {}
+        of_replica: dict[int, GenerationOutput] = {}
         for one, answer in zip(self._actors, answers, strict=True):
-            of_engine.setdefault(one.engine, answer)  # all actors of an engine return the same answer
-        outputs = list(of_engine.values())
+            of_replica.setdefault(one.replica, answer)  # all actors of a replica return the same answer
+        outputs = list(of_replica.values())
         return GenerationOutput(
             output_ids=[row for output in outputs for row in output.output_ids],
             logprobs=[row for output in outputs for row in output.logprobs],

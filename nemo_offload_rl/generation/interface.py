@@ -219,6 +219,7 @@ class EngineSpec:
         bundles_per_engine: Returns an engine's number of bundles (GPUs), given the recipe's `policy` and the cluster.
         start: Starts the engines, before the policy's ranks, and returns before they are built; takes the recipe's
             `policy`, the cluster and the bundles of each engine: those of the ranks with the same numbers, or others.
+            An engine has bundles of one node, or all bundles of several nodes.
     """
 
     bundles_per_engine: Callable[[Mapping[str, Any], Cluster], int]

@@ -106,6 +106,7 @@ class TransformersGeneration(ActorEngines):
                     runtime_env={"env_vars": {"OMP_NUM_THREADS": str(num_threads)}},
                 ).remote(num_threads),
                 engine,
+                engine,
                 bundles,
             )
             for engine, bundles in enumerate(bundles_by_engine)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.config.megatron.device_split import engine_devices, engine_replicas
 from nemo_offload_rl.generation.interface import GenerationRequest
 from nemo_offload_rl.generation.sampling import row_seed
 from nemo_offload_rl.generation.stop_strings import stop_strings_of
@@ -15,7 +16,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine, scheduler and model run in the actor's own process
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # torch's symmetric memory refuses processes that each see only their own GPU
-    "VLLM_HOST_IP": "127.0.0.1",  # an engine is on one node, and its ports need not be reachable from others
+    "VLLM_HOST_IP": "127.0.0.1",  # other nodes need not reach its ports; an engine on several nodes replaces it
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # everything that it reads is in a folder
 }
@@ -59,13 +60,13 @@ def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = 
     """
     generation = policy["generation"]
     section = generation["vllm_cfg"]
-    tp = section["tensor_parallel_size"]
+    replicas, has_one_gpu = engine_replicas(section), engine_devices(section) == 1
     arguments: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": not stop_strings_of(policy),
         "load_format": "dummy",
         "dtype": section["precision"],
-        "tensor_parallel_size": tp,
+        "tensor_parallel_size": section["tensor_parallel_size"],
         "enable_expert_parallel": section["expert_parallel_size"] > 1,
         "gpu_memory_utilization": (
             _SHARE_BESIDE_POLICY if is_built_beside_policy(policy) else section["gpu_memory_utilization"]
@@ -79,10 +80,14 @@ def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = 
         "worker_extension_cls": WORKER_EXTENSION,
         # As under torchrun, each GPU's process runs an engine of its own with all requests: it is placed with the
         # policy rank of that GPU, and gets its weights from that rank.
-        "distributed_executor_backend": "external_launcher" if tp > 1 else "uni",
+        "distributed_executor_backend": "uni" if has_one_gpu else "external_launcher",
         # A process sees only its own GPU, with which vLLM's custom all-reduce cannot work; NCCL can.
-        "disable_custom_all_reduce": tp > 1,
+        "disable_custom_all_reduce": not has_one_gpu,
     }
+    if replicas > 1:
+        # vLLM's V2 model runner runs no pass where scheduling ahead leaves nothing to run, and then other replicas
+        # would wait forever.
+        arguments |= {"data_parallel_size": replicas, "async_scheduling": False}
     if "enable_prefix_caching" in section and section["enable_prefix_caching"] is not None:
         arguments["enable_prefix_caching"] = section["enable_prefix_caching"]
     return arguments | (generation["vllm_kwargs"] if "vllm_kwargs" in generation else {})

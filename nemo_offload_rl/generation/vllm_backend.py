@@ -1,4 +1,4 @@
-"""Generates with vLLM in Ray actors: one actor for each engine, or with tensor parallelism for each of its GPUs."""
+"""Generates with vLLM in Ray actors: one actor for each GPU of each engine."""
 
 import contextlib
 import os
@@ -6,20 +6,42 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 
+from nemo_offload_rl.config.megatron.device_split import engine_devices, engine_replicas
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
 from nemo_offload_rl.generation.stop_strings import stop_strings_of
 from nemo_offload_rl.generation.vllm_arguments import engine_arguments, engine_environment, is_built_beside_policy
 from nemo_offload_rl.placement.cluster import Cluster
+from nemo_offload_rl.placement.network import LOOPBACK, choose_interface, listening, rendezvous_store
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
+
+
+# How long a process of an engine waits for the others, which import vLLM meanwhile, and for one that hangs.
+_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Says where the processes of an engine meet.
+
+    Attributes:
+        address: An address of the first process's node.
+        port: The port where the first process listens.
+        on_one_node: Whether all of them are on that node.
+    """
+
+    address: str
+    port: int
+    on_one_node: bool
 
 
 @contextlib.contextmanager
@@ -50,39 +72,45 @@ def explain_kv_cache_oom(arguments: Mapping[str, Any], *, beside_policy: bool) -
 class VllmActor(WeightLoader):
     """Runs a `VllmGenerator` in a process of its own, on one GPU.
 
-    With tensor parallelism the actors of an engine rendezvous as torchrun's processes do, and each runs the same
-    requests: vLLM's scheduling is deterministic, so all of them sample the same tokens.
+    The actors of an engine join one process group, as torchrun's processes do. Those of a replica run the same requests:
+    vLLM's scheduling is deterministic, so all of them sample the same tokens.
     """
 
     def __init__(self) -> None:
         ignore_ending_signals()
+        self._listener: socket.socket | None = None
 
     def process(self) -> tuple[str, int]:
         """Returns this node's address and the process id there."""
         return ray.util.get_node_ip_address(), os.getpid()
 
-    def rendezvous(self) -> tuple[str, int]:
-        """Returns an address of this node and a free port, where the actors of this engine rendezvous."""
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            return "127.0.0.1", int(listener.getsockname()[1])
+    def listen(self, port_range: tuple[int, int] | None, num_processes: int, *, on_one_node: bool) -> Meeting:
+        """Listens for the other processes of this engine, and returns where they find this one.
 
-    def build(self, policy: Mapping[str, Any], *, rank: int, rendezvous: tuple[str, int], sleeps: bool) -> None:
+        Args:
+            port_range: First and last port that it may use; None for any.
+            num_processes: Number of the engine's processes.
+            on_one_node: Whether all of them are on this node, so that its loopback address suffices.
+        """
+        address = LOOPBACK if on_one_node else ray.util.get_node_ip_address()
+        self._listener = listening(address, port_range, backlog=num_processes)
+        return Meeting(address, self._listener.getsockname()[1], on_one_node)
+
+    def build(self, policy: Mapping[str, Any], *, rank: int, meeting: Meeting | None, sleeps: bool) -> None:
         """Builds the engine, whose weights come by refit, and puts it to sleep unless it never sleeps.
 
         Args:
             policy: The recipe's `policy`.
             rank: Rank of this process in its engine.
-            rendezvous: Address and port where the engine's processes rendezvous.
+            meeting: Where the engine's processes meet; None if this is the only one.
             sleeps: Whether the engine frees its GPU memory for the policy between generations.
 
         Raises:
             ValueError: If vLLM is not installed here, or refuses what the recipe asks for.
         """
-        address, port = rendezvous
-        size = policy["generation"]["vllm_cfg"]["tensor_parallel_size"]
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(size)}
-        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        section = policy["generation"]["vllm_cfg"]
+        if meeting is not None and not meeting.on_one_node:
+            os.environ["VLLM_HOST_IP"] = ray.util.get_node_ip_address()
         try:
             from vllm import LLM
         except ImportError as error:
@@ -99,6 +127,8 @@ class VllmActor(WeightLoader):
         if stop_strings_of(policy):
             save_tokenizer(load_tokenizer(policy["tokenizer"]["name"]), Path(self._folder.name))
         arguments = engine_arguments(policy, Path(self._folder.name), sleeps=sleeps)
+        if meeting is not None:
+            self._join(meeting, rank, engine_devices(section))
         with explain_kv_cache_oom(arguments, beside_policy=is_built_beside_policy(policy)):
             llm = LLM(**arguments)
         self._generator = VllmGenerator(
@@ -107,9 +137,29 @@ class VllmActor(WeightLoader):
             max_sequence_length=policy["max_total_sequence_length"],
             sleeps=sleeps,
             keeps_weights=_keeps_weights(policy),
+            shares_experts=engine_replicas(section) > 1,
         )
         if not is_built_beside_policy(policy):  # sleeping would fail vLLM's assertion if the policy allocates meanwhile
             self._generator.finish_generation()
+
+    def _join(self, meeting: Meeting, rank: int, num_processes: int) -> None:
+        """Joins the engine's process group, which vLLM then uses; its own would listen on every interface."""
+        choose_interface(meeting.address)
+        torch.distributed.init_process_group(
+            "nccl",
+            store=rendezvous_store(
+                meeting.address,
+                meeting.port,
+                rank=rank,
+                world_size=num_processes,
+                timeout=_TIMEOUT,
+                listener=self._listener,
+            ),
+            rank=rank,
+            world_size=num_processes,
+            timeout=_TIMEOUT,
+        )
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(num_processes)}  # vLLM reads them
 
     def load_weights(self, bucket: WeightBucket) -> float:
         """Loads a bucket of any transport (see `WeightLoader`)."""
@@ -143,30 +193,28 @@ class VllmGeneration(ActorEngines):
         self.capabilities = replace(
             self.capabilities, keeps_weights=_keeps_weights(policy), built_alone=not is_built_beside_policy(policy)
         )
+        section = policy["generation"]["vllm_cfg"]
+        tp, replicas = section["tensor_parallel_size"], engine_replicas(section)
+        sleeps = not cluster.engines_are_apart and not _stays_awake(policy)
         environment = engine_environment(policy, num_threads=cluster.threads_per_engine_bundle)
         actor_class = ray.remote(VllmActor)
-        actors = [
-            EngineActor(
+        actors: list[EngineActor] = []
+        build_refs: list[Any] = []
+        for engine, bundles in enumerate(bundles_by_engine):
+            of_engine = [
                 actor_class.options(
                     **cluster.actor_options(bundle, cluster.engine_share), runtime_env={"env_vars": environment}
-                ).remote(),
-                engine,
-                (bundle,),
-            )
-            for engine, bundles in enumerate(bundles_by_engine)
-            for bundle in bundles
-        ]
-        first = [bundles[0] for bundles in bundles_by_engine]
-        meetings = [one.actor.rendezvous.remote() for one in actors if one.ranks[0] in first]
-        build_refs = [
-            one.actor.build.remote(
-                policy,
-                rank=one.ranks[0] - first[one.engine],
-                rendezvous=meetings[one.engine],
-                sleeps=not cluster.engines_are_apart and not _stays_awake(policy),
-            )
-            for one in actors
-        ]
+                ).remote()
+                for bundle in bundles
+            ]
+            meeting = None
+            if len(bundles) > 1:
+                meeting = of_engine[0].listen.remote(
+                    cluster.master_port_range, len(bundles), on_one_node=cluster.are_on_one_node(bundles)
+                )
+            for rank, actor in enumerate(of_engine):
+                actors.append(EngineActor(actor, engine, engine * replicas + rank // tp, (bundles[rank],)))
+                build_refs.append(actor.build.remote(policy, rank=rank, meeting=meeting, sleeps=sleeps))
         super().__init__(cluster, actors, build_refs, stays_awake=_stays_awake(policy))
 
     def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> bool:
@@ -183,7 +231,7 @@ def _bundles_per_engine(policy_config: Mapping[str, Any], cluster: Cluster) -> i
         raise ValueError(
             "policy.generation.backend is vllm, which needs GPUs, and the ranks have none; set it to transformers."
         )
-    return int(policy_config["generation"]["vllm_cfg"]["tensor_parallel_size"])
+    return engine_devices(policy_config["generation"]["vllm_cfg"])
 
 
 def _stays_awake(policy: Mapping[str, Any]) -> bool:

@@ -29,6 +29,7 @@ class VllmGenerator:
         max_sequence_length: Largest number of tokens of a prompt and its continuation together.
         sleeps: Whether it frees its GPU memory for the policy between generations; if not, it keeps its weights.
         keeps_weights: Whether its weights wait in host memory while it sleeps, and are complete when it wakes up.
+        shares_experts: Whether other replicas have some of its experts, so that all of them generate together.
 
     Raises:
         ValueError: If vLLM changes weights after it has loaded them, which no refit does.
@@ -42,8 +43,10 @@ class VllmGenerator:
         max_sequence_length: int,
         sleeps: bool = True,
         keeps_weights: bool = False,
+        shares_experts: bool = False,
     ) -> None:
         self._llm = llm
+        self._shares_experts = shares_experts
         self._dtype = _DTYPES[precision]
         self._max_sequence_length = max_sequence_length
         self._plan = ExportPlan(())
@@ -202,7 +205,7 @@ class VllmGenerator:
         self._has_generated = True
         output = GenerationOutput([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], ["length"] * num_rows)
         rows = [row for row in range(num_rows) if len(request.prompt_ids[row]) < self._max_sequence_length]
-        if not rows:
+        if not rows and not self._shares_experts:  # other replicas need its experts, whatever rows it has
             return output
         with no_garbage_collection():  # vLLM keeps objects for each token, and each collection would traverse them
             finished = self._llm.generate(

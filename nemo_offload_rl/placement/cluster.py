@@ -171,22 +171,30 @@ class Cluster:
         return None if self._watch is None else str(self.node_of(rank))
 
     def bundles_by_engine(self, bundles_per_engine: int) -> list[tuple[int, ...]]:
-        """Returns the bundles of each generation engine, all on one node: the ranks' bundles, or generation's own.
+        """Returns the bundles of each generation engine: the ranks' bundles, or generation's own.
+
+        An engine has a part of a node, or several whole nodes that follow each other.
 
         Args:
             bundles_per_engine: Bundles (GPUs) that an engine spans.
 
         Raises:
-            ValueError: If `bundles_per_engine` does not divide the bundles of a node.
+            ValueError: If the engines share out neither the bundles of a node nor the nodes.
         """
-        if self.engine_bundles_per_node % bundles_per_engine:
+        of_node, total = self.engine_bundles_per_node, self.num_bundles - self._first_engine_bundle
+        is_part_of_node, has_whole_nodes = of_node % bundles_per_engine == 0, bundles_per_engine % of_node == 0
+        if not is_part_of_node and not (has_whole_nodes and total % bundles_per_engine == 0):
             raise ValueError(
-                f"An engine of policy.generation spans {bundles_per_engine} GPUs, which does not divide the "
-                f"{self.engine_bundles_per_node} GPUs that generation has on each node (cluster.gpus_per_node, or "
-                "policy.generation.colocated.resources.gpus_per_node); an engine runs on one node: change one of the "
-                "two."
+                f"An engine of policy.generation spans {bundles_per_engine} GPUs, which neither divides the {of_node} "
+                "GPUs that generation has on each node (cluster.gpus_per_node, or "
+                "policy.generation.colocated.resources.gpus_per_node) nor is a multiple of them that divides its "
+                f"{total} GPUs; change one of the two."
             )
         return list(itertools.batched(range(self._first_engine_bundle, self.num_bundles), bundles_per_engine))
+
+    def are_on_one_node(self, bundles: Sequence[int]) -> bool:
+        """Returns whether the bundles are on one node of Ray, so that their processes can meet on its loopback."""
+        return len({self.node_of(bundle).id for bundle in bundles}) == 1
 
     @property
     def engine_share(self) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_offload_rl.config.megatron.device_split import is_colocated
+from nemo_offload_rl.config.megatron.device_split import engine_devices, engine_replicas, is_colocated
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan.architecture import Architecture, UnknownArchitectureError, read_architecture
 from nemo_offload_rl.plan.engine_targets import colocates_vllm, stays_awake
@@ -191,11 +191,18 @@ def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> En
     tp, dtype_bytes = section["tensor_parallel_size"], DTYPE_BYTES[section["precision"]]
     heads = max(1, architecture.num_query_groups // tp)  # vLLM replicates KV heads where there are fewer than GPUs
     kwargs = policy["generation"].get("vllm_kwargs") or {}
-    all_weights = num_model_params(hf_config, policy["megatron_cfg"]) * dtype_bytes
+    num_params = num_model_params(hf_config, policy["megatron_cfg"])
+    num_expert_params = num_model_params(hf_config, policy["megatron_cfg"], only_experts=True)
+    all_weights = num_params * dtype_bytes
     largest = max(architecture.vocab_size, architecture.ffn_hidden_size) * architecture.hidden_size * dtype_bytes
     buckets = max(int(policy["refit_buffer_size_gb"] * GIB), _NUM_REFIT_BUCKETS * largest)
     return EngineMemory(
-        weights_bytes=all_weights // tp,
+        # Experts are shared out among all of the engine's GPUs, everything else among those of a replica.
+        weights_bytes=(
+            ((num_params - num_expert_params) * engine_replicas(section) + num_expert_params)
+            * dtype_bytes
+            // engine_devices(section)
+        ),
         kv_bytes_per_token=2 * architecture.num_layers * heads * architecture.head_dim * dtype_bytes,
         max_model_len=section["max_model_len"],
         max_num_seqs=kwargs.get("max_num_seqs") or _VLLMS_MAX_NUM_SEQS,
@@ -218,8 +225,10 @@ def _reserve_bytes(architecture: Architecture, section: Mapping[str, Any], kwarg
     attention = (architecture.num_heads + 2 * architecture.num_query_groups) * architecture.head_dim // tp
     mlp = 3 * architecture.dense_ffn_hidden_size // tp
     if architecture.num_experts:
-        per_expert = 3 * architecture.ffn_hidden_size // tp + architecture.hidden_size
-        mlp = max(mlp, (architecture.experts_per_token or 1) * per_expert)
+        # With expert parallelism a GPU has whole experts, and gathers the tokens of all replicas for them.
+        parts = tp if section["expert_parallel_size"] == 1 else 1
+        per_expert = 3 * architecture.ffn_hidden_size // parts + architecture.hidden_size
+        mlp = max(mlp, engine_replicas(section) * (architecture.experts_per_token or 1) * per_expert)
     tokens = kwargs.get("max_num_batched_tokens") or _MAX_BATCHED_TOKENS
     activations = tokens * dtype_bytes * (4 * architecture.hidden_size + attention + mlp)
     logits = (kwargs.get("max_num_seqs") or _VLLMS_MAX_NUM_SEQS) * architecture.vocab_size * _SAMPLER_BYTES_PER_LOGIT

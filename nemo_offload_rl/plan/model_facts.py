@@ -102,8 +102,15 @@ def shard_facts(
     return tuple(stages)
 
 
-def num_model_params(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> int:
+def num_model_params(
+    hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, Any], *, only_experts: bool = False
+) -> int:
     """Counts the parameters of the whole model.
+
+    Args:
+        hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
+        megatron_cfg: the recipe's `policy.megatron_cfg`.
+        only_experts: whether to count those of its experts alone.
 
     Raises:
         UnknownArchitectureError: the model's sizes are not known before it is built.
@@ -116,7 +123,8 @@ def num_model_params(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, An
     }
     whole = _Sizes(tensor=1, pipeline=1, expert=1, expert_tensor=1, data=1, expert_data=1)
     architecture = read_architecture(hf_config, megatron_cfg)
-    return _count(list(_stage_weights(architecture, whole, {**megatron_cfg, **one_stage}, stage=0)))
+    weights = _stage_weights(architecture, whole, {**megatron_cfg, **one_stage}, stage=0)
+    return _count([weight for weight in weights if weight.is_expert or not only_experts])
 
 
 def optimizer_size(policy: Mapping[str, Any]) -> int:

@@ -4,13 +4,13 @@ import contextlib
 import gc
 import importlib
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.placement.network import LOOPBACK, free_port
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.worker.rank_log import RankLog, Record
 from nemo_offload_rl.worker.wire import WireBatch
@@ -36,7 +36,7 @@ class WorkerActor:
             port_range: See `free_port`.
             on_one_node: Whether all ranks are on this node, so that its loopback address suffices.
         """
-        address = "127.0.0.1" if on_one_node else ray.util.get_node_ip_address()
+        address = LOOPBACK if on_one_node else ray.util.get_node_ip_address()
         return address, free_port(address, port_range)
 
     def import_worker(self, worker_cls: str) -> None:
@@ -96,27 +96,3 @@ def exempt_from_gc() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def free_port(address: str, port_range: tuple[int, int] | None) -> int:
-    """Returns a TCP port of this machine's `address` that nothing is bound to.
-
-    Args:
-        address: An address of this machine.
-        port_range: First and last candidate; None lets the system choose.
-
-    Raises:
-        ValueError: If every port of the range is in use.
-    """
-    candidates = range(0, 1) if port_range is None else range(port_range[0], port_range[1] + 1)
-    for port in candidates:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-            try:
-                listener.bind((address, port))
-            except OSError:
-                continue
-            return int(listener.getsockname()[1])
-    raise ValueError(
-        f"No port of {address} from {candidates.start} to {candidates.stop - 1} is free; widen "
-        "cluster.master_port_range_low and cluster.master_port_range_high, or leave them out."
-    )

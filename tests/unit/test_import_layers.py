@@ -74,6 +74,7 @@ LAYERS = {
     "config": layer("named_datasets", "storage", "residency.table", "metrics.names", never=NO_LIBRARY),
     "placement.signals": layer(never="torch ray megatron"),
     "placement": layer(*LEAVES, never="megatron transformers"),
+    "placement.network": layer(never="ray megatron transformers"),
     "placement.link": layer("memory", *LEAVES, never="ray megatron transformers"),
     "plan": layer(
         "config", "residency.targets", "activation_offload.schedule", *LEAVES,
@@ -89,7 +90,9 @@ LAYERS = {
         "activation_offload", "residency.streamed", "config.installed", "mcore.optimizer", never="ray"
     ),
     "mcore.architectures": layer("mcore.patches", "config.model", never="ray"),
-    "mcore.distributed": layer("mcore.patches", "memory.errors", "config.megatron", "storage", never="ray"),
+    "mcore.distributed": layer(
+        "mcore.patches", "memory.errors", "config.megatron", "placement.network", "storage", never="ray"
+    ),
     "mcore.weights": layer("mcore.patches", "mcore.distributed", "storage", never="ray"),
     "mcore.batches": layer("memory.units", "data.batch", never="ray"),
     "mcore.model": layer(
@@ -108,8 +111,8 @@ LAYERS = {
     "model_check.twin": layer(never=NO_LIBRARY),
     "refit": layer("data.batch", "metrics", "memory", never="megatron transformer_engine"),
     "generation": layer(
-        "data.batch", "data.tokenizer", "metrics", "memory.units", "placement.cluster", "placement.signals", "refit",
-        "hf_config",
+        "data.batch", "data.tokenizer", "metrics", "memory.units", "placement.cluster", "placement.network",
+        "placement.signals", "refit", "config.megatron", "hf_config",
         never="megatron transformer_engine",
     ),
     "worker": layer(

@@ -40,6 +40,32 @@ class DeviceSplit:
         """Number of devices that the engines divide among themselves on each node with generation."""
         return self.num_engine_devices or self.per_node if self.num_nodes == 1 else self.per_node
 
+    @property
+    def all_engine_devices(self) -> int:
+        """Number of devices that the engines divide among themselves on all nodes."""
+        return self.num_engine_devices or self.num_nodes * self.per_node
+
+
+def engine_replicas(vllm_cfg: Mapping[str, Any]) -> int:
+    """Returns how many replicas of the model a vLLM engine has, which divide its experts among all of their GPUs.
+
+    They are vLLM's data-parallel size: it has no expert-parallel size of its own, but takes the product of its tensor-
+    and data-parallel sizes.
+
+    Args:
+        vllm_cfg: The section `policy.generation.vllm_cfg`.
+    """
+    return max(1, vllm_cfg["expert_parallel_size"] // vllm_cfg["tensor_parallel_size"])
+
+
+def engine_devices(vllm_cfg: Mapping[str, Any]) -> int:
+    """Returns how many devices a vLLM engine has.
+
+    Args:
+        vllm_cfg: The section `policy.generation.vllm_cfg`.
+    """
+    return int(vllm_cfg["tensor_parallel_size"]) * engine_replicas(vllm_cfg)
+
 
 def is_colocated(policy: Mapping[str, Any]) -> bool:
     """Returns whether generation shares the policy's devices; also true for a policy without generation."""

@@ -3,15 +3,15 @@
 from typing import Any
 
 from nemo_offload_rl.config.installed.vllm_arguments import why_refused
-from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
+from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split, engine_devices, engine_replicas
 from nemo_offload_rl.config.megatron.owned_fields import same
-from nemo_offload_rl.config.model.model_kind import count_of, model_fields
+from nemo_offload_rl.config.model.model_kind import NUM_EXPERTS_KEYS, count_of, model_fields, model_kind
 from nemo_offload_rl.config.problems import show
-from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, LENGTH, MODEL_FIELDS, NODES, Verdict, rule
+from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, LENGTH, MODEL, MODEL_FIELDS, NODES, Verdict, rule
 
 GENERATION = "policy.generation"
 VLLM = f"{GENERATION}.vllm_cfg"
-BACKEND, VLLM_TP = f"{GENERATION}.backend", f"{VLLM}.tensor_parallel_size"
+BACKEND, VLLM_TP, VLLM_EP = f"{GENERATION}.backend", f"{VLLM}.tensor_parallel_size", f"{VLLM}.expert_parallel_size"
 # vLLM silently raises lower temperatures to this value.
 LEAST_TEMPERATURE = 0.01
 
@@ -58,7 +58,7 @@ REFUSED_ARGUMENTS: dict[str, str] = {
         "this package sets it for vLLM",
     ),
     "override_generation_config": f"the keys of {GENERATION} set how answers are sampled",
-    "data_parallel_size": f"an engine has {VLLM}.tensor_parallel_size GPUs, and more GPUs have more engines",
+    "data_parallel_size": f"{VLLM}.expert_parallel_size above tensor_parallel_size sets it, and other GPUs have engines of their own",
     **dict.fromkeys(
         ("quantization", "quantization_config"),
         "refits load the policy's weights unquantised, and quantised weights would not be the ones that are trained",
@@ -129,15 +129,24 @@ def vllm_takes_whole_sequences(longest: int, total: int) -> Verdict:
     return f"is {longest}, below {LENGTH} ({total}), which limits a prompt plus its answer; set it to {total} or more"
 
 
-@rule(VLLM_TP, GPUS, NODES, COLOCATED)
-def vllm_engines_share_out_a_node(tp: int, gpus: int, nodes: int, apart: dict[str, Any] | None) -> Verdict:
-    """Requires the engines to divide a node's GPUs evenly, since an engine cannot span nodes."""
+@rule(VLLM_TP, VLLM_EP, GPUS, NODES, COLOCATED)
+def vllm_engines_share_out_the_nodes(tp: int, ep: int, gpus: int, nodes: int, apart: dict[str, Any] | None) -> Verdict:
+    """Requires a whole number of engines on each node, or a whole number of nodes for each engine."""
     split = checked_split(gpus, nodes, apart)
-    if not isinstance(split, DeviceSplit) or split.engine_devices_per_node % tp == 0:
+    size = engine_devices({"tensor_parallel_size": tp, "expert_parallel_size": ep})
+    if not isinstance(split, DeviceSplit) or _fit(size, split.engine_devices_per_node, split.all_engine_devices):
         return None
-    of_node = split.engine_devices_per_node
+    of_node, total = split.engine_devices_per_node, split.all_engine_devices
     key = GPUS if of_node == gpus else f"{GENERATION}.colocated.resources.gpus_per_node"
-    return f"is {tp}, which does not divide {key} ({of_node}); an engine is on one node: change one of the two"
+    path, found = (VLLM_TP, tp) if size == tp else (VLLM_EP, ep)
+    return path, (
+        f"is {found}, so an engine has {size} GPUs, which neither divides {key} ({of_node}) nor is a multiple of it that "
+        f"divides generation's {total} GPUs; change one of the two"
+    )
+
+
+def _fit(size: int, of_node: int, total: int) -> bool:
+    return of_node % size == 0 or (size % of_node == 0 and total % size == 0)
 
 
 @rule(VLLM_TP, *MODEL_FIELDS)
@@ -156,22 +165,44 @@ def vllm_splits_whole_heads(tp: int, *model: Any) -> Verdict:
     return None
 
 
-@rule(f"{VLLM}.expert_parallel_size", VLLM_TP)
-def vllm_divides_experts_among_its_gpus(ep: int, tp: int) -> Verdict:
-    """Refuses other expert-parallel sizes, since engines cannot use each other's GPUs."""
+@rule(VLLM_EP, VLLM_TP, *MODEL)
+def vllm_divides_experts_among_its_gpus(ep: int, tp: int, *model: Any) -> Verdict:
+    """Requires 1, the tensor-parallel size, or for a model of experts a multiple of it, as vLLM multiplies the sizes."""
     if ep in (1, tp):
         return None
-    return f"must be 1 or {VLLM_TP} ({tp}), since vLLM distributes experts over all GPUs of an engine; found {ep}"
+    if ep % tp:
+        return (
+            f"must be 1, {VLLM_TP} ({tp}) or a multiple of it, since vLLM distributes experts over all GPUs of replicas "
+            f"of that size; found {ep}"
+        )
+    name, hf_config, overrides, _ = model
+    kind, experts = model_kind(*model), count_of(model_fields(name, hf_config, overrides), NUM_EXPERTS_KEYS)
+    if kind.has_experts is False:
+        return f"is {ep}, but {kind.name} is a dense model, which has no experts to distribute; set it to 1"
+    if experts is not None and ep > experts:
+        return f"is {ep}, but the model has {experts} experts, at least one for each GPU; lower it"
+    return None
 
 
-@rule("policy.verify_refit?", BACKEND, f"{VLLM}.tensor_parallel_size?")
-def vllm_checksums_are_of_whole_weights(verify: bool | None, backend: str, tp: int | None) -> Verdict:
-    """Refuses checksums with tensor parallelism, where each GPU holds parts of the weights that were sent."""
-    if not verify or backend != "vllm" or tp in (None, 1):
+@rule(f"{GENERATION}.vllm_kwargs", f"{VLLM}?")
+def vllms_replicas_wait_for_each_other(arguments: dict[str, Any], section: dict[str, Any] | None) -> Verdict:
+    """Refuses asynchronous scheduling of replicas that share experts, with which one may miss a pass of the others."""
+    if section is None or engine_replicas(section) == 1 or not arguments.get("async_scheduling"):
+        return None
+    return f"{GENERATION}.vllm_kwargs.async_scheduling", (
+        f"is true, but {VLLM_EP} ({section['expert_parallel_size']}) is above {VLLM_TP} "
+        f"({section['tensor_parallel_size']}), and replicas that share experts run every pass together; delete it"
+    )
+
+
+@rule("policy.verify_refit?", BACKEND, f"{VLLM_TP}?", f"{VLLM_EP}?")
+def vllm_checksums_are_of_whole_weights(verify: bool | None, backend: str, tp: int | None, ep: int | None) -> Verdict:
+    """Refuses checksums of engines with several GPUs, where each GPU holds parts of the weights that were sent."""
+    if not verify or backend != "vllm" or (tp in (None, 1) and ep in (None, 1)):
         return None
     return (
-        f"is true, which needs {VLLM_TP} 1 with vllm, since tensor parallelism shards the weights that a refit sends; "
-        "set it to false"
+        f"is true, which needs {VLLM_TP} 1 and {VLLM_EP} 1 with vllm, since engines of several GPUs shard the weights "
+        "that a refit sends; set it to false"
     )
 
 

@@ -1,11 +1,9 @@
 """Creates and destroys process groups: torch.distributed and megatron-core's parallel state, from plain values."""
 
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
-import psutil
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import (
@@ -17,6 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
 from nemo_offload_rl.mcore.patches.process_groups import clear_globals, shut_down_groups_at_once
 from nemo_offload_rl.memory.errors import preserve_first_error
+from nemo_offload_rl.placement.network import choose_interface, rendezvous_store
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,10 @@ def initialize(
     os.environ.update(MASTER_ADDR=master_addr, MASTER_PORT=str(master_port), RANK=str(rank), WORLD_SIZE=str(world_size))
     timeout = timedelta(seconds=timeout_s)
     try:
-        _choose_interface(master_addr)
+        choose_interface(master_addr)
         torch.distributed.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=_store(master_addr, master_port, rank=rank, world_size=world_size, timeout=timeout),
+            store=rendezvous_store(master_addr, master_port, rank=rank, world_size=world_size, timeout=timeout),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
@@ -109,40 +108,6 @@ def initialize(
             destroy()
         raise
     return device
-
-
-def _store(address: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> torch.distributed.TCPStore:
-    """Returns the rendezvous store of all ranks; rank 0 serves it, on this address only.
-
-    By default torch listens on every interface and answers any host that connects.
-    """
-    descriptor: int | None = None
-    if rank == 0:
-        family, *_ = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server((address, port), family=family, backlog=world_size)
-        port = listener.getsockname()[1]  # port 0 lets the system choose, for a single rank
-        descriptor = listener.detach()
-    return torch.distributed.TCPStore(
-        address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
-    )
-
-
-def _choose_interface(master_addr: str) -> None:
-    """Make gloo use the interface from which this host reaches rank 0's, unless the environment names another.
-
-    By default gloo uses the address that the hostname resolves to. On one host other machines may reach that address,
-    although ranks need only loopback; on several hosts it may be loopback. NCCL by default uses any interface but
-    loopback; on one host it needs only loopback.
-    """
-    family, _, _, _, target = socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # sends nothing, only selects the route
-        address = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            if name == "lo":
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def destroy() -> None:

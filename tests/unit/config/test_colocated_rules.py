@@ -61,7 +61,7 @@ def test_one_node_or_whole_nodes_are_divided():
         (
             ["policy.generation.backend=vllm", APART, "cluster.gpus_per_node=4", f"{RESOURCES}.gpus_per_node=3",
              "policy.generation.vllm_cfg.tensor_parallel_size=2"],
-            r"is 2, which does not divide policy.generation.colocated.resources.gpus_per_node \(3\)",
+            r"an engine has 2 GPUs, which neither divides policy.generation.colocated.resources.gpus_per_node \(3\)",
         ),
     ],
 )  # fmt: skip

@@ -14,9 +14,14 @@ VLLM = "policy.generation.vllm_cfg"
 KWARGS = "policy.generation.vllm_kwargs"
 ON = "policy.generation.backend=vllm"
 NODE = "cluster.gpus_per_node=8"
+EXPERTS = (
+    "policy.hf_config.model_type=qwen3_moe", "++policy.hf_config.num_experts=4",
+    "++policy.hf_config.num_experts_per_tok=2", "++policy.hf_config.moe_intermediate_size=64",
+)  # fmt: skip
 
 SOURCE = """
 class EngineArgs:
+    async_scheduling: bool | None = None
     block_size: int | None = None
     enable_chunked_prefill: bool | None = None
     kv_cache_memory_bytes: int | None = CacheConfig.kv_cache_memory_bytes
@@ -58,7 +63,19 @@ BROKEN = {
         ([f"{VLLM}.precision=bfloat16"], "is bfloat16, but refits send weights in policy.prec"),
     ],
     "vllm_takes_whole_sequences": [([f"{VLLM}.max_model_len=15"], "is 15, below policy.max_total_sequence_length (1")],
-    "vllm_engines_share_out_a_node": [([f"{VLLM}.tensor_parallel_size=2"], "is 2, which does not divide cluster.gpus")],
+    "vllm_engines_share_out_the_nodes": [
+        (
+            [f"{VLLM}.tensor_parallel_size=2"],
+            "tensor_parallel_size: is 2, so an engine has 2 GPUs, which neither divides cluster.gpus_per_node (1) nor is "
+            "a multiple of it that divides generation's 1 GPUs; change one of the two",
+        ),
+        (["cluster.gpus_per_node=6", f"{VLLM}.tensor_parallel_size=4"], "which neither divides cluster.gpus_per_node ("),
+        (
+            ["cluster.gpus_per_node=2", "cluster.num_nodes=3", *EXPERTS, f"{VLLM}.expert_parallel_size=4"],
+            "expert_parallel_size: is 4, so an engine has 4 GPUs, which neither divides cluster.gpus_per_node (2) nor is "
+            "a multiple of it that divides generation's 6 GPUs",
+        ),
+    ],
     "vllm_splits_whole_heads": [
         (
             [NODE, f"{VLLM}.tensor_parallel_size=8"],
@@ -71,12 +88,29 @@ BROKEN = {
         ),
     ],
     "vllm_divides_experts_among_its_gpus": [
-        ([NODE, f"{VLLM}.tensor_parallel_size=4", f"{VLLM}.expert_parallel_size=2"], "must be 1 or policy.generat"),
+        (
+            [NODE, f"{VLLM}.tensor_parallel_size=4", f"{VLLM}.expert_parallel_size=2"],
+            "must be 1, policy.generation.vllm_cfg.tensor_parallel_size (4) or a multiple of it, since vLLM",
+        ),
+        ([NODE, f"{VLLM}.expert_parallel_size=8"], "is 8, but policy.hf_config is a dense model, which has no experts"),
+        ([NODE, *EXPERTS, f"{VLLM}.expert_parallel_size=8"], "is 8, but the model has 4 experts, at least one for each"),
+    ],
+    "vllms_replicas_wait_for_each_other": [
+        (
+            [NODE, *EXPERTS, f"{VLLM}.expert_parallel_size=4", f"+{KWARGS}.async_scheduling=true"],
+            f"async_scheduling: is true, but {VLLM}.expert_parallel_size (4) is above {VLLM}.tensor_parallel_size (1), "
+            "and replicas that share experts run every pass together; delete it",
+        ),
     ],
     "vllm_checksums_are_of_whole_weights": [
         (
             ["cluster.gpus_per_node=2", f"{VLLM}.tensor_parallel_size=2", "++policy.verify_refit=true"],
-            "verify_refit: is true, which needs policy.generation.vllm_cfg.tensor_parallel_size 1 with vllm",
+            "verify_refit: is true, which needs policy.generation.vllm_cfg.tensor_parallel_size 1 and policy.generation."
+            "vllm_cfg.expert_parallel_size 1 with vllm",
+        ),
+        (
+            ["cluster.gpus_per_node=2", *EXPERTS, f"{VLLM}.expert_parallel_size=2", "++policy.verify_refit=true"],
+            "verify_refit: is true, which needs",
         ),
     ],
     "vllm_has_a_least_temperature": [
@@ -102,7 +136,7 @@ BROKEN = {
     "vllm_arguments_are_not_the_recipes": [
         ([f"+{KWARGS}.quantization=fp8"], "quantization: cannot be set: refits load the policy's weights unquantised"),
         ([f"+{KWARGS}.disable_custom_all_reduce=false"], "disable_custom_all_reduce: cannot be set: this package sets"),
-        ([f"+{KWARGS}.data_parallel_size=2"], f"cannot be set: an engine has {VLLM}.tensor_parallel_size GPUs, and mo"),
+        ([f"+{KWARGS}.data_parallel_size=2"], f"cannot be set: {VLLM}.expert_parallel_size above tensor_paral"),
         ([f"+{KWARGS}.tensor_parallel_size=2"], "tensor_parallel_size: is set by policy.generation.vllm_cfg.tensor_p"),
     ],
     "vllm_knows_its_arguments": [
@@ -131,6 +165,18 @@ def test_what_means_off_loads(row):
     name, (only, _) = row
     value = str(only).lower().replace("none", "null")
     assert load(TINY, [ON, f"++{VLLM}.{name}={value}"]).config["policy"]["generation"]["vllm_cfg"][name] == only
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tp", "ep"), [(2, 4, 1), (4, 4, 1), (2, 4, 4), (2, 2, 4), (2, 1, 4), (1, 1, 2), (4, 2, 8)]
+)
+def test_an_engine_has_a_part_of_a_node_or_whole_nodes(nodes, tp, ep):
+    sizes = [f"{VLLM}.tensor_parallel_size={tp}", f"{VLLM}.expert_parallel_size={ep}"]
+    cluster = ["cluster.gpus_per_node=2", f"cluster.num_nodes={nodes}"]
+    model = [*EXPERTS, "policy.hf_config.num_experts=8"]
+    batches = ["~warm_start", "policy.train_micro_batch_size=16"]
+    section = load(TINY, [ON, *sizes, *cluster, *model, *batches]).config["policy"]["generation"]["vllm_cfg"]
+    assert (section["tensor_parallel_size"], section["expert_parallel_size"]) == (tp, ep)
 
 
 def test_arguments_of_vllms_own_are_passed_on():

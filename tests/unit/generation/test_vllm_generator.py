@@ -12,7 +12,7 @@ import torch
 from support import engine_conformance
 
 from nemo_offload_rl.generation import vllm_generator
-from nemo_offload_rl.generation.interface import GenerationRequest, SamplingParams
+from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, SamplingParams
 from nemo_offload_rl.generation.sampling import row_seed, row_uniforms
 from nemo_offload_rl.generation.saved_memory import SavedMemory
 from nemo_offload_rl.generation.vllm_arguments import (
@@ -60,6 +60,12 @@ def test_an_engine_is_started_with_the_recipes_settings():
     assert split["enable_expert_parallel"]
     assert split["enable_prefix_caching"] is False
     assert split["max_num_batched_tokens"] == 4096
+    assert not {"data_parallel_size", "async_scheduling"} & set(split)
+    section["expert_parallel_size"] = 6
+    replicas = engine_arguments(policy, Path("/folder"))
+    assert replicas == split | {"data_parallel_size": 3, "async_scheduling": False}
+    section |= {"tensor_parallel_size": 1, "expert_parallel_size": 2}
+    assert engine_arguments(policy, Path("/folder"))["distributed_executor_backend"] == "external_launcher"
 
 
 def test_an_engine_that_is_built_beside_the_policy_starts_whatever_is_free():
@@ -90,6 +96,88 @@ def test_the_policy_waits_for_an_engine_on_its_gpus_that_is_not_built_beside_it(
     generation = VllmGeneration(cluster, [(0,)], policy)
     assert generation.capabilities.built_alone is alone
     assert VllmGeneration.capabilities.built_alone  # for any engine
+
+
+class Started:
+    """Replaces an actor: notes how it was built, and answers a request with its own number."""
+
+    def __init__(self, number):
+        self.number, self.built, self.listens, self.rows = number, {}, None, None
+        for verb in ("build", "listen", "process", "call"):
+            setattr(self, verb, SimpleNamespace(remote=getattr(self, f"on_{verb}")))
+
+    def on_process(self):
+        return ("127.0.0.1", self.number)
+
+    def on_listen(self, port_range, num_processes, *, on_one_node):
+        self.listens = (port_range, num_processes, on_one_node)
+        return ("meeting of", self.number)
+
+    def on_build(self, policy, **how):
+        self.built = how
+        return ("built", self.number)
+
+    def on_call(self, verb, asked):
+        self.rows = len(asked.prompt_ids)
+        return ("answer of", self.number)
+
+    def answer(self):
+        return GenerationOutput([[self.number]] * self.rows, [[0.0]] * self.rows, ["stop"] * self.rows)
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "engines", "replicas"),
+    [
+        (1, 1, [(0,), (1,), (2,), (3,)], [0, 1, 2, 3]),
+        (2, 1, [(0, 1), (2, 3)], [0, 2]),
+        (4, 4, [(0, 1, 2, 3)], [0]),
+        (1, 2, [(0, 1), (2, 3)], [0, 1, 2, 3]),
+        (2, 4, [(0, 1, 2, 3)], [0, 2]),
+    ],
+)
+def test_the_processes_of_an_engine_meet_and_its_replicas_share_out_the_rows(monkeypatch, tp, ep, engines, replicas):
+    actors = []
+
+    def start():
+        actors.append(Started(len(actors)))
+        return actors[-1]
+
+    monkeypatch.setattr(
+        "nemo_offload_rl.generation.vllm_backend.ray.remote",
+        lambda _: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start)),
+    )
+    monkeypatch.setattr(
+        "nemo_offload_rl.generation.actor_engines.ray.get",
+        lambda refs: [actors[number].answer() for _, number in refs] if isinstance(refs, list) else refs,
+    )
+    policy = engine_conformance.policy("vllm")
+    policy["generation"]["vllm_cfg"] |= {"tensor_parallel_size": tp, "expert_parallel_size": ep}
+    cluster = SimpleNamespace(
+        engines_are_apart=False,
+        engine_share=0.5,
+        threads_per_engine_bundle=1,
+        master_port_range=(5000, 5010),
+        actor_options=lambda bundle, share: {},
+        are_on_one_node=lambda bundles: max(bundles) < 2,
+        wait=lambda refs, timeout: (refs, []),
+        has_gpus=True,
+    )
+    size = ENGINE.bundles_per_engine(policy, cluster)
+    assert {len(bundles) for bundles in engines} == {size}
+    generation = VllmGeneration(cluster, engines, policy)
+    for bundles in engines:
+        first = bundles[0]
+        meets = size > 1
+        assert actors[first].listens == (((5000, 5010), size, max(bundles) < 2) if meets else None)
+        assert [actors[bundle].built["rank"] for bundle in bundles] == list(range(size))
+        assert {actors[bundle].built["meeting"] for bundle in bundles} == {("meeting of", first) if meets else None}
+    asked = GenerationRequest([[5]] * 5, list(range(5)), 0, SAMPLING)
+    output = generation.generate(asked)
+    assert sorted({row[0] for row in output.output_ids}) == replicas
+    assert [row[0] for row in output.output_ids] == sorted(row[0] for row in output.output_ids)
+    rows_of = [output.output_ids.count([number]) for number in replicas]
+    assert max(rows_of) - min(rows_of) <= 1
+    assert [actor.rows for actor in actors] == [rows_of[number // tp] for number in range(4)]
 
 
 @pytest.mark.parametrize(("where", "sleeps"), [(None, True), ("discard", True), ("host", True), ("gpu", False)])
@@ -355,6 +443,20 @@ def test_a_policy_need_not_leave_first_where_there_is_room_for_twice_what_genera
     generator.generate(TOO_LONG)
     assert has_room(18)  # the cache of 10, twice 3, and a margin of 2
     assert not has_room(17.9)
+
+
+@pytest.mark.parametrize("shares_experts", [False, True])
+def test_a_replica_without_rows_runs_if_others_need_its_experts(monkeypatch, shares_experts):
+    monkeypatch.setattr(vllm_generator, "_sampling_params", list)
+    engine = StandIn()
+    engine.generate = lambda prompts, params, use_tqdm: engine.calls.append(("generate", prompts)) or []
+    generator = VllmGenerator(engine, precision="float32", max_sequence_length=64, shares_experts=shares_experts)
+    generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
+    generator.load_weights(list(WEIGHTS.items()))
+    nothing = generator.generate(GenerationRequest([], [], 0, SAMPLING))
+    too_long = generator.generate(TOO_LONG)
+    assert (nothing.output_ids, too_long.output_ids) == ([], [[]])
+    assert [call for call in engine.calls if call[0] == "generate"] == [("generate", [])] * 2 * shares_experts
 
 
 def test_the_prefix_cache_is_reset_once_after_each_refit(generator):

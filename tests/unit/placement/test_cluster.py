@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import subprocess
 import sys
@@ -150,14 +151,20 @@ def test_omp_num_threads_limits_the_threads(monkeypatch):
     assert available_threads() == len(os.sched_getaffinity(0))
 
 
-def test_an_engine_has_consecutive_ranks_of_one_node(ray_cluster):
+def test_an_engine_has_consecutive_ranks_of_a_node_or_of_whole_nodes(ray_cluster):
     with Cluster(num_nodes=2, gpus_per_node=4) as cluster:
         assert cluster.bundles_by_engine(2) == [(0, 1), (2, 3), (4, 5), (6, 7)]
         assert cluster.bundles_by_engine(4) == [(0, 1, 2, 3), (4, 5, 6, 7)]
-        for bundles in (3, 8):
+        assert cluster.bundles_by_engine(8) == [tuple(range(8))]
+        assert cluster.are_on_one_node(range(8))  # this Ray has one node, which has the bundles of both
+        cluster.nodes[1] = dataclasses.replace(cluster.nodes[1], id="another")
+        assert cluster.are_on_one_node(range(4, 8))
+        assert not cluster.are_on_one_node((3, 4))
+        for bundles in (3, 6, 16):
             with pytest.raises(
                 ValueError,
-                match=rf"spans {bundles} GPUs, which does not divide the 4 GPUs that generation has on each node",
+                match=rf"spans {bundles} GPUs, which neither divides the 4 GPUs that generation has on each node .* "
+                "nor is a multiple of them that divides its 8 GPUs",
             ):
                 cluster.bundles_by_engine(bundles)
 
@@ -172,6 +179,7 @@ def test_generation_may_have_bundles_of_its_own(ray_cluster):
     with Cluster(num_nodes=3, gpus_per_node=2, num_engine_devices=4) as cluster:
         assert (cluster.world_size, cluster.ranks_per_node, cluster.num_nodes) == (2, 2, 1)
         assert cluster.bundles_by_engine(2) == [(2, 3), (4, 5)]
+        assert cluster.bundles_by_engine(4) == [(2, 3, 4, 5)]
         groups = [cluster.actor_options(bundle, 1.0)["scheduling_strategy"].placement_group for bundle in (1, 2, 5)]
         assert len({group.id for group in groups}) == 3
 

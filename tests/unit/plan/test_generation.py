@@ -52,7 +52,7 @@ def engine(tp, kwargs=None, sizes=None, hf_config=QWEN2, colocated=True, buffer_
     policy = policy_without_model(precision=section.get("precision", "bfloat16"))
     kinds = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
     policy["megatron_cfg"] |= {f"{kind}_parallel_size": 1 for kind in kinds} | (sizes or SPLIT)
-    section = {"tensor_parallel_size": tp, "precision": "bfloat16", "max_model_len": 4096} | section
+    section = {"tensor_parallel_size": tp, "expert_parallel_size": 1, "precision": "bfloat16", "max_model_len": 4096} | section
     section = {"gpu_memory_utilization": 0.5, "enforce_eager": False} | section
     policy["generation"] = {"backend": "vllm", "vllm_cfg": section, "vllm_kwargs": kwargs or {}}
     policy["generation"]["colocated"] = {"enabled": colocated}
@@ -70,6 +70,41 @@ def test_an_engine_holds_its_part_of_the_weights_and_of_each_tokens_keys_and_val
     assert found.weights_bytes == 2 * 1_543_714_304 // tp  # the policy's own split does not count
     assert found.kv_bytes_per_token == 2 * 28 * heads * 128 * 2
     assert found.sequence_bytes == 4096 * found.kv_bytes_per_token
+
+
+MOE = QWEN2 | {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "attention_bias": False,
+}
+
+
+def test_replicas_of_an_engine_share_its_experts_and_nothing_else():
+    experts = 28 * 64 * 3 * 768 * 1536
+    whole = engine(1, hf_config=MOE, sizes=WHOLE).weights_bytes // 2
+    for tp, ep in ((1, 1), (2, 1), (2, 2), (1, 4), (2, 8)):
+        found = engine(tp, hf_config=MOE, sizes=WHOLE, expert_parallel_size=ep)
+        expected = (whole - experts) / tp + experts / max(tp, ep)
+        assert abs(found.weights_bytes - 2 * expected) < 2
+        heads = max(1, 2 // tp)
+        assert found.kv_bytes_per_token == 2 * 28 * heads * 128 * 2
+
+
+def test_a_gpu_with_whole_experts_has_room_for_the_tokens_of_all_replicas():
+    def of_experts(tp, ep):
+        found = engine(tp, hf_config=MOE, sizes=WHOLE, expert_parallel_size=ep).reserve_bytes
+        attention = (12 + 2 * 2) * 128 // tp
+        return (found - 2 * GIB - 1024 * 151936 * 20) / (16384 * 2) - 4 * 1536 - attention
+
+    assert of_experts(1, 1) == 8 * (3 * 768 + 1536)
+    assert of_experts(2, 1) == 8 * (3 * 384 + 1536)
+    assert of_experts(2, 2) == 8 * (3 * 768 + 1536)
+    assert of_experts(1, 4) == 4 * 8 * (3 * 768 + 1536)
 
 
 def test_other_engines_are_not_planned():
