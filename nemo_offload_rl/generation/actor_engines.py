@@ -26,8 +26,7 @@ class EngineActor:
     Attributes:
         actor: Ray's handle of a `WeightLoader` with `process()`, and with `call(verb, *arguments)` for other methods.
         engine: The number of its engine.
-        replica: The number of its replica of the model among those of all engines, which share out every request;
-            mostly an engine has one.
+        replica: The number of its replica of the model among those of all engines, which share out every request.
         ranks: Its bundles (GPUs), by the policy ranks that it shares them with; higher numbers for GPUs of its own.
     """
 

@@ -24,7 +24,6 @@ from nemo_offload_rl.placement.network import LOOPBACK, choose_interface, listen
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
 
-
 # How long a process of an engine waits for the others, which import vLLM meanwhile, and for one that hangs.
 _TIMEOUT = timedelta(minutes=30)
 
@@ -72,8 +71,8 @@ def explain_kv_cache_oom(arguments: Mapping[str, Any], *, beside_policy: bool) -
 class VllmActor(WeightLoader):
     """Runs a `VllmGenerator` in a process of its own, on one GPU.
 
-    The actors of an engine join one process group, as torchrun's processes do. Those of a replica run the same requests:
-    vLLM's scheduling is deterministic, so all of them sample the same tokens.
+    The actors of an engine join one process group, as torchrun's processes do. Those of a replica run the same
+    requests: vLLM's scheduling is deterministic, so all of them sample the same tokens.
     """
 
     def __init__(self) -> None:

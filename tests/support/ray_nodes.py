@@ -9,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 from support.examples import environment
@@ -29,12 +30,13 @@ class RayNodes:
         folder: of all nodes' sessions.
     """
 
-    def __init__(self, *, with_dashboard: bool) -> None:
+    def __init__(self, *, with_dashboard: bool, gpus: Mapping[int, int]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ray"))  # holds sockets, whose paths may have at most 107 characters
         (self.folder / "token").write_text(secrets.token_hex(32))
         port, dashboard_port = free_port(), free_port()
         self.address, self.dashboard = f"127.0.0.2:{port}", f"http://127.0.0.1:{dashboard_port}"
         self._nodes: dict[int, subprocess.Popen] = {}
+        self._gpus = gpus
         self._head = [f"--port={port}", "--head", f"--dashboard-port={dashboard_port}"]
         self._head.append(f"--include-dashboard={str(with_dashboard).lower()}")
 
@@ -86,15 +88,16 @@ class RayNodes:
                 "--block",
                 f"--node-ip-address=127.0.0.{number}",
                 "--num-cpus=1",
-                "--num-gpus=0",
+                f"--num-gpus={int(number in self._gpus)}",
             ),
             f"--temp-dir={self.folder}/{number}",  # one per node: a node deletes files of jobs that it does not run
             *("--object-store-memory=100000000", "--dashboard-agent-listen-port=0"),
             *("--min-worker-port=0", "--max-worker-port=0", *options),
         ]
         with output.open("w") as file:
+            visible = {"CUDA_VISIBLE_DEVICES": str(self._gpus[number])} if number in self._gpus else {}
             node = subprocess.Popen(
-                command, env=self.environment(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                command, env=self.environment() | visible, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
         self._nodes[number] = node
         deadline = time.monotonic() + _START_TIMEOUT_S
@@ -105,9 +108,14 @@ class RayNodes:
 
 
 @contextmanager
-def ray_nodes(*, with_dashboard: bool) -> Iterator[RayNodes]:
-    """Starts the head node; stops every node when the block ends."""
-    nodes = RayNodes(with_dashboard=with_dashboard)
+def ray_nodes(*, with_dashboard: bool = False, gpus: Mapping[int, int] = MappingProxyType({})) -> Iterator[RayNodes]:
+    """Starts the head node; stops every node when the block ends.
+
+    Args:
+        with_dashboard: whether the head also has a job server.
+        gpus: which GPU a node has, by the node's number; nodes without one have none.
+    """
+    nodes = RayNodes(with_dashboard=with_dashboard, gpus=gpus)
     try:
         nodes.start_head()
         yield nodes

@@ -58,7 +58,9 @@ REFUSED_ARGUMENTS: dict[str, str] = {
         "this package sets it for vLLM",
     ),
     "override_generation_config": f"the keys of {GENERATION} set how answers are sampled",
-    "data_parallel_size": f"{VLLM}.expert_parallel_size above tensor_parallel_size sets it, and other GPUs have engines of their own",
+    "data_parallel_size": (
+        f"{VLLM}.expert_parallel_size above tensor_parallel_size sets it, and other GPUs have engines of their own"
+    ),
     **dict.fromkeys(
         ("quantization", "quantization_config"),
         "refits load the policy's weights unquantised, and quantised weights would not be the ones that are trained",
@@ -140,8 +142,8 @@ def vllm_engines_share_out_the_nodes(tp: int, ep: int, gpus: int, nodes: int, ap
     key = GPUS if of_node == gpus else f"{GENERATION}.colocated.resources.gpus_per_node"
     path, found = (VLLM_TP, tp) if size == tp else (VLLM_EP, ep)
     return path, (
-        f"is {found}, so an engine has {size} GPUs, which neither divides {key} ({of_node}) nor is a multiple of it that "
-        f"divides generation's {total} GPUs; change one of the two"
+        f"is {found}, so an engine has {size} GPUs, which neither divides {key} ({of_node}) nor is a multiple of it "
+        f"that divides generation's {total} GPUs; change one of the two"
     )
 
 
@@ -167,13 +169,13 @@ def vllm_splits_whole_heads(tp: int, *model: Any) -> Verdict:
 
 @rule(VLLM_EP, VLLM_TP, *MODEL)
 def vllm_divides_experts_among_its_gpus(ep: int, tp: int, *model: Any) -> Verdict:
-    """Requires 1, the tensor-parallel size, or for a model of experts a multiple of it, as vLLM multiplies the sizes."""
+    """Requires 1, the tensor-parallel size, or, for a model of experts, a multiple of it."""
     if ep in (1, tp):
         return None
     if ep % tp:
         return (
-            f"must be 1, {VLLM_TP} ({tp}) or a multiple of it, since vLLM distributes experts over all GPUs of replicas "
-            f"of that size; found {ep}"
+            f"must be 1, {VLLM_TP} ({tp}) or a multiple of it, since vLLM distributes experts over all GPUs of an "
+            f"engine, whose replicas have {tp} each; found {ep}"
         )
     name, hf_config, overrides, _ = model
     kind, experts = model_kind(*model), count_of(model_fields(name, hf_config, overrides), NUM_EXPERTS_KEYS)

@@ -66,14 +66,14 @@ BROKEN = {
     "vllm_engines_share_out_the_nodes": [
         (
             [f"{VLLM}.tensor_parallel_size=2"],
-            "tensor_parallel_size: is 2, so an engine has 2 GPUs, which neither divides cluster.gpus_per_node (1) nor is "
-            "a multiple of it that divides generation's 1 GPUs; change one of the two",
+            "tensor_parallel_size: is 2, so an engine has 2 GPUs, which neither divides cluster.gpus_per_node (1) nor "
+            "is a multiple of it that divides generation's 1 GPUs; change one of the two",
         ),
-        (["cluster.gpus_per_node=6", f"{VLLM}.tensor_parallel_size=4"], "which neither divides cluster.gpus_per_node ("),
+        (["cluster.gpus_per_node=6", f"{VLLM}.tensor_parallel_size=4"], "which neither divides cluster.gpus_"),
         (
             ["cluster.gpus_per_node=2", "cluster.num_nodes=3", *EXPERTS, f"{VLLM}.expert_parallel_size=4"],
-            "expert_parallel_size: is 4, so an engine has 4 GPUs, which neither divides cluster.gpus_per_node (2) nor is "
-            "a multiple of it that divides generation's 6 GPUs",
+            "expert_parallel_size: is 4, so an engine has 4 GPUs, which neither divides cluster.gpus_per_node (2) nor "
+            "is a multiple of it that divides generation's 6 GPUs",
         ),
     ],
     "vllm_splits_whole_heads": [
@@ -93,7 +93,7 @@ BROKEN = {
             "must be 1, policy.generation.vllm_cfg.tensor_parallel_size (4) or a multiple of it, since vLLM",
         ),
         ([NODE, f"{VLLM}.expert_parallel_size=8"], "is 8, but policy.hf_config is a dense model, which has no experts"),
-        ([NODE, *EXPERTS, f"{VLLM}.expert_parallel_size=8"], "is 8, but the model has 4 experts, at least one for each"),
+        ([NODE, *EXPERTS, f"{VLLM}.expert_parallel_size=8"], "is 8, but the model has 4 experts, at least one "),
     ],
     "vllms_replicas_wait_for_each_other": [
         (
@@ -105,8 +105,8 @@ BROKEN = {
     "vllm_checksums_are_of_whole_weights": [
         (
             ["cluster.gpus_per_node=2", f"{VLLM}.tensor_parallel_size=2", "++policy.verify_refit=true"],
-            "verify_refit: is true, which needs policy.generation.vllm_cfg.tensor_parallel_size 1 and policy.generation."
-            "vllm_cfg.expert_parallel_size 1 with vllm",
+            "verify_refit: is true, which needs policy.generation.vllm_cfg.tensor_parallel_size 1 and "
+            "policy.generation.vllm_cfg.expert_parallel_size 1 with vllm",
         ),
         (
             ["cluster.gpus_per_node=2", *EXPERTS, f"{VLLM}.expert_parallel_size=2", "++policy.verify_refit=true"],

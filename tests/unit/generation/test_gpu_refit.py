@@ -16,15 +16,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() != 1, reason="the engine must be on the GPU of this process"),
 ]
 
-MOE = engine_conformance.QWEN3 | {
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 64,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
+MOE = engine_conformance.QWEN3_MOE
 
 
 def named_weights(hf_config):

@@ -52,7 +52,12 @@ def engine(tp, kwargs=None, sizes=None, hf_config=QWEN2, colocated=True, buffer_
     policy = policy_without_model(precision=section.get("precision", "bfloat16"))
     kinds = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
     policy["megatron_cfg"] |= {f"{kind}_parallel_size": 1 for kind in kinds} | (sizes or SPLIT)
-    section = {"tensor_parallel_size": tp, "expert_parallel_size": 1, "precision": "bfloat16", "max_model_len": 4096} | section
+    section = {
+        "tensor_parallel_size": tp,
+        "expert_parallel_size": 1,
+        "precision": "bfloat16",
+        "max_model_len": 4096,
+    } | section
     section = {"gpu_memory_utilization": 0.5, "enforce_eager": False} | section
     policy["generation"] = {"backend": "vllm", "vllm_cfg": section, "vllm_kwargs": kwargs or {}}
     policy["generation"]["colocated"] = {"enabled": colocated}

@@ -1,0 +1,53 @@
+"""Tests runs whose vLLM engine has a GPU on each of two Ray nodes; both nodes are on this host."""
+
+import importlib.util
+
+import pytest
+import torch
+from support.examples import run_example
+from support.ray_nodes import ray_nodes
+from support.reliability import TINIEST, rewards_file
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm"),
+    pytest.mark.skipif(torch.cuda.device_count() != 2, reason="needs two GPUs"),
+]
+
+VLLM = "policy.generation.vllm_cfg"
+ON = ["policy.generation.backend=vllm", f"{VLLM}.gpu_memory_utilization=0.2", f"{VLLM}.enforce_eager=true"]
+EXPERTS = [
+    "policy.hf_config.model_type=qwen3_moe",
+    "++policy.hf_config.num_experts=4",
+    "++policy.hf_config.num_experts_per_tok=2",
+    "++policy.hf_config.moe_intermediate_size=64",
+]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param([f"{VLLM}.tensor_parallel_size=2"], id="tensor parallelism"),
+        pytest.param([*EXPERTS, f"{VLLM}.expert_parallel_size=2"], id="experts of two replicas"),
+    ],
+)
+def test_an_engine_over_two_nodes_gives_the_metrics_of_one_node(engine, tmp_path):
+    settings = [*TINIEST, *ON, *engine, "checkpointing.enabled=false"]
+    metrics = {}
+    for name, sizes in {"one": (1, 2), "two": (2, 1)}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        overrides = [*settings, f"cluster.num_nodes={sizes[0]}", f"cluster.gpus_per_node={sizes[1]}"]
+        noted = {"REWARDS_FILE": str(rewards_file(folder))}
+        if name == "one":
+            done = run_example("run_grpo.py", folder, overrides, **noted)
+        else:
+            with ray_nodes(gpus={2: 0, 3: 1}) as nodes:
+                nodes.start(3)
+                address = {"RAY_ADDRESS": nodes.address}
+                done = run_example("run_grpo.py", folder, overrides, **(nodes.environment() | address | noted))
+        assert done.status == 0, done.output
+        metrics[name] = done.metrics()
+    assert metrics["two"] == metrics["one"]
+    assert all(1 <= row["train/token_mult_prob_error"] < 1.01 for row in metrics["one"].values())
