@@ -37,7 +37,7 @@ class EngineActor:
 
 
 class ActorEngines:
-    """Calls all engines and divides every request among their replicas; a base of `GenerationInterface`'s implementations.
+    """Calls all engines and divides requests among their replicas; a base of `GenerationInterface`'s implementations.
 
     Args:
         cluster: Where the actors run.

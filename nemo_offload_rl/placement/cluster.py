@@ -286,7 +286,7 @@ class Cluster:
             self._reaper = Reaper(get_default_ray_temp_dir())
             context = ray.init(
                 address="local",
-                num_cpus=available_threads(),
+                num_cpus=max(available_threads(), num_gpus),  # each rank's bundle has one, whatever OMP_NUM_THREADS is
                 num_gpus=num_gpus,
                 include_dashboard=False,
                 # Ray 2.60 does not quote the interpreter's path in a shell command, and so fails if it has a space.

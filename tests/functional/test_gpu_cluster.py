@@ -1,10 +1,12 @@
 """Tests runs whose vLLM engine has a GPU on each of two Ray nodes; both nodes are on this host."""
 
 import importlib.util
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
-from support.examples import run_example
+from support.examples import ROOT, Finished, command, environment
 from support.ray_nodes import ray_nodes
 from support.reliability import TINIEST, rewards_file
 
@@ -25,6 +27,16 @@ EXPERTS = [
 ]
 
 
+def finished(folder: Path, overrides: list[str], **variables: str) -> Finished:
+    """Runs to the end."""
+    noted = {"REWARDS_FILE": str(rewards_file(folder))}
+    done = subprocess.run(
+        command("run_grpo.py", folder, overrides), cwd=ROOT, env=environment() | variables | noted,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    return Finished(folder, done.returncode, done.stdout + done.stderr)
+
+
 @pytest.mark.parametrize(
     "engine",
     [
@@ -39,15 +51,13 @@ def test_an_engine_over_two_nodes_gives_the_metrics_of_one_node(engine, tmp_path
         folder = tmp_path / name
         folder.mkdir()
         overrides = [*settings, f"cluster.num_nodes={sizes[0]}", f"cluster.gpus_per_node={sizes[1]}"]
-        noted = {"REWARDS_FILE": str(rewards_file(folder))}
         if name == "one":
-            done = run_example("run_grpo.py", folder, overrides, **noted)
+            done = finished(folder, overrides)
         else:
             with ray_nodes(gpus={2: 0, 3: 1}) as nodes:
                 nodes.start(3)
-                address = {"RAY_ADDRESS": nodes.address}
-                done = run_example("run_grpo.py", folder, overrides, **(nodes.environment() | address | noted))
-        assert done.status == 0, done.output
+                done = finished(folder, overrides, **nodes.environment(), RAY_ADDRESS=nodes.address)
+        assert done.status == 0, done.output[-3000:]
         metrics[name] = done.metrics()
     assert metrics["two"] == metrics["one"]
     assert all(1 <= row["train/token_mult_prob_error"] < 1.01 for row in metrics["one"].values())

@@ -57,7 +57,8 @@ def command(script: str, folder: Path, overrides: list[str], *, python: str = sy
 
 def environment() -> dict[str, str]:
     """Returns the environment of a run of this working tree, wherever the package is installed from."""
-    return os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    folders = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(folders)}
 
 
 def run_example(script: str, folder: Path, overrides: list[str], **variables: str) -> Finished:

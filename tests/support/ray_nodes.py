@@ -83,7 +83,9 @@ class RayNodes:
         output = self.folder / f"node_{number}.txt"
         command = [
             *(
-                str(_BINARIES / "ray"),
+                sys.executable,
+                "-m",
+                "ray.scripts.scripts",
                 "start",
                 "--block",
                 f"--node-ip-address=127.0.0.{number}",

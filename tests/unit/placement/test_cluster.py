@@ -75,6 +75,19 @@ except ValueError as error:
 """
 
 
+ONE_THREAD = """
+import os, torch
+from nemo_offload_rl.placement.cluster import Cluster
+
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.cuda.device_count = lambda: 3
+with Cluster(num_nodes=1, gpus_per_node=3) as cluster:
+    assert cluster.has_gpus
+    assert cluster.threads_per_rank == 1
+    print("has room for 3")
+"""
+
+
 def _run(script: str) -> str:
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False, start_new_session=True
@@ -85,6 +98,10 @@ def _run(script: str) -> str:
 
 def test_a_cluster_listens_on_loopback_survives_an_interrupt_and_leaves_no_process():
     assert "left nothing behind" in _run(START_AND_STOP)
+
+
+def test_each_gpu_has_a_rank_where_omp_num_threads_is_lower():
+    assert "has room for 3" in _run(ONE_THREAD)
 
 
 @pytest.mark.gpu
