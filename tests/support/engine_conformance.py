@@ -214,7 +214,7 @@ def a_sleeping_engine_holds_little(engine: GenerationInterface, weights: Weights
     assert (asleep["gpu_pools_gib"], asleep["host_pools_gib"]) == (0, 0)
     assert -0.01 < asleep["gpu_reserved_gib"] < 1
     if "gpu_driver_gib" in asleep:
-        assert 0 < asleep["gpu_context_gib"] < 2
+        assert 0 < asleep["gpu_context_gib"] < 2, asleep
         assert awake["gpu_driver_gib"] - asleep["gpu_driver_gib"] > 0.9 * awake["gpu_pools_gib"]
 
 
