@@ -19,6 +19,9 @@ POLICY_OVERHEAD_BYTES = 2 * GIB
 # Estimates of vLLM's memory beside weights and KV cache. For a 1.5 B run on an H200 the plan said 82.6 GiB for
 # generation, and 70.0 were taken (docs/results/colocated.md).
 _CONTEXT_BYTES, _CUDA_GRAPH_BYTES = GIB, GIB
+# NCCL's communicators of an engine with several GPUs. On an H200 an engine whose two replicas share experts kept 2.43
+# GiB asleep, context included (tests/unit/generation/test_gpu_engines_of_two.py).
+_COMMUNICATORS_BYTES = 3 * GIB // 2
 # max_num_batched_tokens where vllm_kwargs does not set it: the larger of vLLM's defaults.
 _MAX_BATCHED_TOKENS = 16384
 # max_num_seqs where vllm_kwargs leaves it to vLLM with null: likewise the larger of vLLM's defaults.
@@ -126,15 +129,14 @@ class EngineMemory:
 
 
 def asleep_bytes(policy: Mapping[str, Any]) -> int:
-    """Returns the bytes that a sleeping engine keeps on the policy's GPUs: its CUDA context, and vLLM's CUDA graphs.
+    """Returns the bytes that a sleeping engine keeps on the policy's GPUs: CUDA context, communicators, CUDA graphs.
 
     Args:
         policy: the recipe's `policy` section, validated.
     """
     if "generation" not in policy or not is_colocated(policy):
         return 0
-    has_graphs = colocates_vllm(policy) and not policy["generation"]["vllm_cfg"]["enforce_eager"]
-    return _CONTEXT_BYTES + (_CUDA_GRAPH_BYTES if has_graphs else 0)
+    return _process_bytes(policy["generation"]["vllm_cfg"]) if colocates_vllm(policy) else _CONTEXT_BYTES
 
 
 def engine_bytes_beside_policy(policy: Mapping[str, Any], engine: EngineMemory | None, gpu_bytes: int) -> int:
@@ -219,7 +221,7 @@ def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> En
 def _reserve_bytes(architecture: Architecture, section: Mapping[str, Any], kwargs: Mapping[str, Any]) -> int:
     """Estimates vLLM's memory beside weights and KV cache.
 
-    It counts a layer's tensors in the largest pass, the sampler's logits, the CUDA context and the CUDA graphs.
+    It counts a layer's tensors in the largest pass, the sampler's logits and what the process keeps asleep.
     """
     tp, dtype_bytes = section["tensor_parallel_size"], DTYPE_BYTES[section["precision"]]
     attention = (architecture.num_heads + 2 * architecture.num_query_groups) * architecture.head_dim // tp
@@ -232,7 +234,13 @@ def _reserve_bytes(architecture: Architecture, section: Mapping[str, Any], kwarg
     tokens = kwargs.get("max_num_batched_tokens") or _MAX_BATCHED_TOKENS
     activations = tokens * dtype_bytes * (4 * architecture.hidden_size + attention + mlp)
     logits = (kwargs.get("max_num_seqs") or _VLLMS_MAX_NUM_SEQS) * architecture.vocab_size * _SAMPLER_BYTES_PER_LOGIT
-    return int(activations + logits + _CONTEXT_BYTES + (0 if section["enforce_eager"] else _CUDA_GRAPH_BYTES))
+    return int(activations + logits + _process_bytes(section))
+
+
+def _process_bytes(section: Mapping[str, Any]) -> int:
+    """Estimates what a process of vLLM keeps on its GPU, even asleep: CUDA context, communicators, CUDA graphs."""
+    communicators = _COMMUNICATORS_BYTES if engine_devices(section) > 1 else 0
+    return _CONTEXT_BYTES + communicators + (0 if section["enforce_eager"] else _CUDA_GRAPH_BYTES)
 
 
 def check_longest_sequence_fits(engine: EngineMemory, gpu_bytes: int) -> None:

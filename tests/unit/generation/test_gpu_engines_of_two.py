@@ -18,6 +18,7 @@ pytestmark = [
 
 # Of log-probs, as in test_conformance.py. Experts are multiplied in TF32, too.
 TOLERANCE = 1e-2
+MOST_CONTEXT_GIB = 3.0  # NCCL's communicators take more than a GiB: 2.43 in all, for replicas that share experts
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,14 @@ def test_an_engine_of_two_gpus_keeps_the_promises_of_the_interface(tensor, exper
     engine = make_generation(policy, ray_cluster)
     try:
         assert len(engine.receivers) == 2
-        engine_conformance.check(engine, weights, reference, filtered=True, tolerance=TOLERANCE, verify=False)
+        engine_conformance.check(
+            engine,
+            weights,
+            reference,
+            filtered=True,
+            tolerance=TOLERANCE,
+            verify=False,
+            most_context_gib=MOST_CONTEXT_GIB,
+        )
     finally:
         engine.shutdown()
