@@ -15,9 +15,9 @@ class ClusterConfig(TypedDict):
     gpus_per_node: PositiveInt
     # Number of nodes. 1 or more.
     num_nodes: PositiveInt
-    # Lowest port for the rendezvous of the ranks. 1024 to 65535. Absent: any free port.
+    # Lowest port for the rendezvous of the ranks, and of an engine's processes. 1024 to 65535. Absent: any free port.
     master_port_range_low: NotRequired[Port]
-    # Highest port for the rendezvous of the ranks. 1024 to 65535. Absent: any free port.
+    # Highest port for the rendezvous of the ranks, and of an engine's processes. 1024 to 65535. Absent: any free port.
     master_port_range_high: NotRequired[Port]
     # Number of consecutive nodes that must be in one NVLink domain, according to their Ray label nvidia.com/gpu.clique.
     # 1 or more, a divisor of num_nodes; null and 1 require nothing. Absent: null.

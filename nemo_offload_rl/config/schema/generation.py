@@ -23,14 +23,15 @@ MemoryShare = Annotated[float, Field(gt=0, lt=1)]
 class VllmConfig(TypedDict):
     """Section `policy.generation.vllm_cfg`: the engines of `backend: vllm`."""
 
-    # Number of GPUs that share each layer of an engine. A divisor of the number of GPUs that generation has on each
-    # node (cluster.gpus_per_node, unless colocated gives it fewer) and of the model's attention heads. Recommended: 1,
-    # or as many as the weights need.
+    # Number of GPUs that share each layer of an engine. A divisor of the model's attention heads, and of the number of
+    # GPUs that generation has on each node (cluster.gpus_per_node, unless colocated gives it fewer) or, for an engine
+    # on several whole nodes, a multiple of it. Recommended: 1, or as many as the weights need, on one node.
     tensor_parallel_size: PositiveInt
     # Number of GPUs that an engine's layers are divided among; only 1 is supported.
     pipeline_parallel_size: PositiveInt
     # Number of GPUs that an engine's experts are divided among: 1 splits each expert, tensor_parallel_size gives whole
-    # experts to each GPU. Recommended: 1.
+    # experts to each GPU, and a multiple of it divides them among that many GPUs of several replicas, which share
+    # nothing else. Recommended: 1, or more if the experts do not fit.
     expert_parallel_size: PositiveInt
     # Share of a GPU's memory that vLLM takes, for weights, activations and the KV cache, which gets what the other two
     # leave. Above 0, below 1; the state that the policy keeps on the GPU during generation must fit into the rest.
