@@ -105,9 +105,9 @@ class TransformersGeneration(ActorEngines):
                     **cluster.actor_options(bundles[0], cluster.engine_share),
                     runtime_env={"env_vars": {"OMP_NUM_THREADS": str(num_threads)}},
                 ).remote(num_threads),
-                engine,
-                engine,
-                bundles,
+                engine=engine,
+                replica=engine,
+                ranks=bundles,
             )
             for engine, bundles in enumerate(bundles_by_engine)
         ]

@@ -212,7 +212,9 @@ class VllmGeneration(ActorEngines):
                     cluster.master_port_range, len(bundles), on_one_node=cluster.are_on_one_node(bundles)
                 )
             for rank, actor in enumerate(of_engine):
-                actors.append(EngineActor(actor, engine, engine * replicas + rank // tp, (bundles[rank],)))
+                actors.append(
+                    EngineActor(actor, engine, replica=engine * replicas + rank // tp, ranks=(bundles[rank],))
+                )
                 build_refs.append(actor.build.remote(policy, rank=rank, meeting=meeting, sleeps=sleeps))
         super().__init__(cluster, actors, build_refs, stays_awake=_stays_awake(policy))
 
