@@ -22,9 +22,10 @@ from nemo_offload_rl.generation.vllm_arguments import (
     is_built_beside_policy,
     sampling_arguments,
 )
-from nemo_offload_rl.generation.vllm_backend import ENGINE, VllmGeneration
+from nemo_offload_rl.generation.vllm_backend import ENGINE, VllmActor, VllmGeneration
 from nemo_offload_rl.generation.vllm_generator import VllmGenerator, read_answer
 from nemo_offload_rl.generation.vllm_worker import RefitExtension
+from nemo_offload_rl.placement.network import LOOPBACK, free_port
 from nemo_offload_rl.refit.plan import ExportPlan
 
 SAMPLING = SamplingParams(10, 0.8, 0.9, None, (2, 3), 11)
@@ -178,6 +179,19 @@ def test_the_processes_of_an_engine_meet_and_its_replicas_share_out_the_rows(mon
     rows_of = [output.output_ids.count([number]) for number in replicas]
     assert max(rows_of) - min(rows_of) <= 1
     assert [actor.rows for actor in actors] == [rows_of[number // tp] for number in range(4)]
+
+
+def test_the_first_process_of_an_engine_keeps_the_port_where_they_meet(monkeypatch):
+    monkeypatch.setattr("nemo_offload_rl.generation.vllm_backend.ignore_ending_signals", lambda: None)
+    low = free_port(LOOPBACK, None)
+    ports = (low, low + 50)
+    actors = [VllmActor(), VllmActor()]
+    first, second = (actor.listen(ports, 2, on_one_node=True) for actor in actors)
+    assert first.address == second.address == LOOPBACK
+    assert first.port != second.port
+    assert {first.port, second.port} <= set(range(low, low + 51))
+    for actor in actors:
+        actor._listener.close()
 
 
 @pytest.mark.parametrize(("where", "sleeps"), [(None, True), ("discard", True), ("host", True), ("gpu", False)])
