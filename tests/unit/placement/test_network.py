@@ -33,10 +33,12 @@ def test_processes_meet_at_a_store_that_only_its_address_reaches(listens_before)
     listener = listening("127.0.0.2", None) if listens_before else None
     port = listener.getsockname()[1] if listener is not None else free_port("127.0.0.2", None)
     found = []
+    stores = []  # rank 0's serves both ranks: if it went with its thread, rank 1 would lose its connection
 
     def join(rank):
         of_first = listener if rank == 0 else None
         store = rendezvous_store("127.0.0.2", port, rank=rank, world_size=2, timeout=TIMEOUT, listener=of_first)
+        stores.append(store)
         store.set(f"from {rank}", "hello")
         found.append(store.get(f"from {1 - rank}"))
 
