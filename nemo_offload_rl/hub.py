@@ -45,6 +45,14 @@ def offline_if_hub_unreachable(name: str) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
+def go_offline() -> None:
+    """Keeps the hub's library from contacting the hub from now on, in this process and in those that it starts."""
+    from huggingface_hub import constants
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True  # the library has read the variable when it was imported
+
+
 def why_missing(name: str) -> str | None:
     """Returns why a model or tokenizer of this name is neither a folder nor available from the hub.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -72,6 +73,7 @@ class GroupSampler:
         max_batches = settings.dynamic_sampling_max_gen_batches if settings.use_dynamic_sampling else 1
         sampled: list[Rollouts] = []
         kept: list[Rollouts] = []
+        num_sampled: Counter[tuple[int, ...]] = Counter()
         while sum(rollouts.num_prompts for rollouts in kept) < settings.num_prompts_per_step:
             if len(sampled) == max_batches:
                 raise RuntimeError(
@@ -80,12 +82,7 @@ class GroupSampler:
                     "problems of another difficulty, or set grpo.use_dynamic_sampling=false."
                 )
             is_last = len(sampled) + 1 == max_batches
-            rollouts = self._sample(
-                step,
-                timer,
-                first_sample_id=len(sampled) * settings.num_generations_per_prompt,
-                on_answers=on_last_answers if is_last else _nothing,
-            )
+            rollouts = self._sample(step, timer, num_sampled, on_answers=on_last_answers if is_last else _nothing)
             sampled.append(rollouts)
             useful = self._informative(rollouts) | (not settings.use_dynamic_sampling)
             kept.append(rollouts.select_prompts(useful.nonzero().flatten()))
@@ -94,10 +91,12 @@ class GroupSampler:
         batch = Rollouts.concat(kept, pad_token_id).select_prompts(torch.arange(settings.num_prompts_per_step))
         return batch, self._metrics(Rollouts.concat(sampled, pad_token_id), len(sampled))
 
-    def _sample(self, step: int, timer: Timer, first_sample_id: int, on_answers: Callable[[], None]) -> Rollouts:
+    def _sample(
+        self, step: int, timer: Timer, num_sampled: Counter[tuple[int, ...]], on_answers: Callable[[], None]
+    ) -> Rollouts:
         problems = self.prompts.next_batch(self.settings.prompts_per_batch)
         num_generations = self.settings.num_generations_per_prompt
-        return self.rollout(problems, num_generations, self.sampling, step, timer, first_sample_id, on_answers)
+        return self.rollout(problems, num_generations, self.sampling, step, timer, num_sampled, on_answers)
 
     def _informative(self, rollouts: Rollouts) -> torch.Tensor:
         return informative_groups(self.scale(rollouts.rewards))

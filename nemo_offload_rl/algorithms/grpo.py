@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -193,8 +194,9 @@ class GRPO(Algorithm):
         if not problems:
             return {}
         self._weights.refresh()
+        num_sampled: Counter[tuple[int, ...]] = Counter()
         parts = [
-            self._sample.rollout(problems[start : start + size], num_generations, sampling, step, Timer())
+            self._sample.rollout(problems[start : start + size], num_generations, sampling, step, Timer(), num_sampled)
             for start in range(0, len(problems), size)
         ]
         self._generation.finish_generation()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
@@ -100,7 +101,7 @@ class RolloutMaker:
         sampling: SamplingParams,
         step: int,
         timer: Timer,
-        first_sample_id: int = 0,
+        num_sampled: Counter[tuple[int, ...]],
         on_answers: Callable[[], None] = lambda: None,
     ) -> Rollouts:
         """Samples ``num_generations`` answers to each problem.
@@ -111,7 +112,8 @@ class RolloutMaker:
             sampling: the sampling parameters of the engine.
             step: the step of the run; with the sample's id and the prompt it determines the sampled tokens.
             timer: records the phases ``generation`` and ``rewards``.
-            first_sample_id: id of each prompt's first sample; the other samples have the following ids.
+            num_sampled: number of answers to each prompt (its tokens) sampled so far in this step, to which these are
+                added; a prompt that occurs again gets other samples.
             on_answers: called when all answers have been generated, before they are judged.
 
         Raises:
@@ -119,7 +121,7 @@ class RolloutMaker:
         """
         prompts = [prompt for prompt in self.prompt_format.prompts(problems) for _ in range(num_generations)]
         prompt_ids = [prompt.prompt_ids for prompt in prompts]
-        sample_ids = list(range(first_sample_id, first_sample_id + num_generations)) * len(problems)
+        sample_ids = _next_sample_ids(prompt_ids, num_sampled)
         with timer.phase("generation"):
             output = self.generation.generate(GenerationRequest(prompt_ids, sample_ids, step, sampling))
         on_answers()
@@ -141,3 +143,12 @@ class RolloutMaker:
             num_unjudged=judged.num_unjudged,
             cases=cases,
         )
+
+
+def _next_sample_ids(prompt_ids: Sequence[Sequence[int]], num_sampled: Counter[tuple[int, ...]]) -> list[int]:
+    """Numbers the samples of each prompt from those on that were sampled before, and counts them."""
+    sample_ids = []
+    for prompt in map(tuple, prompt_ids):
+        sample_ids.append(num_sampled[prompt])
+        num_sampled[prompt] += 1
+    return sample_ids

@@ -55,7 +55,7 @@ class GenerationRequest:
 
     Attributes:
         prompt_ids: Token ids of each row's prompt, not padded; a prompt with n samples is repeated n times.
-        sample_ids: Distinguish the rows of one prompt: 0 .. n-1.
+        sample_ids: Distinguish the rows of one prompt within a step: 0 .. n-1, further ones in further requests.
         step: The training step, so that a prompt gets new samples in a later step.
         sampling: The sampling settings.
     """

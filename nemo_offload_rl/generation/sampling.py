@@ -41,7 +41,7 @@ def row_seed(seed: int, step: int, prompt: Sequence[int], sample_id: int) -> int
 
 
 def _row_key(seed: int, step: int, prompt: Sequence[int], sample_id: int) -> bytes:
-    words = array.array("q", (seed, step, sample_id, *prompt))
+    words = array.array("Q", (seed, step, sample_id, *prompt))
     return hashlib.blake2b(words.tobytes(), digest_size=16).digest()
 
 

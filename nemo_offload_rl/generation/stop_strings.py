@@ -8,6 +8,8 @@ from tokenizers.decoders import DecodeStream
 
 # Number of a prompt's last tokens that decide whether the answer's first token is spelled with a leading space.
 _NUM_PROMPT_TOKENS = 8
+# What stands for the bytes of an incomplete character in a decoded text.
+_INCOMPLETE = "\ufffd"
 # Error of `tokenizers` if a token changes the text before it, as a token that completes a character can.
 _TEXT_HAS_CHANGED = "Invalid prefix"
 
@@ -32,7 +34,10 @@ class AnswerText:
         self._stop_strings = stop_strings
         self._num_kept = max(map(len, stop_strings), default=1) - 1
         self._tail = ""
-        self._stream = DecodeStream(ids=list(prompt_ids[-_NUM_PROMPT_TOKENS:]), skip_special_tokens=False)
+        ids = list(prompt_ids[-_NUM_PROMPT_TOKENS:])
+        if tokenizer.decode(ids, skip_special_tokens=False).endswith(_INCOMPLETE):
+            ids = []  # DecodeStream would wait for the rest of the character, and give the prompt's text with it
+        self._stream = DecodeStream(ids=ids, skip_special_tokens=False)
 
     def add(self, token: int) -> bool:
         """Adds a token and returns whether the text now has a stop string."""

@@ -18,7 +18,6 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # torch's symmetric memory refuses processes that each see only their own GPU
     "VLLM_HOST_IP": "127.0.0.1",  # other nodes need not reach its ports; an engine on several nodes replaces it
     "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",  # everything that it reads is in a folder
 }
 
 

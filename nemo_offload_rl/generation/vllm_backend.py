@@ -19,6 +19,7 @@ from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
 from nemo_offload_rl.generation.stop_strings import stop_strings_of
 from nemo_offload_rl.generation.vllm_arguments import engine_arguments, engine_environment, is_built_beside_policy
+from nemo_offload_rl.hub import go_offline
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.network import LOOPBACK, choose_interface, listening, rendezvous_store
 from nemo_offload_rl.placement.signals import ignore_ending_signals
@@ -110,6 +111,8 @@ class VllmActor(WeightLoader):
         section = policy["generation"]["vllm_cfg"]
         if meeting is not None and not meeting.on_one_node:
             os.environ["VLLM_HOST_IP"] = ray.util.get_node_ip_address()
+        self._write_model_folder(policy)
+        go_offline()
         try:
             from vllm import LLM
         except ImportError as error:
@@ -117,14 +120,8 @@ class VllmActor(WeightLoader):
                 f"policy.generation.backend is vllm, which cannot be imported on {socket.gethostname()} ({error}); run "
                 'make setup EXTRAS="te vllm" there, or set policy.generation.backend to transformers.'
             ) from error
-        from nemo_offload_rl.data.tokenizer import load_tokenizer, save_tokenizer
         from nemo_offload_rl.generation.vllm_generator import VllmGenerator
-        from nemo_offload_rl.hf_config import hf_config
 
-        self._folder = tempfile.TemporaryDirectory()  # vLLM reads the config from this folder, also later
-        hf_config(policy).save_pretrained(self._folder.name)
-        if stop_strings_of(policy):
-            save_tokenizer(load_tokenizer(policy["tokenizer"]["name"]), Path(self._folder.name))
         arguments = engine_arguments(policy, Path(self._folder.name), sleeps=sleeps)
         if meeting is not None:
             self._join(meeting, rank, engine_devices(section))
@@ -140,6 +137,16 @@ class VllmActor(WeightLoader):
         )
         if not is_built_beside_policy(policy):  # sleeping would fail vLLM's assertion if the policy allocates meanwhile
             self._generator.finish_generation()
+
+    def _write_model_folder(self, policy: Mapping[str, Any]) -> None:
+        """Writes what vLLM reads, now and later, to a folder: the config and, with stop strings, the tokenizer."""
+        from nemo_offload_rl.data.tokenizer import load_tokenizer, save_tokenizer
+        from nemo_offload_rl.hf_config import hf_config
+
+        self._folder = tempfile.TemporaryDirectory()
+        hf_config(policy).save_pretrained(self._folder.name)
+        if stop_strings_of(policy):
+            save_tokenizer(load_tokenizer(policy["tokenizer"]["name"]), Path(self._folder.name))
 
     def _join(self, meeting: Meeting, rank: int, num_processes: int) -> None:
         """Joins the engine's process group, which vLLM then uses; its own would listen on every interface."""

@@ -112,7 +112,7 @@ LAYERS = {
     "refit": layer("data.batch", "metrics", "memory", never="megatron transformer_engine"),
     "generation": layer(
         "data.batch", "data.tokenizer", "metrics", "memory.units", "placement.cluster", "placement.network",
-        "placement.signals", "refit", "config.megatron", "hf_config",
+        "placement.signals", "refit", "config.megatron", "hf_config", "hub",
         never="megatron transformer_engine",
     ),
     "worker": layer(

@@ -70,6 +70,14 @@ REFUSED_ARGUMENTS: dict[str, str] = {
         "draft models are not refitted here",
     ),
     **dict.fromkeys(
+        ("enable_eplb", "eplb_config"),
+        "it moves experts between GPUs, and refits load them where they were at first",
+    ),
+    **dict.fromkeys(
+        ("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"),
+        "keys and values kept outside the GPU would outlive the weights from which they were computed",
+    ),
+    **dict.fromkeys(
         ("enable_lora", "cpu_offload_gb", "offload_group_size", "logits_processors"), "it is not supported here"
     ),
 }  # fmt: skip
@@ -80,7 +88,6 @@ _WITH_A_RULE = frozenset({*KEY_OF_ARGUMENT, *REFUSED_ARGUMENTS, *_LIMITS, _KV_CA
 
 # Environment variables that the engine's processes need; their values are in generation.vllm_arguments.
 OWN_VARIABLES = (
-    "HF_HUB_OFFLINE",
     "VLLM_ALLREDUCE_USE_SYMM_MEM",
     "VLLM_ENABLE_V1_MULTIPROCESSING",
     "VLLM_HOST_IP",

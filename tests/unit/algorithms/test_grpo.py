@@ -1,3 +1,5 @@
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,7 +30,7 @@ from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.environments import Judgements, Reward, RewardError, make_reward
 from nemo_offload_rl.generation import ENGINES, make_generation
-from nemo_offload_rl.generation.interface import Capabilities, GenerationError, SamplingParams
+from nemo_offload_rl.generation.interface import Capabilities, GenerationError, GenerationRequest, SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
@@ -70,6 +72,8 @@ class Setting:
         val_generations=1,
         val_temperature=0.0,
         num_shown=0,
+        problems=PROBLEMS,
+        validation=PROBLEMS,
     ):
         self.policy = ToyPolicy()
         self.generation = ToyGeneration() if generation is None else generation
@@ -81,9 +85,9 @@ class Setting:
             policy=self.policy,
             generation=self.generation,
             weights=WeightSync(self.policy, self.generation, transport, verify=verify),
-            sample=GroupSampler(ProblemLoader(PROBLEMS, shuffle=True, seed=7), rollout, SAMPLING, settings, scale),
+            sample=GroupSampler(ProblemLoader(problems, shuffle=True, seed=7), rollout, SAMPLING, settings, scale),
             validation=ValidationSampling(
-                PROBLEMS,
+                validation,
                 num_generations=val_generations,
                 batch_size=4,
                 sampling=replace(SAMPLING, temperature=val_temperature),
@@ -136,7 +140,7 @@ def test_validation_means_over_several_answers_to_a_problem():
     metrics = setting.grpo.validate(0)
     assert [request.sample_ids for request in setting.generation.requests] == [[*range(6)] * n for n in (4, 4, 2)]
     setting.grpo._weights.refresh()
-    rewards = setting.grpo._sample.rollout(PROBLEMS, 6, SAMPLING, 0, Timer()).rewards
+    rewards = setting.grpo._sample.rollout(PROBLEMS, 6, SAMPLING, 0, Timer(), Counter()).rewards
     assert metrics["validation/reward"] == pytest.approx(rewards.mean().item())
     assert metrics["validation/accuracy"] == pytest.approx((rewards == 1).float().mean().item())
     solved = [any(reward > 0 for reward in row) for row in rewards.tolist()]
@@ -359,6 +363,35 @@ def test_kl_pulls_towards_the_reference():
     assert distance(2.0) < 0.5 * distance(0.0)
 
 
+def rows_of(requests: Sequence[GenerationRequest]) -> list[tuple[tuple[int, ...], int]]:
+    """Returns each row's prompt and sample id, which with seed and step determine its answer."""
+    return [
+        (tuple(prompt), sample_id)
+        for request in requests
+        for prompt, sample_id in zip(request.prompt_ids, request.sample_ids, strict=True)
+    ]
+
+
+def test_a_prompt_that_occurs_twice_in_a_step_gets_other_answers():
+    setting = Setting(problems=[PROBLEMS[3], PROBLEMS[5], PROBLEMS[3], PROBLEMS[5], PROBLEMS[3]])
+    setting.grpo._weights.refresh()
+    for step in (1, 2):
+        setting.grpo._sample(step, Timer())
+        samples = rows_of(setting.generation.requests[-1:])
+        threes = tuple(TOKENIZER.encode("3="))
+        assert sorted(number for prompt, number in samples if prompt == threes) == [*range(24)]
+
+
+def test_a_validation_problem_that_is_repeated_gets_other_answers():
+    setting = Setting(validation=PROBLEMS[:2] * 8, val_temperature=1.0)
+    setting.grpo.validate(0)
+    samples = rows_of(setting.generation.requests)
+    assert len(setting.generation.requests) == 4
+    assert sorted(number for prompt, number in samples if prompt == samples[0][0]) == [*range(8)]
+    setting.grpo.validate(0)
+    assert rows_of(setting.generation.requests[4:]) == samples
+
+
 def sampler(reward=EXACT_MATCH, scale=unscaled, **changes) -> tuple[GroupSampler, ToyGeneration]:
     setting = Setting(settings=replace(SETTINGS, **changes), reward=reward, scale=scale)
     setting.grpo._weights.refresh()
@@ -398,7 +431,9 @@ def test_dynamic_sampling_keeps_prompts_whose_rewards_differ():
     assert rollouts.rewards.shape == (4, 8)
     assert (rollouts.rewards.amax(1) > rollouts.rewards.amin(1)).all()
     assert len(generation.requests) == metrics["train/num_generation_batches"] > 1
-    assert [request.sample_ids[0] for request in generation.requests[:2]] == [0, 8]
+    samples = rows_of(generation.requests)
+    assert len(set(samples)) == len(samples)
+    assert max(number for _, number in samples) >= 8  # further batches have prompts again
     assert metrics["train/informative_prompts"] < 1
     assert metrics["train/reward"] < rollouts.rewards.mean()
 
@@ -525,7 +560,7 @@ def test_prompts_that_do_not_fit_are_left_out_of_the_loss():
     setting = Setting()
     rollout = replace(setting.grpo._sample.rollout, prompt_format=PromptFormat(TOKENIZER, max_tokens=1))
     setting.grpo._weights.refresh()
-    rollouts = rollout(PROBLEMS[:2], 2, SAMPLING, 1, Timer())
+    rollouts = rollout(PROBLEMS[:2], 2, SAMPLING, 1, Timer(), Counter())
     assert rollouts.batch["sample_mask"].tolist() == [0, 0, 0, 0]
     assert torch.isfinite(rollouts.batch["generation_logprobs"]).all()
 

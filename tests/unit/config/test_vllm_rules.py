@@ -137,6 +137,8 @@ BROKEN = {
         ([f"+{KWARGS}.quantization=fp8"], "quantization: cannot be set: refits load the policy's weights unquantised"),
         ([f"+{KWARGS}.disable_custom_all_reduce=false"], "disable_custom_all_reduce: cannot be set: this package sets"),
         ([f"+{KWARGS}.data_parallel_size=2"], f"cannot be set: {VLLM}.expert_parallel_size above tensor_paral"),
+        ([f"+{KWARGS}.enable_eplb=true"], "enable_eplb: cannot be set: it moves experts between GPUs"),
+        ([f"+{KWARGS}.kv_offloading_size=8"], "kv_offloading_size: cannot be set: keys and values kept"),
         ([f"+{KWARGS}.tensor_parallel_size=2"], "tensor_parallel_size: is set by policy.generation.vllm_cfg.tensor_p"),
     ],
     "vllm_knows_its_arguments": [

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_offload_rl.generation.sampling import choose_tokens, row_uniforms
+from nemo_offload_rl.generation.sampling import choose_tokens, row_seed, row_uniforms
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
 
@@ -38,6 +38,11 @@ def test_uniforms_are_those_of_numpys_philox():
     key = hashlib.blake2b(array.array("q", [3, 9, 1, 5, 6]).tobytes(), digest_size=16).digest()
     expected = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little"))).random(6)
     np.testing.assert_array_equal(row_uniforms(3, 9, [[5, 6]], [1], 6)[0], expected)
+
+
+def test_a_seed_may_be_as_large_as_recipes_allow():
+    assert row_uniforms(2**64 - 1, 0, [[1]], [0], 2).shape == (1, 2)
+    assert row_seed(2**64 - 1, 0, [1], 0) != row_seed(2**63 - 1, 0, [1], 0)
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"step": 10}, {"sample_ids": [1]}, {"prompt_ids": [[6, 5]]}])

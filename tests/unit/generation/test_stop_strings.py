@@ -94,6 +94,13 @@ def test_the_prompts_text_does_not_count_but_spells_the_first_word():
     assert found_end(tokenizer, (" is",), answer) is None
 
 
+def test_a_prompt_that_ends_in_bytes_that_are_no_character_is_not_searched():
+    tokenizer = bytes_tokenizer()
+    prompt, answer = tokenizer.encode("The end \ufffd").ids, tokenizer.encode("so it is").ids
+    assert found_end(tokenizer, ("end",), answer, prompt) is None
+    assert found_end(tokenizer, ("it",), answer, prompt) == first_end(tokenizer, ("it",), answer) is not None
+
+
 def test_special_tokens_count_as_they_are_written():
     tokenizer = bytes_tokenizer()
     tokens = [*tokenizer.encode("so").ids, tokenizer.token_to_id("<|end|>"), 3]

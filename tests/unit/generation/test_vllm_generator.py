@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from huggingface_hub import constants
 from support import engine_conformance
 
 from nemo_offload_rl.generation import vllm_generator
@@ -192,6 +195,28 @@ def test_the_first_process_of_an_engine_keeps_the_port_where_they_meet(monkeypat
     assert {first.port, second.port} <= set(range(low, low + 51))
     for actor in actors:
         actor._listener.close()
+
+
+def test_a_node_reads_the_model_from_the_hub_and_its_vllm_only_the_folder(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    offline = []
+
+    def note(*arguments, **more):
+        offline.append((constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"]))
+        return MagicMock()
+
+    monkeypatch.setattr("nemo_offload_rl.generation.vllm_backend.ignore_ending_signals", lambda: None)
+    monkeypatch.setattr("nemo_offload_rl.hf_config.hf_config", note)
+    monkeypatch.setattr("nemo_offload_rl.data.tokenizer.load_tokenizer", note)
+    monkeypatch.setattr("nemo_offload_rl.data.tokenizer.save_tokenizer", lambda *_: None)
+    monkeypatch.setattr("nemo_offload_rl.generation.vllm_generator.VllmGenerator", MagicMock())
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=note))
+    policy = engine_conformance.policy("vllm")
+    policy["generation"]["stop_strings"] = ["end"]
+    assert "HF_HUB_OFFLINE" not in engine_environment(policy, num_threads=1)
+    VllmActor().build(policy, rank=0, meeting=None, sleeps=True)
+    assert offline == [(False, ""), (False, ""), (True, "1")]
 
 
 @pytest.mark.parametrize(("where", "sleeps"), [(None, True), ("discard", True), ("host", True), ("gpu", False)])

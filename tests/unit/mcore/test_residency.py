@@ -1,6 +1,7 @@
 """Tests the residency engine under a worker: numbers, checkpoints and memory, without a GPU."""
 
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from support.toy_policy import LocalTransport
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.build import _settle_dtypes
+from nemo_offload_rl.memory.gpu_range import HostRange
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.residency.table import Phase, Placement, Target
@@ -115,11 +117,24 @@ def test_the_pageable_way_changes_no_number_either(make_worker, plain_bf16):
 
 def test_a_missing_wait_would_show(make_worker, monkeypatch, plain_bf16):
     """Checks that the test above can fail: without the wait before the optimizer's step, the numbers differ."""
-    delay_moves(monkeypatch, seconds=0.7)
     worker = make_worker(offloading(policy_of("bf16"), verify=False))
     for remove in worker.engine.hooks:
         remove()
-    assert run_steps(worker, 2, visit_phases=True) != plain_bf16[:2]
+    run_steps(worker, 1, visit_phases=True)
+    inner = worker.state.optimizer.chained_optimizers[0].optimizer
+    moments = {values["exp_avg"].untyped_storage().data_ptr() for values in inner.state.values()}
+    map_chunk, stepped = HostRange.map, threading.Event()
+
+    def map_behind_the_step(self: HostRange, index: int) -> None:
+        if self.tensor.data_ptr() in moments:
+            assert stepped.wait(timeout=60)
+        map_chunk(self, index)
+
+    monkeypatch.setattr(HostRange, "map", map_behind_the_step)
+    report = worker.train(random_batch(8, seed=1), NLLLoss(), gbs=8, mbs=2)
+    stepped.set()
+    assert report["grad_norm"] == plain_bf16[1]["grad_norm"]
+    assert checksums(worker) != plain_bf16[1]["checksums"]
 
 
 def test_masters_and_moments_leave_and_what_the_model_shares_stays(make_worker):

@@ -119,7 +119,7 @@ def test_an_engine_that_dies_is_named_with_the_weights_that_it_was_at(receivers)
     [
         ("ends", 60, EngineLostError, "has lost absentee with the weight ends: its process or its node"),
         ("fails", 60, ValueError, "at absentee with the weight fails: ValueError: no memory"),
-        ("waits", 2, RefitTimeoutError, r"has waited \d s for .*absentee with the weight waits"),
+        ("waits", 5, RefitTimeoutError, r"has waited \d s for .*absentee with the weight waits"),
     ],
     ids=["ends", "fails", "waits"],
 )
