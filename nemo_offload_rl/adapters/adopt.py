@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from nemo_offload_rl.adapters.state_access import guard_optimizer
+from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.numa import gpu_numa_node
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.placement.gpus import torch_pci_bus_id
@@ -28,12 +29,17 @@ class AdoptedState:
     wait for its state, and raise while it is on the host; so do the methods of megatron-core's optimizers that save
     and load parameter state. Moving state that is there already, or that this model does not have, is a no-op.
 
+    Args:
+        engine: makes the moves.
+        close_arena: closes the engine's arena; called by `close`, after the engine has released its memory.
+
     Attributes:
         engine: the residency engine that makes the moves; its `meter` has the measurements.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, close_arena: Callable[[], None] = lambda: None) -> None:
         self.engine = engine
+        self._close_arena = close_arena
 
     def move_params(self, device: Device) -> None:
         """Move the parameters and module buffers."""
@@ -92,8 +98,13 @@ class AdoptedState:
         return tensor.clone() if params.flat_buffer.holds(tensor) else tensor
 
     def close(self) -> None:
-        """Release all memory; the model and the optimizer cannot be used afterwards."""
-        self.engine.close()
+        """Release all memory; the model and the optimizer cannot be used afterwards.
+
+        An arena that was given to `adopt` stays open: other state may be in it.
+        """
+        with preserve_first_error(), contextlib.ExitStack() as stack:
+            stack.callback(self._close_arena)
+            stack.callback(self.engine.close)
 
     def _is_host(self, device: Device) -> bool:
         asked, own = torch.device(device), self.engine.context.device
@@ -118,7 +129,8 @@ def adopt(
     Args:
         model: a module or its chunks, each bare or in megatron-core's DistributedDataParallel.
         optimizer: a megatron-core or torch optimizer; None if nothing is trained.
-        arena: allocates the host memory; None for page-locked memory of the GPU's NUMA node.
+        arena: allocates the host memory; adopted models may share it. None for page-locked memory of the GPU's NUMA
+            node.
         offloaded: kinds of state that can move to the host; no host memory is allocated for the others. Gradients can
             always be dropped.
 
@@ -135,11 +147,13 @@ def adopt(
             f"{sharded[0]} and {len(sharded) - 1} more parameters are DTensors, which cannot move in ranges: train "
             "with DistributedDataParallel of megatron-core instead of FSDP, or without the adapter."
         )
+    is_given = arena is not None
     if arena is None:
         arena = PinnedArena(numa_node=_numa_node(next(chunks[0].parameters()).device), huge_pages=True)
     engine = attach(chunks, optimizer, arena, table=_table(offloaded))
     guards = guard_optimizer(engine.residency, optimizer)
-    return AdoptedState(dataclasses.replace(engine, hooks=[*engine.hooks, *guards]))
+    engine = dataclasses.replace(engine, hooks=[*engine.hooks, *guards])
+    return AdoptedState(engine) if is_given else AdoptedState(engine, arena.close)
 
 
 def _table(offloaded: Collection[Target]) -> Table:

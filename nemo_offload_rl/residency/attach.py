@@ -84,6 +84,7 @@ class Engine:
             A function that returns, for a tensor whose data is on the host now, a CPU tensor with the same contents
             and a storage of just its size, and any other tensor as it is. Valid until the next phase.
         """
+        self.residency.end_prefetches()
         self.residency.wait_until_released(without=() if lent is None else (Target.OPTIMIZER_STATE,))
         self.context.mover.check()
         on_host = (_HOST, Placement.STREAMED)
@@ -143,11 +144,10 @@ class Engine:
                 target.adopt_new_tensors()
 
     def close(self) -> None:
-        """Free all memory, the arena's segments too; model and optimizer must not be used afterwards."""
+        """Free all memory; model and optimizer must not be used afterwards. The caller closes the arena."""
         for remove in self.hooks:
             remove()
         with preserve_first_error(), contextlib.ExitStack() as stack:  # each of them, even if others raise
-            stack.callback(self.context.arena.close)
             for target in self.targets.values():
                 stack.callback(target.close)
             stack.callback(self.context.mover.close)
@@ -171,7 +171,8 @@ def attach(
     Args:
         model: the model's chunks, each bare or in megatron-core's DistributedDataParallel.
         optimizer: megatron-core's, or a torch optimizer; None if nothing is trained.
-        arena: provides the host memory. Without a GPU the moves are made between two places of host memory.
+        arena: provides the host memory; engines may share it. Without a GPU the moves are made between two places of
+            host memory.
         table: where each target lives in each phase.
         options: options of the engine.
         ranges: makes the ranges that hold the tensors.

@@ -3,19 +3,20 @@
 Ten thousand small tensors thus cross the link like one large one, and their addresses never change.
 """
 
-import dataclasses
+import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nemo_offload_rl.memory.gpu_range import CHUNK_BYTES, OutOfGpuMemoryError, RangeMaker, make_range
-from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.memory.pinned import LeakError, PinnedArena
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.residency.table import Placement
 from nemo_offload_rl.residency.target import Move, ResidencyError
 from nemo_offload_rl.residency.transfer import BackedRange, ChunkError, Mover, map_chunk
+from nemo_offload_rl.residency.views import bytes_of, point_at, view_like
 
 ALIGNMENT = 512  # bytes, as torch's allocator aligns, so that kernels make the same choices
 
@@ -48,14 +49,12 @@ class BufferSlice:
         backed: the range that holds the entry.
         offset: where in the range the entry begins, in bytes.
         nbytes: size of the entry.
-        tensors: the entry's tensors.
     """
 
     name: str
     backed: BackedRange
     offset: int
     nbytes: int
-    tensors: Sequence[torch.Tensor]
 
     def on_device(self) -> torch.Tensor:
         """Returns the entry's bytes in the range: uint8 [nbytes]; may be accessed only while the range is mapped."""
@@ -125,7 +124,7 @@ class FlatBuffer:
         *offsets, total = itertools.accumulate(map(_aligned_bytes, entries), initial=0)
         backed = self._new_range(total)
         slices = [
-            BufferSlice(entry.name, backed, offset, entry.storage.nbytes(), entry.tensors)
+            BufferSlice(entry.name, backed, offset, entry.storage.nbytes())
             for entry, offset in zip(entries, offsets, strict=True)
         ]
         mapped = 0
@@ -151,8 +150,15 @@ class FlatBuffer:
         self.backed_ranges.append(backed)
         self.slices += slices
 
-    def add_or_replace(self, entries: Sequence[BufferEntry]) -> None:
-        """Move entries in; one with the name and size of an earlier entry takes its slice (see `add`)."""
+    def add_or_replace(
+        self, entries: Sequence[BufferEntry], viewed: Callable[[BufferSlice], bool] = lambda _: False
+    ) -> None:
+        """Move entries in; one with the name and size of an earlier entry takes its slice (see `add`).
+
+        Args:
+            entries: the new entries.
+            viewed: returns whether something still uses an earlier entry's slice, which then keeps its contents.
+        """
         places = (
             {(buffer_slice.name, buffer_slice.nbytes): index for index, buffer_slice in enumerate(self.slices)}
             if entries
@@ -161,17 +167,32 @@ class FlatBuffer:
         new = []
         for entry in entries:
             index = places.get((entry.name, entry.storage.nbytes()))
-            if index is None:
+            if index is None or viewed(self.slices[index]):
                 new.append(entry)
-                continue
-            self.slices[index] = dataclasses.replace(self.slices[index], tensors=entry.tensors)
-            _move_in(entry, self.slices[index])
+            else:
+                _move_in(entry, self.slices[index])
         self.add(new)
+
+    def drop_replaced(self) -> None:
+        """Free ranges that no tensor views, and whose entries have all got later slices; no move may be under way.
+
+        A buffer that is made anew with another size, such as a rotary table that has grown, leaves such a range.
+        """
+        newest = {buffer_slice.name: id(buffer_slice.backed) for buffer_slice in self.slices}
+        needed = set(newest.values())
+        for backed in [backed for backed in self.backed_ranges if id(backed) not in needed]:
+            storage = backed.range.tensor.untyped_storage()
+            if torch._C._storage_Use_Count(storage._cdata) > 2:  # the range's tensor, and `storage`
+                continue
+            del storage
+            self.backed_ranges.remove(backed)
+            self.slices = [buffer_slice for buffer_slice in self.slices if buffer_slice.backed is not backed]
+            with contextlib.suppress(LeakError):  # the reader of a host view keeps its memory
+                self._give_back(backed)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor is in one of the backed ranges, mapped or not."""
-        address = tensor.untyped_storage().data_ptr()
-        return any(backed.range.tensor.data_ptr() == address for backed in self.backed_ranges)
+        return self._range_of(tensor) is not None
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns a CPU tensor of the same dtype, shape and strides that views the host copy of a tensor.
@@ -181,16 +202,14 @@ class FlatBuffer:
         Args:
             tensor: any tensor; the result is None if it is not in this buffer.
         """
-        address = tensor.untyped_storage().data_ptr()
-        for backed in self.backed_ranges:
-            if backed.range.tensor.data_ptr() == address:
-                assert backed.host is not None
-                size = tensor.element_size()
-                steps = zip(tensor.shape, tensor.stride(), strict=True)
-                length = sum((count - 1) * stride for count, stride in steps) + 1 if tensor.numel() else 0
-                window = backed.host.window(int(tensor.storage_offset()) * size, max(length, 1) * size)
-                return _view(tensor, window, 0)
-        return None
+        backed = self._range_of(tensor)
+        if backed is None:
+            return None
+        assert backed.host is not None
+        size = tensor.element_size()
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        length = sum((count - 1) * stride for count, stride in steps) + 1 if tensor.numel() else 0
+        return view_like(tensor, backed.host.window(int(tensor.storage_offset()) * size, max(length, 1) * size), 0)
 
     def name_at(self, error: ChunkError) -> str:
         """Returns the name of the first entry with bytes in the chunk that an error is about."""
@@ -205,6 +224,12 @@ class FlatBuffer:
         for backed in self.backed_ranges:
             self._give_back(backed)
         self.backed_ranges, self.slices = [], []
+
+    def _range_of(self, tensor: torch.Tensor) -> BackedRange | None:
+        """Returns the range that a tensor is in. Compares storages: every unmapped `TorchRange` has address 0."""
+        wanted = tensor.untyped_storage()._cdata
+        found = (backed for backed in self.backed_ranges if backed.range.tensor.untyped_storage()._cdata == wanted)
+        return next(found, None)
 
     def _new_range(self, nbytes: int) -> BackedRange:
         gpu_range = self._make_range(nbytes, self.device, self._chunk_bytes)
@@ -237,8 +262,8 @@ def _aligned_bytes(entry: BufferEntry) -> int:
 @torch.no_grad()
 def _move_in(entry: BufferEntry, buffer_slice: BufferSlice) -> None:
     there = buffer_slice.on_device()
-    there.copy_(_bytes_of(entry.storage, there.device))
-    _point(entry.tensors, buffer_slice.backed.range.tensor, buffer_slice.offset)
+    there.copy_(bytes_of(entry.storage, there.device))
+    point_at(entry.tensors, buffer_slice.backed.range.tensor, buffer_slice.offset)
     # One count is of `entry.storage`. Others are of views that would keep using the old memory.
     others = torch._C._storage_Use_Count(entry.storage._cdata) - 1
     if others:
@@ -269,33 +294,9 @@ def _move_out(
     for entry, buffer_slice, contents in zip(entries, slices, kept, strict=True):
         if entry.storage.resizable():
             entry.storage.resize_(buffer_slice.nbytes)
-        there = _bytes_of(entry.storage, buffer_slice.backed.range.tensor.device)
+        there = bytes_of(entry.storage, buffer_slice.backed.range.tensor.device)
         there.copy_(contents)
-        _point(entry.tensors, there, -buffer_slice.offset)
-
-
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def _point(tensors: Iterable[torch.Tensor], memory: torch.Tensor, shift: int) -> None:
-    """Points tensors at other memory, keeping their dtype, shape and strides.
-
-    Args:
-        tensors: tensors of one storage.
-        memory: uint8, covering its whole storage.
-        shift: bytes to add to their offsets in their present storage.
-    """
-    for tensor in tensors:
-        tensor.data = _view(tensor, memory, int(tensor.storage_offset()) * tensor.element_size() + shift)
-
-
-def _view(tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> torch.Tensor:
-    """Views `memory`, which covers its storage, from byte `offset` with the dtype, shape and strides of a tensor."""
-    start, rest = divmod(offset, tensor.element_size())
-    assert rest == 0
-    view = torch.empty(0, dtype=tensor.dtype, device=memory.device)
-    return view.set_(memory.untyped_storage(), start, tensor.shape, tensor.stride())
+        point_at(entry.tensors, there, -buffer_slice.offset)
 
 
 class CorruptedTransferError(ResidencyError):
@@ -349,7 +350,10 @@ class FlatBufferTarget:
 
     def start(self, placement: Placement) -> Move:
         """See `OffloadTarget`."""
-        return self._leave() if placement is Placement.HOST else self._come_back()
+        if placement is Placement.HOST:
+            self.flat_buffer.drop_replaced()
+            return self._leave()
+        return self._come_back()
 
     def name_for_error(self, error: Exception) -> str:
         """Returns the name of the tensor that an error of a move is about."""

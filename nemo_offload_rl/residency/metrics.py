@@ -213,9 +213,12 @@ class Meter:
 
     def take_records(self) -> list[MoveRecord]:
         """Returns the moves that have ended since the last call. Waits for queued copies."""
-        ended = [started for started in self._started if started.move.is_queued and not started.move.has_failed]
-        self._keep([started for started in self._started if not started.move.is_queued])
-        return [started.finished(self.link) for started in ended]
+        ended: list[Started] = []
+        running: list[Started] = []
+        for started in self._started:  # a move may end at any time, so each is asked once
+            (ended if started.move.is_queued else running).append(started)
+        self._keep(running)
+        return [started.finished(self.link) for started in ended if not started.move.has_failed]
 
     def take_metrics(self) -> dict[str, float]:
         """Returns metrics by name: `PHASE/TARGET/...` of moves, `PHASE/...` of transitions, and the host memory now.

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 
 from nemo_offload_rl.residency.context import TargetContext
-from nemo_offload_rl.residency.flat_buffer import BufferEntry, FlatBuffer, FlatBufferTarget, flat_buffer_bytes
+from nemo_offload_rl.residency.flat_buffer import (
+    BufferEntry,
+    BufferSlice,
+    FlatBuffer,
+    FlatBufferTarget,
+    flat_buffer_bytes,
+)
 from nemo_offload_rl.residency.optimizer_state import release_main_grads
 from nemo_offload_rl.residency.table import Placement, ShardFacts, Target
 from nemo_offload_rl.residency.target import Move, ResidencyError
@@ -156,7 +162,18 @@ class Params(FlatBufferTarget):
         logger.info(
             "%s: moving %d of %d reallocated tensors into a range", self.flat_buffer.owner, len(entries), len(strays)
         )
-        self.flat_buffer.add_or_replace(entries)
+        views = tensors_by_storage(backed.range.tensor.untyped_storage() for backed in self.flat_buffer.backed_ranges)
+
+        def viewed(earlier: BufferSlice) -> bool:
+            # Such as `original_inv_freq`, which transformers' rotary embeddings keep beside a scaled `inv_freq`.
+            memory = earlier.backed.range.tensor
+            begin, end = earlier.offset, earlier.offset + earlier.nbytes
+            return any(
+                tensor is not memory and begin <= tensor.storage_offset() * tensor.element_size() < end
+                for tensor in views[memory.data_ptr()]
+            )
+
+        self.flat_buffer.add_or_replace(entries, viewed)
 
 
 def param_host_bytes(context: TargetContext) -> int:

@@ -233,7 +233,7 @@ class MegatronPolicyWorker:
         """Return loss and metrics of all data-parallel ranks' rows, forward only; equal on every rank."""
         self.prepare_for_lp_inference()
         counts = step.global_counts(data, self.device)
-        batches, _ = self.batcher.cut(data, mbs, "train_mb_tokens")
+        batches, _ = self.batcher.cut(data, mbs, "train_mb_tokens", forward_only=True)
         with step.eval_mode(self.state.model):
             result = step.evaluate(self.state, batches, counts, loss_fn, of=self._passes.evaluate, device=self.device)
         return {"loss": result.loss, "metrics": result.metrics}
@@ -259,7 +259,7 @@ class MegatronPolicyWorker:
             return BatchedData(reference_logprobs=self._logprobs(data, mbs, self._passes.reference))
 
     def _logprobs(self, data: BatchedData, mbs: int, of: LogprobOptions, *, prefetch: bool = False) -> torch.Tensor:
-        batches, bins = self.batcher.cut(data, mbs, "logprob_mb_tokens")
+        batches, bins = self.batcher.cut(data, mbs, "logprob_mb_tokens", forward_only=True)
         tokens = batches[0].tokens.numel()
         if prefetch:
             self._early.beside_logprobs(tokens)
@@ -269,7 +269,7 @@ class MegatronPolicyWorker:
             self._early.note_logprobs(tokens, taken_gib)
         rows = range(data.size) if bins is None else [row for items in bins for row in items]
         out = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
-        values = [value for output in outputs for value in output]  # padded batches may end in filler rows
+        values = [value for output in outputs for value in output]  # micro-batches may end in filler rows
         for row, value in zip(rows, values, strict=False):
             width = min(out.shape[1], value.shape[0])
             out[row, :width] = value[:width]
@@ -395,6 +395,7 @@ class MegatronPolicyWorker:
     def shutdown(self) -> None:
         """Release all memory and leave the process groups; the worker cannot be used afterwards."""
         with preserve_first_error(), contextlib.ExitStack() as stack:  # runs from last to first, even if some raise
-            closed = (self._stream.close, self.state.close, self.engine.close, self.activations.close)
-            for give_back in (parallel.destroy, *closed, self._checkpoints.close, self.graphs.delete):
+            engine = (self.engine.context.arena.close, self.engine.close, self.activations.close)
+            closed = (parallel.destroy, self._stream.close, self.state.close, *engine, self._checkpoints.close)
+            for give_back in (*closed, self.graphs.delete):
                 stack.callback(give_back)

@@ -71,11 +71,17 @@ def layouts(
     _require_unscaled(optimizer)
     by_fields: dict[tuple[Field, ...], list[StreamedParameter]] = {}
     for parameter in parameters:
-        by_fields.setdefault(tuple(_fields(optimizer, parameter)), []).append(parameter)
+        fields = tuple(_fields(optimizer, parameter))
+        if not fields:  # the streamed step would leave the parameter out
+            raise ValueError(
+                f"Optimizer state cannot be streamed: {_name(optimizer)} has no state tensors for a parameter of shape "
+                f"{list(parameter.parameter.shape)}, and only parameters with state are stepped; keep optimizer state "
+                "on the GPU."
+            )
+        by_fields.setdefault(fields, []).append(parameter)
     return [
         (FlatLayout(fields, [member.parameter.numel() for member in members], slot_bytes), members)
         for fields, members in by_fields.items()
-        if fields
     ]
 
 
@@ -125,16 +131,22 @@ def state_or_sample(optimizer: torch.optim.Optimizer, source: StreamedParameter)
     """
     if state := optimizer.state[source.parameter] if source.parameter in optimizer.state else {}:
         return dict(state)
-    sample = torch.empty(1, dtype=source.parameter.dtype, device=source.parameter.device)
-    return _made_state(twin_of(optimizer), optimizer.param_groups[source.group], sample)
+    return _sample_state(optimizer, source)
 
 
 def _fields(optimizer: torch.optim.Optimizer, source: StreamedParameter) -> Iterator[Field]:
     if source.is_master:
         yield Field(MASTER, source.parameter.dtype)
-    for key, value in state_or_sample(optimizer, source).items():
+    # The moments of a 0-dim parameter look like its counters; those of one element do not.
+    state = state_or_sample(optimizer, source) if source.parameter.dim() else _sample_state(optimizer, source)
+    for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim():
             yield Field(key, value.dtype)
+
+
+def _sample_state(optimizer: torch.optim.Optimizer, source: StreamedParameter) -> dict[str, Any]:
+    sample = torch.empty(1, dtype=source.parameter.dtype, device=source.parameter.device)
+    return _made_state(twin_of(optimizer), optimizer.param_groups[source.group], sample)
 
 
 def _made_state(twin: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

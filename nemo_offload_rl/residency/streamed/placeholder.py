@@ -4,8 +4,12 @@ import torch
 
 
 def has_no_memory(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is a placeholder, which has one element's memory for all of its elements."""
-    return tensor.untyped_storage().nbytes() == tensor.element_size() and tensor.stride() == (0,) * tensor.dim()
+    """Returns whether a tensor is a placeholder, which has one element's memory for all of its elements.
+
+    One element is all that a 0-dim tensor has anyway; such a tensor is a placeholder if it is NaN.
+    """
+    has_one = tensor.untyped_storage().nbytes() == tensor.element_size() and tensor.stride() == (0,) * tensor.dim()
+    return has_one and (tensor.dim() > 0 or bool(tensor.isnan()))
 
 
 def placeholder(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_offload_rl.adapters.adopt import AdoptedState, adopt
-from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.memory.pinned import LeakError, PinnedArena
 from nemo_offload_rl.residency.attach import attach
 from nemo_offload_rl.residency.optimizer_state import state_tensors
 from nemo_offload_rl.residency.table import Placement, Target
@@ -221,6 +221,31 @@ def test_what_is_not_to_be_offloaded_takes_no_host_memory_and_stays(adopted):
     state.move_params("cpu")
     assert state.engine.mapped_bytes == 0
     state.close()
+
+
+def test_closing_leaves_others_in_a_given_arena_alone():
+    first, second, plain = make_job(), make_job(), make_job()
+    with PinnedArena() as arena:
+        states = [adopt(job.model, job.optimizer, arena) for job in (first, second)]
+        second.step(0)
+        states[1].move("cpu", ALL)
+        states[0].close()
+        states[1].move("cuda", ALL)
+        second.step(1)
+        states[1].engine.residency.require(Target.OPTIMIZER_STATE)
+        plain.step(0)
+        plain.step(1)
+        assert_equal(second.everything(), plain.everything())
+        states[1].close()
+        assert arena.allocated_bytes == 0
+
+
+def test_closing_closes_an_arena_of_its_own_which_finds_leaks():
+    state = adopt(make_job().model, None)
+    state.engine.context.arena.allocate("forgotten", 100)
+    with pytest.raises(LeakError, match=r"forgotten \(100 bytes\)"):
+        state.close()
+    assert PinnedArena.live_bytes() == 0
 
 
 def test_sharded_parameters_are_refused():

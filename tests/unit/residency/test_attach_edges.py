@@ -4,17 +4,14 @@ import copy
 
 import pytest
 import torch
-from support.jobs import (
-    enter_and_require,
-    make_job,
-    run_steps,
-)
+from support.jobs import CPU, assert_equal, enter_and_require, make_job, run_steps
 from support.ranges import Trouble, small_chunks
 from torch import nn
 
 from nemo_offload_rl.memory.gpu_range import TorchRange
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.attach import attach
+from nemo_offload_rl.residency.optimizer_state import state_tensors
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
 from nemo_offload_rl.residency.target import ResidencyError
 from nemo_offload_rl.residency.transfer import ChunkError
@@ -40,6 +37,16 @@ def test_ranges_whose_addresses_change_work_alike(engines):
     job = make_job()
     engine = engines(job, ranges=lambda nbytes, device, _: TorchRange(nbytes, device))
     assert run_steps(job, 3, engine) == plain
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    wanted = job.everything()
+    engine.residency.enter(Phase.GENERATE)
+    read = engine.checkpoint_reader()
+    tensors = dict(state_tensors(job.optimizer, CPU)) | job.model.state_dict(keep_vars=True)
+    assert_equal({name: read(tensor) for name, tensor in tensors.items()}, wanted)
+    params = engine.targets[Target.PARAMS].flat_buffer
+    assert params.holds(job.model[0].weight)
+    assert not params.holds(job.optimizer.state[job.model[0].weight]["exp_avg"])
+    assert not params.holds(torch.empty(0))
 
 
 def test_moments_in_fewer_bits_come_back_before_they_are_saved(engines):
@@ -102,6 +109,82 @@ def test_a_buffer_that_something_unknown_uses_stays(engines):
     assert job.model.scale.eq(3).all()
     assert [name for name, _ in engine.targets[Target.PARAMS].strays()] == ["0..scale"]
     product.sum().backward()
+
+
+def taken_by(engine) -> tuple[int, int]:
+    """Returns the host and the GPU memory that an engine has taken, with all state on the GPU."""
+    enter_and_require(engine)
+    return engine.context.arena.allocated_bytes, engine.mapped_bytes
+
+
+def test_a_buffer_that_is_made_anew_with_another_size_takes_no_more_memory_each_time(engines):
+    """A rotary table grows so with the longest sequence."""
+    job = make_job()
+    engine = engines(job)
+    taken = []
+    for cycle in range(5):
+        job.model.register_buffer("cos", torch.full((100_000 + 10 * cycle,), float(cycle)))
+        engine.residency.enter(Phase.GENERATE)
+        taken.append([round(nbytes / 1e4) for nbytes in taken_by(engine)])
+        assert job.model.cos.eq(cycle).all()
+    assert taken == [taken[0]] * 5
+
+
+def test_a_tensor_that_a_new_buffer_replaces_keeps_its_contents_while_it_is_used(engines):
+    job = make_job()
+    layer = job.model[0]
+    layer.register_buffer("freq", torch.ones(10))
+    layer.original = layer.freq  # as transformers' rotary embeddings with dynamic scaling
+    engine = engines(job)
+    sizes = []
+    for number in (2.0, 3.0, 4.0):
+        layer.register_buffer("freq", torch.full((10,), number))
+        engine.residency.enter(Phase.GENERATE)
+        engine.residency.enter(Phase.TRAIN)
+        assert layer.original.tolist() == [1.0] * 10
+        assert layer.freq.tolist() == [number] * 10
+        sizes.append(engine.targets[Target.PARAMS].nbytes)
+    assert len(set(sizes)) == 1  # the second and third take the first one's place
+
+
+def test_state_that_is_made_anew_with_another_size_takes_no_more_memory_each_time(engines):
+    job = make_job()
+    engine = engines(job)
+    run_steps(job, 1, engine)
+    taken = []
+    for cycle in range(5):
+        job.optimizer.state[job.model[0].weight]["extra"] = torch.full((100_000 + 10 * cycle,), float(cycle))
+        engine.residency.enter(Phase.GENERATE)
+        taken.append([round(nbytes / 1e4) for nbytes in taken_by(engine)])
+        assert job.optimizer.state[job.model[0].weight]["extra"].eq(cycle).all()
+    assert taken[2:] == [taken[1]] * 3
+
+
+def test_a_range_that_something_still_views_stays_as_it_is(engines):
+    job = make_job()
+    engine = engines(job)
+    job.model.register_buffer("cos", torch.ones(100))
+    run_steps(job, 1, engine)
+    old = job.model.cos
+    for size in (200, 300):
+        job.model.cos = torch.zeros(size)
+        run_steps(job, 1, engine)
+    assert old.eq(1).all()
+    assert engine.targets[Target.PARAMS].flat_buffer.holds(old)
+
+
+def test_a_reader_keeps_the_host_memory_of_a_range_that_is_dropped(engines):
+    job = make_job()
+    engine = engines(job)
+    job.model.register_buffer("cos", torch.ones(100))
+    engine.residency.enter(Phase.GENERATE)
+    view = engine.checkpoint_reader()(job.model.cos)
+    for size in (200, 300):
+        engine.residency.enter(Phase.TRAIN)
+        job.model.cos = torch.zeros(size)
+        engine.residency.enter(Phase.GENERATE)
+    assert view.eq(1).all()
+    engine.residency.enter(Phase.TRAIN)
 
 
 def test_what_a_load_replaced_is_housed_when_asked(engines):
