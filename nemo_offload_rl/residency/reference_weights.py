@@ -113,9 +113,9 @@ class ReferenceWeights:
             raise ResidencyError(
                 "The reference weights are already swapped in; exit the `swapped_in` context before entering it again."
             )
-        if strays := self._params.strays():
+        if without := self._without_reference():
             raise ResidencyError(
-                f"{strays[0][0]} and {len(strays) - 1} others were reallocated after the reference weights were "
+                f"{without[0]} and {len(without) - 1} others were reallocated after the reference weights were "
                 "copied (a changed dtype, or a new buffer), so they have no reference; change them before `attach`."
             )
         changed: list[Chunk] = []
@@ -132,6 +132,12 @@ class ReferenceWeights:
                 self._put_back(changed)
         finally:  # the host still has the weights that a failure or a Ctrl-C kept from coming back
             self._put_back_or_lose(changed)
+
+    def _without_reference(self) -> list[str]:
+        """Returns the names of parameters and buffers that got new memory since the reference weights were copied."""
+        copied = {id(backed.range) for backed in self._backed_ranges}
+        moved_in = [one.name for one in self._params.flat_buffer.slices if id(one.backed.range) not in copied]
+        return moved_in + [name for name, _ in self._params.strays()]
 
     def _put_back(self, changed: list[Chunk]) -> None:
         """Copies the policy's own weights back into the changed chunks, and empties the list of these."""

@@ -94,6 +94,8 @@ def test_a_buffer_that_changes_its_memory_is_housed_anew_and_has_no_reference(en
     engine.residency.enter(Phase.TRAIN)
     assert job.model.expert_bias.eq(3).all()
     assert not engine.targets[Target.PARAMS].strays()
+    with pytest.raises(ResidencyError, match=r"0\..*expert_bias and 0 others .* no reference"):
+        engine.reference.swapped_in().__enter__()
 
 
 def test_a_buffer_that_something_unknown_uses_stays(engines):
