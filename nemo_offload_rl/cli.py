@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nemo_offload_rl.plan.planner import PlannedRun
 
 EXIT_OK, EXIT_ERROR = 0, 2
+MAX_GIB, MAX_GB_PER_S = 1e5, 1e6  # far above any machine, and far below what the plan's arithmetic could not hold
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -299,13 +300,13 @@ def _fit_to_gpu(
 
 def _check_plan_options(options: argparse.Namespace) -> None:
     """Refuses invalid sizes and speeds."""
-    if options.link is not None and not 0 < options.link < float("inf"):
-        raise ValueError(f"--link is a speed in GB/s above 0; found {options.link:g}")
+    if options.link is not None and not 0 < options.link <= MAX_GB_PER_S:
+        raise ValueError(f"--link is a speed in GB/s above 0 and at most {MAX_GB_PER_S:,.0f}; found {options.link:g}")
     if options.gpus is not None and options.gpus < 1:
         raise ValueError(f"--gpus is a number of GPUs of each node, 1 or more; found {options.gpus}")
     for option, gib in (("--gpu-memory", options.gpu_memory), ("--host-memory", options.host_memory)):
-        if gib is not None and not 0 < gib < float("inf"):
-            raise ValueError(f"{option} is a size in GiB above 0; found {gib:g}")
+        if gib is not None and not 0 < gib <= MAX_GIB:
+            raise ValueError(f"{option} is a size in GiB above 0 and at most {MAX_GIB:,.0f}; found {gib:g}")
     if options.link is not None and options.link_of is not None:
         raise ValueError("--link and --link-of both name the link's speed; give one of them")
 
@@ -317,8 +318,14 @@ def _earlier_steps(options: argparse.Namespace) -> list["MetricRow"]:
     from nemo_offload_rl.metrics.logger import METRICS_FILE, read_metrics
     from nemo_offload_rl.metrics.moves import measured_link_bytes_per_s
     from nemo_offload_rl.plan.optimizer_ways import measured_cpu_params_per_s
+    from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
 
     path = options.link_of / METRICS_FILE
+    try:
+        open_regular_file(path).close()
+    except UnreadableFileError as error:
+        reason = f"there is no file {path}" if error.is_absent else f"{path} {error}"
+        raise ValueError(f"--link-of: {reason}; give the folder of a run, which has this file") from error
     steps = read_metrics(path)
     if measured_link_bytes_per_s(steps) is None and measured_cpu_params_per_s(steps) is None:
         raise ValueError(

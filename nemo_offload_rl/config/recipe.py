@@ -73,13 +73,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def read_recipe(path: str | Path, overrides: Sequence[str] = (), given_in: str | None = None) -> Recipe:
+def read_recipe(path: str | Path, overrides: Sequence[str] = (), given_in: Sequence[str] | None = None) -> Recipe:
     """Reads a recipe as `load_recipe` does, but returns mistakes that leave the rest readable in `problems`.
 
     Args:
         path: the YAML file.
         overrides: as `load_recipe`.
-        given_in: where the overrides come from, if not from the command line.
+        given_in: where each override is written; None for the command line.
     """
     path = Path(path)
     problems: list[Problem] = []

@@ -241,8 +241,13 @@ def _warm_start(
         return None, ()
     given = value_at(config, _OVERRIDES)
     overrides = [] if given is ABSENT else given
+    places = [f"{recipe.origin(f'{_OVERRIDES}.{number}')}: {_OVERRIDES}" for number in range(len(overrides))]
+
+    def read_with(sizes: Sequence[str]) -> Recipe:
+        return read_recipe(path, [*overrides, *sizes], [*places, *[_OVERRIDES] * len(sizes)])
+
     try:
-        read = read_recipe(path, overrides, _OVERRIDES)
+        read = read_with([])
         other = _algorithm_of(read)[0]
         if other not in (None, "sft"):  # not checked further: its own warm start could lead back here forever
             found.add("warm_start.recipe", f"must be an sft recipe; found one of {other}")
@@ -252,7 +257,7 @@ def _warm_start(
             if read.origin(key).override is not None:
                 found.add(_OVERRIDES, f"sets {key}, but a warm start uses that of the run ({size}); delete it")
                 return None, ()
-        warm_start = _checked_on(others, read, lambda more: read_recipe(path, [*overrides, *more], _OVERRIDES))
+        warm_start = _checked_on(others, read, read_with)
     except RecipeError as error:
         return None, error.problems
     for key, message in _warm_start_mismatches(warm_start, config):

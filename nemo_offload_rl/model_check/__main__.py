@@ -3,7 +3,8 @@
     python -m nemo_offload_rl.model_check --hf-config config.json
     python -m nemo_offload_rl.model_check --recipe examples/configs/grpo_tiny_cpu.yaml [key=value ...]
 
-Exits with 0 where the model is computed as transformers does, with 1 where it is not or cannot be built.
+Exits with 0 where the model is computed as transformers does, with 1 where it is not or cannot be built, and with 2
+where the config or the recipe cannot be read, which one sentence on standard error says.
 """
 
 import argparse
@@ -18,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.config import resolve_absent_keys
+from nemo_offload_rl.config.limits import MAX_FILE_BYTES
 from nemo_offload_rl.model_check.process import ENVIRONMENT, REQUEST_ON_STDIN
+from nemo_offload_rl.storage.regular_file import UnreadableFileError, read_regular_file
 
 os.environ.update(ENVIRONMENT)  # before torch is imported
 
@@ -27,19 +30,50 @@ def main() -> int:
     """Compares the models, prints the result, and returns the exit status."""
     arguments = _arguments()
     # Libraries print to standard output, which must contain only the answer.
-    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    if arguments.request_on_stdin:
-        policy = json.loads(sys.stdin.readline())
-        threading.Thread(target=_end_with_standard_input, daemon=True).start()
-    elif arguments.recipe is not None:
-        policy = _policy_of_recipe(arguments.recipe, arguments.overrides)
-    else:
-        policy = policy_of_config(json.loads(arguments.hf_config.read_text(encoding="utf-8")))
-    found, is_right = _check(policy)
-    answer.write(json.dumps(found, allow_nan=False) + "\n")
-    answer.close()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:
+        os.dup2(2, 1)
+        try:
+            policy = _policy(arguments)
+        except ValueError as error:
+            sys.stderr.write(f"{error}\n")
+            return 2
+        found, is_right = _check(policy)
+        answer.write(json.dumps(found, allow_nan=False) + "\n")
     return 0 if is_right or arguments.request_on_stdin else 1
+
+
+def _policy(arguments: argparse.Namespace) -> Mapping[str, Any]:
+    """Returns the policy section of the model to check.
+
+    Raises:
+        ValueError: the config or the recipe cannot be read.
+    """
+    if arguments.request_on_stdin:
+        policy: Mapping[str, Any] = json.loads(sys.stdin.readline())
+        threading.Thread(target=_end_with_standard_input, daemon=True).start()
+        return policy
+    if arguments.recipe is not None:
+        return _policy_of_recipe(arguments.recipe, arguments.overrides)
+    if arguments.overrides:
+        raise ValueError(f"{arguments.overrides[0]} overrides a key of a recipe; give it with --recipe, or delete it")
+    return policy_of_config(_read_config(arguments.hf_config))
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    """Reads a Hugging Face config.
+
+    Raises:
+        ValueError: there is no such file, or it is not a JSON object.
+    """
+    try:
+        found = json.loads(read_regular_file(path, MAX_FILE_BYTES))
+    except UnreadableFileError as error:
+        raise ValueError(f"--hf-config {path}: {error}; give a model's config.json") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--hf-config {path}: is not valid JSON ({error}); give a model's config.json") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"--hf-config {path}: is JSON, but not an object of fields; give a model's config.json")
+    return found
 
 
 def policy_of_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class Family:
         mlp_bias: whether dense MLPs have biases.
         qk_norm: whether queries and keys are normalised.
         experts: whether MLPs are mixtures of experts.
+        tied_embeddings: whether the output layer has the embedding's weight.
     """
 
     qkv_bias: bool | None
@@ -31,6 +32,7 @@ class Family:
     mlp_bias: bool | None
     qk_norm: bool
     experts: bool = False
+    tied_embeddings: bool | None = None
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -39,6 +41,8 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family(qkv_bias=True, output_bias=False, mlp_bias=False, qk_norm=False),
     "qwen3": Family(qkv_bias=None, output_bias=None, mlp_bias=False, qk_norm=True),
     "qwen3_moe": Family(qkv_bias=None, output_bias=None, mlp_bias=False, qk_norm=True, experts=True),
+    # Megatron-Bridge has no names for the biases of gemma's attention_bias, so a model with them cannot be built.
+    "gemma": Family(qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, tied_embeddings=True),
 }
 
 # Fields of `policy.megatron_cfg` that change which parameters the model has, with the values that are supported here.
@@ -185,6 +189,7 @@ def _read(family: Family, fields: _Fields) -> Architecture:
     all_biased = fields.overridden("add_bias_linear", False)
     qkv_bias = attention_bias if family.qkv_bias is None else family.qkv_bias
     output_bias = attention_bias if family.output_bias is None else family.output_bias
+    tied = fields.value("tie_word_embeddings") if family.tied_embeddings is None else family.tied_embeddings
     mlp_bias = fields.optional("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
     by_layer = (expert_layers(fields.hf_config) if family.experts else None) or [False] * num_layers
     if family.experts:
@@ -198,7 +203,7 @@ def _read(family: Family, fields: _Fields) -> Architecture:
         num_query_groups=fields.size("num_key_value_heads") if fields.has("num_key_value_heads") else num_heads,
         head_dim=fields.size("head_dim") if fields.has("head_dim") else hidden_size // num_heads,
         vocab_size=fields.size("vocab_size"),
-        tied_embeddings=fields.value("tie_word_embeddings"),
+        tied_embeddings=tied,
         qkv_bias=fields.overridden("add_qkv_bias", qkv_bias) or all_biased,
         output_bias=output_bias or all_biased,
         mlp_bias=mlp_bias or all_biased,

@@ -10,7 +10,8 @@ from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.config.rules.residency import FOR_REFIT
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan import cpu_optimizer
-from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory
+from nemo_offload_rl.plan.engine_targets import GENERATION_WEIGHTS_KEY
+from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory, asleep_bytes
 from nemo_offload_rl.plan.host_budget import HostMemory, RankNeed, usable_bytes
 from nemo_offload_rl.plan.plan import TWO_WAY_SHARE, RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
@@ -89,8 +90,10 @@ class PlannedWay:
         training_bytes: GPU memory of the state in training, and of fp32 gradients in the optimizer step.
         state_bytes: GPU memory of the state in training, without activations and logits.
         activation_bytes: the least GPU memory that activations and logits need.
+        refit_bytes: GPU memory that the policy keeps in a refit; 0 for an algorithm without generation.
         generation_bytes: GPU memory that the policy keeps beside generation; 0 for an algorithm without generation.
         engine: the memory that vLLM takes beside that; None without vLLM.
+        asleep_bytes: GPU memory that a sleeping engine keeps in training; 0 without an engine on the policy's GPUs.
         host_bytes: host memory of the rank that takes most.
         all_ranks_host_bytes: host memory of all ranks of the host whose ranks take most.
         transfer_s: seconds on the link in a step, for all targets, if nothing overlaps.
@@ -102,22 +105,40 @@ class PlannedWay:
     training_bytes: int = 0
     state_bytes: int = 0
     activation_bytes: int = 0
+    refit_bytes: int = 0
     generation_bytes: int = 0
     engine: EngineMemory | None = None
+    asleep_bytes: int = 0
     host_bytes: int = 0
     all_ranks_host_bytes: int = 0
     transfer_s: float = 0.0
     wait_s: float = 0.0
+
+    def left_in_training(self, gpu_bytes: int) -> int:
+        """Returns the GPU memory for activations and logits: what state, the engine and the process leave."""
+        return gpu_bytes - self.state_bytes - self._engine_in_training(gpu_bytes) - self._process_bytes
 
     def missing_bytes(self, gpu_bytes: int) -> int:
         """Returns the GPU memory that is missing, with the least for activations and logits; 0 or less if all fits.
 
         Activations are freed before the optimizer step allocates its fp32 gradients, so the larger of the two counts.
         """
-        engine = 0 if self.engine is None else int(self.engine.share_of(gpu_bytes) * gpu_bytes)
         training = max(self.training_bytes, self.state_bytes + self.activation_bytes)
-        graphs = 0 if self.engine is None else self.engine.refit_graph_bytes
-        return max(training, self.generation_bytes + engine) + POLICY_OVERHEAD_BYTES + graphs - gpu_bytes
+        training += self._engine_in_training(gpu_bytes)
+        refit, generation = self.refit_bytes, self.generation_bytes
+        if self.engine is not None:
+            refit += self.engine.weights_bytes + self.engine.refit_bytes
+            generation += int(self.engine.share_of(gpu_bytes) * gpu_bytes)
+        return max(training, refit, generation) + self._process_bytes - gpu_bytes
+
+    @property
+    def _process_bytes(self) -> int:
+        return POLICY_OVERHEAD_BYTES + (0 if self.engine is None else self.engine.refit_graph_bytes)
+
+    def _engine_in_training(self, gpu_bytes: int) -> int:
+        if self.engine is not None and self.engine.stays_awake:
+            return self.engine.awake_bytes(gpu_bytes)
+        return self.asleep_bytes
 
     def missing_host_bytes(self, host: Host) -> int:
         """Returns the host memory that is missing for all ranks of a host; 0 or less if they fit."""
@@ -230,7 +251,10 @@ def plan_ways(
     """
     planned = (_planned(way, plan_with, cpu_params_per_s) for way in ways(policy))
     # An engine on GPUs of its own takes no memory of the policy's GPUs.
-    return tuple(one if is_colocated(policy) else replace(one, engine=None) for one in planned)
+    asleep = asleep_bytes(policy)
+    return tuple(
+        replace(one, asleep_bytes=asleep, engine=one.engine if is_colocated(policy) else None) for one in planned
+    )
 
 
 def fastest_that_fits(planned: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> PlannedWay | None:
@@ -245,7 +269,7 @@ def reason(planned: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str:
     chosen, possible = fastest_that_fits(planned, gpu_bytes, host), [one for one in planned if not one.refusal]
     if chosen is None:
         return _why_none(possible, gpu_bytes, host)
-    left = show_gib(gpu_bytes - POLICY_OVERHEAD_BYTES - chosen.state_bytes)
+    left = show_gib(chosen.left_in_training(gpu_bytes))
     by_wait = sorted(possible, key=lambda one: one.wait_s)
     faster = by_wait[: by_wait.index(chosen)]
     why = "no step waits for its copies"
@@ -267,11 +291,12 @@ def _why_none(possible: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str
             "memory, a larger GPU, or more nodes with policy.megatron_cfg.optimizer.use_distributed_optimizer would "
             "make room."
         )
+    awake = any(one.engine is not None and one.engine.stays_awake for one in possible)
     return (
         f"No option fits a GPU of {size} GiB, which lacks {show_gib(least)} GiB for the smallest option with "
         "the least memory for activations and logits; smaller micro-batches, "
-        "policy.megatron_cfg.activation_checkpointing, more GPUs, model parallelism or a smaller share for "
-        "generation on the same GPUs would make room."
+        f"policy.megatron_cfg.activation_checkpointing, {f'{GENERATION_WEIGHTS_KEY}=discard, ' if awake else ''}more "
+        "GPUs, model parallelism or a smaller share for generation on the same GPUs would make room."
     )
 
 
@@ -296,22 +321,25 @@ def _planned(way: Way, plan_with: Callable[[Sequence[str]], PlannedRun], cpu_par
     except ValueError as error:
         return PlannedWay(way, refusal=str(error).partition("\n")[0])
     ranks = run.plan.ranks
-    phases = ranks[0].gpu_bytes
     fullest = max(ranks, key=lambda rank: _state_bytes(rank) + rank.least_activation_bytes)
     return PlannedWay(
         way,
         training_bytes=max(_state_bytes(rank) + rank.step_grad_bytes for rank in ranks),
         state_bytes=_state_bytes(fullest),
         activation_bytes=fullest.least_activation_bytes,
-        generation_bytes=max(sum(rank.gpu_bytes[Phase.GENERATE].values()) for rank in ranks)
-        if Phase.GENERATE in phases
-        else 0,
+        refit_bytes=_most_bytes(ranks, Phase.REFIT),
+        generation_bytes=_most_bytes(ranks, Phase.GENERATE),
         engine=run.engine,
         host_bytes=max(rank.total_host_bytes for rank in ranks),
         all_ranks_host_bytes=most_host_bytes(run.needs),
         transfer_s=max(_transfer_s(rank, run.plan.link_bytes_per_s) for rank in ranks),
         wait_s=max(_wait_s(rank, run.plan.link_bytes_per_s, cpu_params_per_s) for rank in ranks),
     )
+
+
+def _most_bytes(ranks: Sequence[RankPlan], phase: Phase) -> int:
+    """Returns the GPU memory of the rank that keeps most in a phase; 0 if the algorithm does not have the phase."""
+    return max(sum(rank.gpu_bytes[phase].values()) if phase in rank.gpu_bytes else 0 for rank in ranks)
 
 
 def _state_bytes(rank: RankPlan) -> int:

@@ -55,9 +55,10 @@ def ways_tables(
         if one.refusal:
             yield Text(f"  not with this recipe: {one.way.name}: {one.refusal}", style="dim")
     yield Text(
-        "  The GPU columns leave out activations and logits; an option fits only with room for the least that they\n"
-        "  take. Transfers are the seconds if nothing overlaps. For the CPU optimizer a step waits for its kernels\n"
-        f"  times {OVERLAPPED_FACTOR:g}, or for its copies in both directions at once, whichever takes longer;\n"
+        "  The GPU columns leave out activations, logits and the engine that generates; an option fits only with room\n"
+        "  for the least that they take. Transfers are the seconds if nothing overlaps. For the CPU optimizer a step\n"
+        f"  waits for its kernels times {OVERLAPPED_FACTOR:g}, or for its copies in both directions at once,\n"
+        "  whichever takes longer;\n"
         f"  its kernels step {cpu_speed.params_per_s / 1e9:.3g} G parameters per s, {cpu_speed.source}.",
         style="dim",
     )

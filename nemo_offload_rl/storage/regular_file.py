@@ -40,7 +40,7 @@ def open_regular_file(path: Path) -> BinaryIO:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UnreadableFileError("it does not exist", is_absent=True) from error
     except OSError as error:
-        raise UnreadableFileError(f"{(error.strerror or str(error)).lower()}") from error
+        raise _unreadable(error) from error
     except ValueError as error:  # a null character in the path
         raise UnreadableFileError(str(error)) from error
     mode = os.fstat(descriptor).st_mode
@@ -58,10 +58,17 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes:
         max_bytes: the largest size that is read.
 
     Raises:
-        UnreadableFileError: as in `open_regular_file`; or the file is larger than `max_bytes`.
+        UnreadableFileError: as in `open_regular_file`; or reading fails, or the file is larger than `max_bytes`.
     """
     with open_regular_file(path) as file:
-        content = file.read(max_bytes + 1)
+        try:
+            content = file.read(max_bytes + 1)
+        except OSError as error:
+            raise _unreadable(error) from error
     if len(content) > max_bytes:
         raise UnreadableFileError(f"it has more than {max_bytes:,} bytes, the limit for this file")
     return content
+
+
+def _unreadable(error: OSError) -> UnreadableFileError:
+    return UnreadableFileError((error.strerror or str(error)).lower())

@@ -54,6 +54,36 @@ def test_a_plan_for_no_gpus_names_the_option(gpus, capsys):
     assert capsys.readouterr().err == f"--gpus is a number of GPUs of each node, 1 or more; found {gpus}\n"
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("--gpu-memory", "1e300", "a size in GiB above 0 and at most 100,000"),
+        ("--host-memory", "1e300", "a size in GiB above 0 and at most 100,000"),
+        ("--host-memory", "nan", "a size in GiB above 0 and at most 100,000"),
+        ("--link", "1e308", "a speed in GB/s above 0 and at most 1,000,000"),
+    ],
+)
+def test_a_plan_for_no_possible_machine_names_the_option(option, value, rule, capsys):
+    assert main(["plan", TINY, option, value]) == 2
+    assert capsys.readouterr().err == f"{option} is {rule}; found {float(value):g}\n"
+
+
+def test_a_plan_by_an_earlier_run_names_the_file_that_is_not_there(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").mkdir()
+    for folder, reason in {
+        tmp_path / "none": f"there is no file {tmp_path / 'none' / 'metrics.jsonl'}",
+        tmp_path: f"{tmp_path / 'metrics.jsonl'} is a folder, not a file",
+    }.items():
+        assert main(["plan", TINY, "--link-of", str(folder)]) == 2
+        assert capsys.readouterr().err == f"--link-of: {reason}; give the folder of a run, which has this file\n"
+
+
+def test_metrics_of_an_earlier_run_that_are_not_text_are_named(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n" + b'{"step": 1}\n')
+    assert main(["plan", TINY, "--link-of", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"{tmp_path / 'metrics.jsonl'}:1 is not JSON")
+
+
 def checkpoint(folder: Path) -> Path:
     """Makes a folder with everything that an export reads before it loads the weights."""
     for name, content in {

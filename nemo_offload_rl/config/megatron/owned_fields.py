@@ -51,7 +51,23 @@ _PAGED_STASH = (
 _MTP = "multi-token prediction is not supported here; leave it off"
 _FSDP = "Megatron-FSDP is not supported here; leave it off"
 _PINNED = "host memory of the CPU optimizer is always page-locked here; leave it at true"
-_TORCH_ON_GPU = "is not read by megatron-core 0.19.2; leave it off"
+_NOT_READ = "is not read by megatron-core 0.19.2; leave it off"
+_NO_GRADS_DTYPE = (
+    "is not read by megatron-core 0.19.2; leave it at float32, and set the gradients' type with "
+    "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32"
+)
+_TOKEN_DROPPING = f"{_NOT_READ}, and set policy.megatron_cfg.moe_expert_capacity_factor to drop tokens"
+_OWN_TRAINER = "is done by Megatron's own training loop, which is not used here; leave it off"
+_PIPELINE_BACKEND = (
+    "is read by Megatron's own start of distributed training, which is not used here: pipeline stages send with the "
+    "backend of all groups; leave it at null"
+)
+_TP_OVERLAP = "is for tp_comm_overlap, which is not supported here; delete it"
+_WEIGHT_SHARDS = (
+    "more shards of a weight than tensor_model_parallel_size are not supported here; leave it at null, and set that key"
+)
+_INFERENCE = "has an effect in Megatron's inference only, which is not used here; delete it"
+_NUM_BUCKETS = "is read by Megatron's own training loop, which is not used here; delete it, and set bucket_size"
 _NOT_HERE = "is not supported here; leave it off"
 _OTHER_OPTIMIZER = "belongs to an optimizer other than adam and sgd, which is not supported here; delete it"
 _FLOAT16_ONLY = "has an effect in float16 training only, which is not supported here; delete it"
@@ -124,6 +140,7 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), Owned(OFF, _OLD_GRAPH_SWITCH)),
         "cuda_graph_scope": Owned((None,), _OLD_GRAPH_SCOPE),
         "inference_cuda_graph_scope": Owned((None, "none"), _INFERENCE_GRAPHS),
+        "cuda_graph_use_single_mempool": Owned((True,), "is not read by megatron-core 0.19.2; delete it"),
         # Parallelism.
         "context_parallel_size": Owned((1,), _CP),
         "hierarchical_context_parallel_sizes": Owned((None,), _CP),
@@ -133,7 +150,14 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         "tp_comm_overlap": Owned(
             OFF, "needs user buffers of Transformer Engine, which are not set up here; leave it off"
         ),
+        "tp_comm_overlap_cfg": Owned((None,), _TP_OVERLAP),
+        "tp_comm_bootstrap_backend": Owned(("nccl",), _TP_OVERLAP),
+        "pipeline_model_parallel_comm_backend": Owned((None, "nccl"), _PIPELINE_BACKEND),
         **dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), Owned((1,), _NOT_HERE)),
+        **dict.fromkeys(
+            ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
+            Owned((None,), _WEIGHT_SHARDS),
+        ),
         **dict.fromkeys(
             (
                 "overlap_moe_expert_parallel_comm",
@@ -156,6 +180,16 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         "mtp_enabled": Owned(OFF, _MTP),
         "mtp_standalone": Owned(OFF, _MTP),
         "mtp_hybrid_override_pattern": Owned((None,), _MTP),
+        **dict.fromkeys(("qk_clip", "log_max_attention_logit"), Owned(OFF, _OWN_TRAINER)),
+        **dict.fromkeys(
+            ("apply_residual_connection_post_layernorm", "use_grouped_gemm_for_dense_mlp"), Owned(OFF, _NOT_READ)
+        ),
+        "moe_token_dropping": Owned(OFF, _TOKEN_DROPPING),
+        **dict.fromkeys(
+            ("inference_rng_tracker", "nccl_all_reduce_for_prefill", "moe_pad_experts_for_cuda_graph_inference"),
+            Owned(OFF, _INFERENCE),
+        ),
+        "inference_sampling_seed": Owned((), _INFERENCE),
         "moe_per_layer_logging": Owned(OFF, _NOT_HERE),
         "moe_enable_routing_replay": Owned(OFF, _NOT_HERE),
         "heterogeneous_block_specs": Owned(OFF, _NOT_HERE),
@@ -167,7 +201,8 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         "fp8_recipe": Owned((None,), _FP8),
         "reuse_grad_buf_for_mxfp8_param_ag": Owned(OFF, _FP8),
         **dict.fromkeys(("pin_cpu_grads", "pin_cpu_params"), Owned((True,), _PINNED)),
-        "use_torch_optimizer_for_cpu_offload": Owned(OFF, _TORCH_ON_GPU),
+        "use_torch_optimizer_for_cpu_offload": Owned(OFF, _NOT_READ),
+        "main_grads_dtype": Owned(("float32", None), _NO_GRADS_DTYPE),
         "use_layer_wise_distributed_optimizer": Owned(OFF, _NOT_HERE),
         "overlap_param_gather_with_optimizer_step": Owned(OFF, _NOT_HERE),
         "optimizer_cuda_graph": Owned(OFF, _OPTIMIZER_GRAPHS),
@@ -192,6 +227,17 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         "use_distributed_optimizer": Owned((), "is set in policy.megatron_cfg.optimizer; delete it here"),
         **dict.fromkeys(("use_custom_fsdp", "use_megatron_fsdp"), Owned(OFF, _FSDP)),
         "outer_dp_sharding_strategy": Owned(("no_shard",), _FSDP_ONLY),
+        **dict.fromkeys(
+            (
+                *("gradient_reduce_div_fusion", "suggested_communication_unit_size", "keep_fp8_transpose_cache"),
+                *("fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail", "fsdp_all_gather_in_start_param_sync"),
+                *("fsdp_manual_registration", "megatron_fsdp_main_params_dtype", "megatron_fsdp_main_grads_dtype"),
+                *("megatron_fsdp_grad_comm_dtype", "megatron_fsdp_use_decoupled_grad", "megatron_fsdp_cuda_graph_mode"),
+                *("megatron_fsdp_enable_fine_grained_param_gather", "megatron_fsdp_max_pool_double_buffer"),
+            ),
+            Owned((), _FSDP_ONLY),
+        ),
+        "num_buckets": Owned((None,), _NUM_BUCKETS),
         "fp8_param_gather": Owned(OFF, _FP8),
         "fp4_param_gather": Owned(OFF, _FP4),
         "reuse_grad_buf_for_mxfp8_param_ag": Owned(OFF, _FP8),

@@ -22,7 +22,7 @@ def apply_overrides(
     overrides: Sequence[str],
     is_known: Callable[[str], bool],
     section_of: SectionOf,
-    given_in: str | None = None,
+    given_in: Sequence[str] | None = None,
 ) -> list[Problem]:
     """Applies overrides in order, modifying the tree in place.
 
@@ -31,7 +31,7 @@ def apply_overrides(
         overrides: `a.b=1` changes a key, `+a.b=1` adds one, `++a.b=1` does either, `~a.b` deletes one.
         is_known: whether a path is a valid key, even where the recipe does not set it.
         section_of: returns the section that a value such as auto stands for, so that overrides can change its keys.
-        given_in: where the overrides come from, if not from the command line.
+        given_in: where each override is written; None for the command line.
 
     Returns:
         The overrides that could not be applied.
@@ -43,8 +43,9 @@ def apply_overrides(
 
     problems: list[Problem] = []
     num_chars = 0
-    for text in overrides:
-        origin = Origin(file=given_in, override=text)
+    places: Sequence[str | None] = [None] * len(overrides) if given_in is None else given_in
+    for text, place in zip(overrides, places, strict=True):
+        origin = Origin(file=place, override=text)
         num_chars += len(text)
         message = _too_large(text, num_chars)
         path = ""

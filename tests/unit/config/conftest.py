@@ -27,13 +27,13 @@ def warm_starts_of_examples_are_checked_once() -> Iterator[None]:
     """The tiny GRPO recipe names an SFT recipe that no test changes; checking it is half of the time of a `load`."""
     module = sys.modules[load.__module__]
     read_recipe, validate = module.read_recipe, module.validate
-    read: dict[tuple[Path, tuple[str, ...]], Recipe] = {}
+    read: dict[tuple[Path, tuple[str, ...], tuple[str, ...]], Recipe] = {}
     checked: dict[int, ValidatedRecipe] = {}
 
-    def read_once(path: str | Path, overrides: Sequence[str] = (), given_in: str | None = None) -> Recipe:
+    def read_once(path: str | Path, overrides: Sequence[str] = (), given_in: Sequence[str] | None = None) -> Recipe:
         if given_in is None or Path(path).parent != CONFIGS:  # no warm start, or one that a test wrote
             return read_recipe(path, overrides, given_in)
-        key = Path(path), tuple(overrides)
+        key = Path(path), tuple(overrides), tuple(given_in)
         if key not in read:
             read[key] = read_recipe(path, overrides, given_in)
         return read[key]

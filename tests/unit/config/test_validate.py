@@ -372,6 +372,17 @@ def test_the_warm_start_recipe_is_checked_too(tmp_path, error_of):
     assert f"policy.hf_config.tie_word_embeddings: is absent, but {same} true" in deleted
 
 
+def test_a_mistake_in_an_override_of_the_warm_start_has_its_file_and_line(tmp_path, error_of):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"defaults: {CONFIGS / 'grpo_tiny_cpu.yaml'}\nwarm_start:\n  recipe: {CONFIGS / 'sft_tiny_cpu.yaml'}\n"
+        "  overrides:\n    - sft.seed=x\n    - nope=1\n"
+    )
+    error = error_of(recipe=recipe)
+    assert f"\n  {recipe}:5: warm_start.overrides: sft.seed=x: sft.seed: must be an integer" in error
+    assert f"\n  {recipe}:6: warm_start.overrides: nope=1: nope: the recipe has no such key" in error
+
+
 def test_a_warm_start_is_checked_for_the_ranks_that_it_runs_on(error_of):
     three = ["cluster.gpus_per_node=3", "grpo.num_prompts_per_step=48", "policy.train_micro_batch_size=128"]
     message = (
@@ -383,7 +394,8 @@ def test_a_warm_start_is_checked_for_the_ranks_that_it_runs_on(error_of):
     assert message in error_of(*three)
     error = error_of(*three, "++warm_start.overrides=['sft.seed=x']")
     assert error.count("trains on the run's ranks") == 2
-    assert error.splitlines()[-1].endswith("sft.seed=x: sft.seed: must be an integer; found 'x'")
+    first = error.splitlines()[1]  # overrides come before files
+    assert first.endswith("warm_start.overrides: sft.seed=x: sft.seed: must be an integer; found 'x'")
     sizes = "'policy.train_global_batch_size=192','policy.train_micro_batch_size=64','sft.val_micro_batch_size=64'"
     fits = f"++warm_start.overrides=[{sizes},'sft.val_global_batch_size=192']"
     assert load(CONFIGS / "grpo_tiny_cpu.yaml", [*three, fits]).warm_start.config["cluster"]["gpus_per_node"] == 3

@@ -77,3 +77,42 @@ def test_a_process_that_asks_by_standard_input_gets_errors_as_answers(checked, m
     assert status == 0
     assert "no such thing" in answer["error"]
     assert watching.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (None, "does not exist; give a model's config.json"),
+        (b"{", "is not valid JSON (Expecting property name"),
+        (b"\xff{}", "is not valid JSON ("),
+        (b"[" * 100_000, "is not valid JSON (maximum recursion depth exceeded"),
+        (b"[]", "is JSON, but not an object of fields"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_one_sentence_on_standard_error(
+    checked, monkeypatch, capfd, tmp_path, written, message
+):
+    path = tmp_path / "wrong.json"
+    if written is not None:
+        path.write_bytes(written)
+    monkeypatch.setattr(sys, "argv", ["model_check", "--hf-config", str(path)])
+    assert checked.command.main() == 2
+    out, err = capfd.readouterr()
+    assert not out
+    assert err.startswith(f"--hf-config {path}: {message}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "no/such.yaml"], "no/such.yaml: there is no such recipe"),
+        (["--recipe", str(TINY), "grpo.no_such_key=1"], "grpo.no_such_key: "),
+        (["--hf-config", "config.json", "policy.a=1"], "policy.a=1 overrides a key of a recipe"),
+    ],
+)
+def test_a_recipe_with_mistakes_lists_them_on_standard_error(checked, monkeypatch, capfd, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["model_check", *arguments])
+    assert checked.command.main() == 2
+    out, err = capfd.readouterr()
+    assert not out
+    assert message in err and "Traceback" not in err

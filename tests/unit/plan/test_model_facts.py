@@ -1,5 +1,7 @@
 """Tests parameter counts against built models: every family, and every way to split one."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ HF_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": SHAPE | {"model_type": "qwen2"},
     "qwen3": TINY_QWEN3,
     "qwen3_moe": TINY_QWEN3_MOE,
+    "gemma": SHAPE | {"model_type": "gemma", "head_dim": 24},
 }
 # Each family with flags that change which parameters it has.
 FLAGS: dict[str, dict[str, Any]] = {
@@ -37,6 +40,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "all_biases": {"attention_bias": True, "mlp_bias": True},
     "first_dense": {"mlp_only_layers": [0]},
     "odd_vocabulary": {"vocab_size": 15},
+    "untied": UNTIED,
 }
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in HF_CONFIGS},
@@ -47,6 +51,7 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_all_biases": ("llama", {}),
     "qwen3_attention_biases": ("qwen3", {}),
     "qwen3_moe_first_dense": ("qwen3_moe", {"freeze_moe_router": True}),
+    "gemma_untied": ("gemma", {}),  # Megatron-Bridge ties them all the same
 }
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2": ("qwen2", {}),
@@ -133,6 +138,8 @@ def build_and_count(layout: str, rank: int, world_size: int, port: int) -> dict[
         "hf_config": hf_config(policy).to_dict(),
     }
     parallel.destroy()
+    for kind in ("FLASH", "FUSED", "UNFUSED"):  # set by megatron-core for this model's attention, and refused by others
+        os.environ.pop(f"NVTE_{kind}_ATTN", None)
     return counted
 
 
@@ -156,6 +163,12 @@ def together() -> list[dict[str, dict[str, Any]]]:
 
 def test_every_family_is_built():
     assert set(HF_CONFIGS) == set(FAMILIES)
+
+
+def test_the_families_are_those_of_the_page_about_models():
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    [header] = [line for line in page.splitlines() if line.startswith("| flag | llama ")]
+    assert header.strip("| ").split(" | ")[1:] == list(FAMILIES)
 
 
 @pytest.mark.parametrize("layout", ALONE)
@@ -190,11 +203,16 @@ def test_ranks_that_share_a_model_are_counted_exactly(together, layout):
             assert facts.num_optimizer_params == largest == facts.num_params
 
 
+GEMMA_2B = {
+    **{"model_type": "gemma", "hidden_size": 2048, "intermediate_size": 16_384, "num_hidden_layers": 18},
+    **{"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 256_000},
+}
 # Parameters of public models, from their config.json.
 PUBLIC: dict[int, dict[str, Any]] = {
     494_032_768: QWEN2_0_5B,
     1_235_814_400: LLAMA_1B,
     1_543_714_304: QWEN2_1_5B,
+    2_506_172_416: GEMMA_2B,
     7_615_616_512: QWEN2_7B,
     8_030_261_248: LLAMA_8B,
     8_190_735_360: QWEN3_8B,

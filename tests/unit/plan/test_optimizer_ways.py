@@ -9,8 +9,10 @@ import pytest
 from benchmarks.model_shapes import QWEN2_1_5B, QWEN3_8B
 from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
-from nemo_offload_rl.memory.units import GIB, MIB
+from nemo_offload_rl.memory.units import GIB, MIB, show_gib
 from nemo_offload_rl.placement.machine import HostFacts
+from nemo_offload_rl.plan.awake_engine import check_awake_engine_fits
+from nemo_offload_rl.plan.generation import check_refit_fits, check_share_beside_policy, engine_bytes_beside_policy
 from nemo_offload_rl.plan.optimizer_ways import (
     CPU_ADAM_PARAMS_PER_S,
     OVERLAPPED_FACTOR,
@@ -27,9 +29,18 @@ from tests.unit.plan.test_report import BENCHMARK, printed, row
 DOCS = Path(BENCHMARK).parents[2] / "docs"
 N = 1_543_714_304
 OPTIMIZER = "policy.megatron_cfg.optimizer"
+CONTEXT = GIB  # of the transformers engine, on the same GPU
 STREAMED = "++policy.residency.table.train.optimizer_state=streamed"
 ELSEWHERE = ("--host-memory", "128")
 CPU = [f"{OPTIMIZER}.optimizer_cpu_offload=true", f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true"]
+
+BUCKETS_NEED_MOST = [
+    f"++policy.generation.vllm_kwargs.kv_cache_memory_bytes={GIB}",
+    "policy.generation.vllm_cfg.enforce_eager=true",
+    "policy.refit_buffer_size_gb=20",
+    "policy.megatron_cfg.activation_checkpointing=true",
+    "++policy.megatron_cfg.use_fused_linear_logprobs=true",
+]
 
 
 def planned(*overrides, link=50e9, model=QWEN2_1_5B, **speeds):
@@ -57,6 +68,16 @@ def host(gib):
     """Returns a machine 95% of whose memory is available."""
     nbytes = int(gib * GIB)
     return Host("this machine", HostFacts("a", "", nbytes, nbytes, None, None), "measured")
+
+
+def is_accepted(run, gpu_bytes):
+    """Returns whether a run's checks of a GPU of this size accept the plan."""
+    try:
+        for check in (check_share_beside_policy, check_refit_fits, check_awake_engine_fits):
+            check(run.plan, run.engine, gpu_bytes)
+    except ValueError:
+        return False
+    return True
 
 
 def test_every_ways_bytes_and_seconds():
@@ -123,7 +144,7 @@ def test_the_least_for_activations_and_logits():
 def test_activations_are_gone_when_a_step_makes_fp32_gradients():
     half = planned()["CPU optimizer, 0.5"]
     assert half.training_bytes - half.state_bytes == 2 * N
-    needed = half.state_bytes + max(2 * N, half.activation_bytes) + 2 * GIB
+    needed = half.state_bytes + max(2 * N, half.activation_bytes) + 2 * GIB + CONTEXT
     assert (half.missing_bytes(needed), half.missing_bytes(needed - 1)) == (0, 1)
 
 
@@ -152,7 +173,7 @@ def test_the_overrides_of_a_way_turn_it_on_from_any_other(start):
         (24, "CPU optimizer, 0.5"),
         (20, "streamed"),  # the CPU optimizer at 0.5 has room for its state, but not for a micro-batch
         (16, "streamed"),
-        (13, "CPU optimizer, 1"),
+        (14, "CPU optimizer, 1"),
         (8, None),
     ],
 )
@@ -172,11 +193,11 @@ def test_the_fastest_that_fits(gib, name):
             79.1,
             126,
             "streamed",
-            "(resident lacks 31.42, page-locked around refit lacks 31.42, CPU optimizer, 0.5 lacks",
+            "(resident lacks 32.42, page-locked around refit lacks 32.42, CPU optimizer, 0.5 lacks",
         ),
-        (34.5, 150, "CPU optimizer, 1", "streamed lacks 0.235 GiB)"),
+        (35.5, 150, "CPU optimizer, 1", "streamed lacks 0.235 GiB)"),
         (
-            34.5,
+            35.5,
             126,
             None,
             "CPU optimizer, 1 needs 122.05 GiB of host memory, but this machine has 119.70)",
@@ -247,7 +268,7 @@ def test_a_recipe_without_the_section_of_residency_has_every_way():
 def test_the_report_names_the_way_its_reason_and_its_overrides(capsys):
     text = printed(capsys, BENCHMARK, "--gpu-memory", "16", *ELSEWHERE)
     assert row(text, "streamed")[-1] == "yes"
-    assert row(text, "resident")[-1] == "lacks 11.20"
+    assert row(text, "resident")[-1] == "lacks 12.20"
     assert "For a GPU of 16.00 GiB use streamed, since it is the fastest that fits" in text
     assert text.rstrip().endswith(STREAMED)
     values = json.loads(printed(capsys, BENCHMARK, "--gpu-memory", "16", *ELSEWHERE, "--json"))["optimizer_state_ways"]
@@ -260,7 +281,7 @@ def test_the_report_names_the_way_its_reason_and_its_overrides(capsys):
 
 def test_the_report_names_ways_for_which_the_host_is_too_small(capsys):
     text = printed(capsys, BENCHMARK, "--gpu-memory", "16", "--host-memory", "16")
-    assert row(text, "resident")[-1] == "lacks 11.20"
+    assert row(text, "resident")[-1] == "lacks 12.20"
     assert row(text, "streamed")[-1] == "host lacks 5.13"
     assert "streamed needs 20.13 GiB of host memory, but a machine of 16 GiB has 15.00" in " ".join(text.split())
     values = json.loads(printed(capsys, BENCHMARK, "--gpu-memory", "16", "--host-memory", "16", "--json"))
@@ -287,7 +308,8 @@ def test_the_link_of_an_earlier_run(capsys, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1} | metrics | both_ways) + "\n")
     text = printed(capsys, BENCHMARK, "--link-of", str(tmp_path))
     assert "times in s at 40 GB/s, measured by the run in" in text
-    assert main(["plan", BENCHMARK, "--link-of", str(tmp_path / "none")]) == 2
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert main(["plan", BENCHMARK, "--link-of", str(tmp_path)]) == 2
     assert "has neither a share_of_link" in capsys.readouterr().err
 
 
@@ -295,3 +317,50 @@ def test_what_graphs_of_a_refit_keep_counts_beside_every_way():
     for way in planned("policy.generation.backend=vllm").values():
         without = replace(way, engine=replace(way.engine, refit_graph_bytes=0))
         assert way.missing_bytes(40 * GIB) - without.missing_bytes(40 * GIB) == 28 * MIB
+
+
+@pytest.mark.parametrize("where", ["gpu", "discard"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ["policy.generation.vllm_cfg.gpu_memory_utilization=0.5"],
+        [f"++policy.generation.vllm_kwargs.kv_cache_memory_bytes={7 * GIB}"],
+        BUCKETS_NEED_MOST,
+    ],
+    ids=["share", "own_kv_cache", "buckets"],
+)
+def test_an_option_fits_where_the_run_accepts_it_and_training_has_room_beside_vllm(where, sizes):
+    runs, recipe = {}, ["policy.generation.backend=vllm", f"++policy.residency.generation_weights={where}", *sizes]
+
+    def plan_with(more):
+        runs[tuple(more)] = plan_run(load(BENCHMARK, [*recipe, *more]).config, QWEN2_1_5B, algorithm="grpo")
+        return runs[tuple(more)]
+
+    policy = load(BENCHMARK, recipe).config["policy"]
+    fitting = set()
+    for one in plan_ways(policy, plan_with):
+        run = runs[one.way.overrides]
+        for gpu_bytes in (gib * GIB for gib in range(12, 60)):
+            beside = engine_bytes_beside_policy(policy, run.engine, gpu_bytes) + run.engine.refit_graph_bytes + 2 * GIB
+            left = gpu_bytes - one.state_bytes - beside
+            has_room = max(one.training_bytes - one.state_bytes, one.activation_bytes) <= left
+            assert one.fits(gpu_bytes, host(500)) == (has_room and is_accepted(run, gpu_bytes)), gpu_bytes // GIB
+            if fastest_that_fits([one], gpu_bytes, host(500)):
+                fitting.add(one.way.name)
+                assert f"it leaves {show_gib(left)} GiB in training" in reason([one], gpu_bytes, host(500))
+    assert fitting >= {"streamed", "CPU optimizer, 1"}
+
+
+def test_where_nothing_fits_beside_an_awake_engine_sleep_is_a_remedy():
+    discard = "policy.residency.generation_weights=discard"
+    for where, is_remedy in (("gpu", True), ("discard", False)):
+        ways = planned("policy.generation.backend=vllm", f"++policy.residency.generation_weights={where}")
+        text = reason(list(ways.values()), 12 * GIB, host(500))
+        assert text.startswith("No option fits a GPU of 12.00 GiB")
+        assert (discard in text) is is_remedy
+
+
+def test_an_engine_on_gpus_of_its_own_takes_nothing_of_training():
+    apart = ["++policy.generation.colocated.enabled=false", "++policy.generation.colocated.resources.gpus_per_node=1"]
+    ways = planned("policy.generation.backend=vllm", *apart, "cluster.gpus_per_node=2")
+    assert {(one.engine, one.asleep_bytes) for one in ways.values()} == {(None, 0)}

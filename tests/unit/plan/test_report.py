@@ -166,9 +166,9 @@ def test_the_largest_stage_is_shown_and_the_others_named(capsys):
         ),
         (["--gpus", "0"], "--gpus is a number of GPUs of each node, 1 or more; found 0"),
         (["policy.residency.host_memory_limit_gib=1"], "policy.residency.host_memory_limit_gib=21, or null"),
-        (["--link", "0"], "--link is a speed in GB/s above 0; found 0"),
-        (["--link", "nan"], "--link is a speed in GB/s above 0; found nan"),
-        (["--link", "inf"], "--link is a speed in GB/s above 0; found inf"),
+        (["--link", "0"], "--link is a speed in GB/s above 0 and at most 1,000,000; found 0"),
+        (["--link", "nan"], "--link is a speed in GB/s above 0 and at most 1,000,000; found nan"),
+        (["--link", "inf"], "--link is a speed in GB/s above 0 and at most 1,000,000; found inf"),
         (["policy.hf_config.model_type=olmoe"], "The model's model_type is 'olmoe', and the plan knows the sizes only"),
     ],
 )
