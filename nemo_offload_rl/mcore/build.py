@@ -138,7 +138,8 @@ def make_scheduler(megatron_cfg: Mapping[str, Any], optimizer: MegatronOptimizer
         end_wd=section["end_weight_decay"],
         wd_incr_steps=section["lr_decay_iters"],
         wd_incr_style=section["weight_decay_incr_style"],
-        use_checkpoint_opt_param_scheduler=True,
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # a resumed run may have another schedule
     )
     scheduler.step(increment=0)
     return scheduler

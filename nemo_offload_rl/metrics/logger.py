@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from nemo_offload_rl.storage.disk import disk_full, is_disk_full
+from nemo_offload_rl.storage.disk import disk_full, is_disk_full, sync, translate_disk_full
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,14 @@ class RunLogger:
         for sink in self._text_sinks:
             sink.write_text(step, name, markdown)
 
+    def sync(self) -> None:
+        """Writes metrics.jsonl to the disk, so that it survives a power failure.
+
+        Raises:
+            DiskFullError: the file system only now says that there is no space.
+        """
+        self._jsonl.sync()
+
     @property
     def is_whole(self) -> bool:
         """Whether all logged metrics are in metrics.jsonl."""
@@ -80,7 +89,7 @@ class RunLogger:
 
 
 class JsonlSink:
-    """Writes one JSON object per step, complete on disk after every write; non-finite numbers become null.
+    """Writes one JSON object per step, complete in the file after every write; non-finite numbers become null.
 
     When the disk is full, it keeps rows in memory and writes them as soon as there is space.
 
@@ -105,7 +114,9 @@ class JsonlSink:
         self._row_start = len(history) - (len(_json_line(self._row)) if self._row else 0)
         self._kept = b""  # rows of earlier steps, from _row_start on, for which there was no space
         self.is_whole = True
+        os.fsync(self._file.fileno())
         rewritten.replace(path)  # a run killed while it resumes keeps its history
+        sync(path.parent)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Merges the metrics into the row of `step`."""
@@ -115,6 +126,15 @@ class JsonlSink:
             self._row = {}
         self._row |= {"step": step} | {name: _json_number(value) for name, value in metrics.items()}
         self._write_row()
+
+    def sync(self) -> None:
+        """Calls fsync on the file.
+
+        Raises:
+            DiskFullError: the file system only now says that there is no space.
+        """
+        with translate_disk_full(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes the file, after a last attempt to write the rows kept in memory."""
@@ -228,16 +248,22 @@ class WandbSink:
 def read_metrics(path: Path) -> list[MetricRow]:
     """Reads a run's metrics.jsonl, one row a step; empty where there is no file.
 
+    A last line that was not written to its end, as after a power failure, is left out with a warning.
+
     Raises:
-        ValueError: A line is not a JSON object with a step.
+        ValueError: Another line is not a JSON object with a step.
     """
     if not path.exists():
         return []
     rows: list[MetricRow] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    lines = path.read_text(errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
+            if number == len(lines):
+                logger.warning("%s:%d was not written to its end, and is left out.", path, number)
+                break
             raise ValueError(f"{path}:{number} is not JSON: {error}; delete that line to go on") from error
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise ValueError(f"{path}:{number} is not a row of metrics: a JSON object with an integer `step` is needed")

@@ -22,7 +22,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_offload_rl.placement.local_ray import disconnect_and_kill, handlers_kept, object_store_options
 from nemo_offload_rl.placement.node_watch import NodeLostError, NodeWatch
-from nemo_offload_rl.placement.nodes import Node, choose_nodes, living_nodes, that_answer, why_too_few
+from nemo_offload_rl.placement.nodes import (
+    Node,
+    choose_nodes,
+    living_nodes,
+    require_gpus,
+    require_no_segments,
+    require_one_node,
+    that_answer,
+    why_too_few,
+)
+from nemo_offload_rl.placement.ray_address import join_ray
 from nemo_offload_rl.placement.reaper import Reaper
 from nemo_offload_rl.placement.signals import ending_signals_blocked
 
@@ -75,6 +85,7 @@ class Cluster:
         master_port_range: tuple[int, int] | None = None,
         segment_size: int | None = None,
         wait_for_nodes_s: float = 0.0,
+        needs_gpus: bool = False,
         log_to_driver: bool = False,
     ) -> None:
         """Starts or joins Ray and reserves the bundles.
@@ -86,11 +97,12 @@ class Cluster:
             master_port_range: First and last port for the ranks' rendezvous; None for any free port.
             segment_size: Number of consecutive nodes that have to be in one NVLink domain; None for any nodes.
             wait_for_nodes_s: Seconds to wait until a joined cluster has enough nodes, such as when one is replaced.
+            needs_gpus: Whether ranks need GPUs even where there are none now, such as after a loss of all GPU nodes.
             log_to_driver: Whether this process also prints the output of ranks.
 
         Raises:
-            ValueError: If the cluster has fewer GPUs or nodes than asked for. If Ray is not running yet, this machine's
-                GPUs are counted before Ray starts.
+            ValueError: If the cluster has fewer GPUs or nodes than asked for, or RAY_ADDRESS cannot be used. If Ray is
+                not running yet, this machine's GPUs are counted before Ray starts.
         """
         self.num_bundles = num_nodes * gpus_per_node
         self.world_size = self.num_bundles - num_engine_devices
@@ -108,8 +120,8 @@ class Cluster:
         self._must_stop_ray = not ray.is_initialized()
         try:
             if self._must_stop_ray:
-                self._start_ray(num_nodes, gpus_per_node, segment_size, log_to_driver)
-            self.has_gpus, self.nodes = self._find_nodes(num_nodes, segment_size, wait_for_nodes_s)
+                self._start_ray(num_nodes, gpus_per_node, segment_size, needs_gpus, log_to_driver)
+            self.has_gpus, self.nodes = self._find_nodes(num_nodes, segment_size, wait_for_nodes_s, needs_gpus)
             self._reserve()
             self._share_out_threads()
             if len(self.node_ids) > 1:
@@ -265,20 +277,22 @@ class Cluster:
         self.keep_logs |= isinstance(error, Exception)
         self.shutdown()
 
-    def _start_ray(self, num_nodes: int, gpus_per_node: int, segment_size: int | None, log_to_driver: bool) -> None:
+    def _start_ray(
+        self, num_nodes: int, gpus_per_node: int, segment_size: int | None, needs_gpus: bool, log_to_driver: bool
+    ) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # An actor without a GPU keeps its CUDA_VISIBLE_DEVICES.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         logging_options = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
         if not starts_ray_here():
             with handlers_kept():
-                ray.init(**logging_options)
+                join_ray(logging_options)
             return
         num_gpus = torch.cuda.device_count()
-        _require_no_segments(segment_size)
+        require_no_segments(segment_size)
         if num_gpus:
-            _require_one_node(num_nodes)
-        _require_gpus(num_gpus, num_nodes, gpus_per_node, "this machine")
+            require_one_node(num_nodes)
+        require_gpus(num_gpus, num_nodes, gpus_per_node, "this machine", needs_gpus=needs_gpus)
         # Prestarted workers would be idle: an actor with its own environment needs a new process.
         os.environ.setdefault("RAY_enable_worker_prestart", "0")
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
@@ -296,7 +310,9 @@ class Cluster:
             )
         self.logs_folder = Path(context.address_info["session_dir"], "logs")
 
-    def _find_nodes(self, num_nodes: int, segment_size: int | None, wait_for_nodes_s: float) -> tuple[bool, list[Node]]:
+    def _find_nodes(
+        self, num_nodes: int, segment_size: int | None, wait_for_nodes_s: float, needs_gpus: bool
+    ) -> tuple[bool, list[Node]]:
         """Chooses the nodes; waits until their resources are free, and up to `wait_for_nodes_s` for further nodes.
 
         Returns:
@@ -305,14 +321,16 @@ class Cluster:
         start = time.monotonic()
         while True:
             num_gpus = int(ray.cluster_resources().get("GPU", 0))
-            nodes = that_answer(living_nodes(_bundle(num_gpus > 0), self.bundles_per_node), _ANSWER_TIMEOUT_S)
+            has_gpus = num_gpus > 0 or needs_gpus
+            nodes = that_answer(living_nodes(_bundle(has_gpus), self.bundles_per_node), _ANSWER_TIMEOUT_S)
             chosen = choose_nodes(nodes, num_nodes, segment_size, lambda node: node.num_free_slots)
             if chosen is not None:
-                return num_gpus > 0, chosen
+                return has_gpus, chosen
             waited_s = time.monotonic() - start
             if choose_nodes(nodes, num_nodes, segment_size, lambda node: node.num_slots) is None:
                 if waited_s >= wait_for_nodes_s:
-                    _require_gpus(num_gpus, num_nodes, self.bundles_per_node, "the Ray cluster")
+                    where = "the Ray cluster"
+                    require_gpus(num_gpus, num_nodes, self.bundles_per_node, where, needs_gpus=needs_gpus)
                     raise ValueError(why_too_few(nodes, num_nodes, self.bundles_per_node, segment_size))
             elif waited_s >= max(wait_for_nodes_s, _PLACEMENT_TIMEOUT_S):
                 raise _no_room(num_nodes, self.bundles_per_node)
@@ -355,16 +373,6 @@ def available_threads() -> int:
     return min(cores, int(limit)) if limit.isdecimal() and int(limit) else cores
 
 
-def _require_gpus(num_found: int, num_nodes: int, gpus_per_node: int, where: str) -> None:
-    """Checks the number of GPUs; none at all is fine, since ranks then run on the CPU."""
-    if 0 < num_found < num_nodes * gpus_per_node:
-        raise ValueError(
-            f"The recipe asks for {num_nodes * gpus_per_node} GPUs (cluster.num_nodes {num_nodes} x "
-            f"cluster.gpus_per_node {gpus_per_node}), but {where} has {num_found}; lower them, or join machines to a "
-            "Ray cluster and set RAY_ADDRESS."
-        )
-
-
 def _bundle(has_gpus: bool) -> dict[str, float]:
     return {"GPU": 1, "CPU": 1} if has_gpus else {"CPU": _CPUS_PER_RANK_WITHOUT_GPU}
 
@@ -375,20 +383,3 @@ def _no_room(num_nodes: int, gpus_per_node: int) -> ValueError:
         f"(cluster.gpus_per_node): that many were not free within {_PLACEMENT_TIMEOUT_S} s, and "
         f"the free resources are {ray.available_resources()}; stop other jobs there, or lower one of the two."
     )
-
-
-def _require_no_segments(segment_size: int | None) -> None:
-    """Checks that the recipe asks for no segments of several nodes, since a Ray started here has only this machine."""
-    if segment_size is not None and segment_size > 1:
-        raise ValueError(
-            f"The recipe asks for segments of {segment_size} nodes (cluster.segment_size), but Ray would be started on "
-            "this machine alone; start a Ray cluster and set RAY_ADDRESS, or set cluster.segment_size to null."
-        )
-
-
-def _require_one_node(num_nodes: int) -> None:
-    if num_nodes > 1:
-        raise ValueError(
-            f"The recipe asks for {num_nodes} nodes (cluster.num_nodes), but Ray would be started on this machine "
-            "alone; start a Ray cluster and set RAY_ADDRESS, or set cluster.num_nodes to 1."
-        )

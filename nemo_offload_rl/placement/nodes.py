@@ -165,6 +165,51 @@ def why_too_few(nodes: Sequence[Node], num_nodes: int, gpus_per_node: int, segme
     )
 
 
+def require_gpus(num_found: int, num_nodes: int, gpus_per_node: int, where: str, *, needs_gpus: bool = False) -> None:
+    """Checks the number of GPUs; none at all is fine unless `needs_gpus`, since ranks then run on the CPU.
+
+    Args:
+        num_found: GPUs that there are.
+        num_nodes: the recipe's number of nodes.
+        gpus_per_node: the recipe's number of GPUs per node.
+        where: the place of the GPUs, for the message.
+        needs_gpus: whether the run has begun on GPUs.
+
+    Raises:
+        ValueError: there are too few.
+    """
+    if num_found == 0 and needs_gpus:
+        raise ValueError(
+            f"The run began on GPUs, but {where} has none now, and the run does not go on without them; once it has "
+            f"{num_nodes * gpus_per_node} (cluster.num_nodes {num_nodes} x cluster.gpus_per_node {gpus_per_node}), "
+            "start the same command again."
+        )
+    if 0 < num_found < num_nodes * gpus_per_node:
+        raise ValueError(
+            f"The recipe asks for {num_nodes * gpus_per_node} GPUs (cluster.num_nodes {num_nodes} x "
+            f"cluster.gpus_per_node {gpus_per_node}), but {where} has {num_found}; lower them, or join machines to a "
+            "Ray cluster and set RAY_ADDRESS."
+        )
+
+
+def require_no_segments(segment_size: int | None) -> None:
+    """Checks that the recipe asks for no segments of several nodes, since a Ray started here has only this machine."""
+    if segment_size is not None and segment_size > 1:
+        raise ValueError(
+            f"The recipe asks for segments of {segment_size} nodes (cluster.segment_size), but Ray would be started on "
+            "this machine alone; start a Ray cluster and set RAY_ADDRESS, or set cluster.segment_size to null."
+        )
+
+
+def require_one_node(num_nodes: int) -> None:
+    """Checks that the recipe asks for no further node, since a Ray started here has only this machine."""
+    if num_nodes > 1:
+        raise ValueError(
+            f"The recipe asks for {num_nodes} nodes (cluster.num_nodes), but Ray would be started on this machine "
+            "alone; start a Ray cluster and set RAY_ADDRESS, or set cluster.num_nodes to 1."
+        )
+
+
 def _all_slots(node: Node) -> int:
     return node.num_slots
 

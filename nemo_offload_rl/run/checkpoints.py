@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import logging
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -266,13 +267,13 @@ class CheckpointFolder:
         assert newest.exists()
 
     def _rank(self, checkpoint: Path) -> tuple[float, int]:
-        """Returns a sort key, larger for better checkpoints; one without the metric is worse than any with it."""
+        """Returns a sort key, larger for better checkpoints; those whose metric is absent or NaN are the worst."""
         try:
             value = None if self._metric is None else read_metrics_of(checkpoint).get(self._metric)
         except DamagedError as error:
             logger.warning("Checkpoint %s is damaged: %s. It counts as the worst.", checkpoint, error)
             value = None
-        if value is None:
+        if value is None or math.isnan(value):
             return float("-inf"), _step_of(checkpoint)
         return value if self._higher_is_better else -value, _step_of(checkpoint)
 

@@ -48,7 +48,14 @@ from nemo_offload_rl.run.folder import (
 from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
 from nemo_offload_rl.run.interrupt import Interrupt, Progress
 from nemo_offload_rl.run.resident_state import smallest_gpu_bytes
-from nemo_offload_rl.run.resume import OnDamaged, choose, damage_seen_by_driver, warn_without_manifest
+from nemo_offload_rl.run.resume import (
+    OnDamaged,
+    branch_run_folder,
+    choose,
+    damage_seen_by_driver,
+    run_folder_of,
+    warn_without_manifest,
+)
 from nemo_offload_rl.run.row_tokens import as_left_open, with_numbers_of
 from nemo_offload_rl.run.setup import Preparation, with_run_length
 from nemo_offload_rl.run.train_loop import Run, StopReason, TimeLimit
@@ -131,27 +138,30 @@ class Job:
             LockedError: another run holds its run folder.
         """
         newest = self._choose(self._checkpoints(), damage_seen_by_driver, console)
-        if newest is not None:
-            with lock_run_folder(Path(RunState.read(newest).run_dir), console):
+        run_dir = None if newest is None else run_folder_of(newest, self.config)
+        if run_dir is not None:
+            with lock_run_folder(run_dir, console):
                 pass
 
     def run(self, session: Session) -> Ending:
-        """Runs in a new folder under logger.log_dir, or resumes from the newest checkpoint in that run's folder.
+        """Runs in a new folder under logger.log_dir, or resumes from the newest checkpoint; see `run_folder_of`.
 
         Raises:
             DamagedCheckpointError: that checkpoint cannot be used.
+            DiskFullError: there is no space for the metrics so far, or for the export.
             LockedError: another run holds that folder.
         """
         checkpoints = self._checkpoints()
         checkpoints.remove_unfinished()
         newest = self._choose(checkpoints, damage_seen_by_driver, session.console)
+        log_dir, say = Path(self.config["logger"]["log_dir"]), partial(_say, session.console)
         if newest is None:
-            run_dir = new_run_folder(Path(self.config["logger"]["log_dir"]))
+            run_dir = new_run_folder(log_dir)
         else:
-            run_dir = Path(RunState.read(newest).run_dir)
+            run_dir = run_folder_of(newest, self.config) or branch_run_folder(newest, log_dir, say)
             changed = changed_keys(as_left_open(read_recipe(newest) or {}, self.config), self.config)
             suffix = f", with other values than before: {', '.join(changed)}" if changed else ""
-            _say(session.console, f"Resuming from {newest}{suffix}.")
+            say(f"Resuming from {newest}{suffix}.")
         ending = self.run_in(run_dir, session, checkpoints, newest)
         self._report(run_dir, ending.reason, session.console)
         return ending
@@ -339,6 +349,9 @@ class _Outputs:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics.log(step, {**metrics, **self.gpus.of_step(step)})
+
+    def sync(self) -> None:
+        self.metrics.sync()
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         self.progress.update(step, metrics)

@@ -20,11 +20,13 @@ class Restarts:
     Attributes:
         at_most: the most restarts that are allowed.
         num_done: restarts so far.
+        need_gpus: whether the run has begun on GPUs, so that a restart does not fall back to the CPU without them.
     """
 
     def __init__(self, at_most: int) -> None:
         self.at_most = at_most
         self.num_done = 0
+        self.need_gpus = False
 
     def take(self, error: WorkerError | GenerationError) -> bool:
         """Returns whether the run may start again after this error, and counts the restart.

@@ -1,13 +1,19 @@
-"""Chooses the checkpoint to resume from: the newest, or by ``checkpointing.on_damaged`` the newest undamaged one."""
+"""Chooses the checkpoint to resume from, and the run folder of the resumed run.
+
+The checkpoint is the newest, or by ``checkpointing.on_damaged`` the newest undamaged one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from nemo_offload_rl.metrics.logger import METRICS_FILE
 from nemo_offload_rl.run.checkpoints import Checkpoints, RunState, was_written_with_manifest
-from nemo_offload_rl.run.folder import read_recipe
+from nemo_offload_rl.run.folder import new_run_folder, read_recipe
+from nemo_offload_rl.storage.disk import translate_disk_full
 from nemo_offload_rl.storage.manifest import (
     MANIFEST_FILE,
     DamagedCheckpointError,
@@ -71,6 +77,43 @@ def damage_seen_by_driver(checkpoint: Path) -> list[str]:
     except DamagedError as error:
         return [str(error)]
     return []
+
+
+def run_folder_of(checkpoint: Path, config: Mapping[str, Any]) -> Path | None:
+    """Returns the run folder in which a checkpoint's run continues; None for a branch, which has a folder of its own.
+
+    The resumed run is a branch if the recipe's `logger.log_dir` is another, or if the checkpoint is a copy: its run has
+    written it to another `checkpointing.checkpoint_dir`, which still has checkpoints.
+
+    Args:
+        checkpoint: the checkpoint to resume from.
+        config: the resolved recipe of the resumed run.
+    """
+    run_dir, recipe = Path(RunState.read(checkpoint).run_dir), read_recipe(checkpoint)
+    if run_dir.parent.resolve() != Path(config["logger"]["log_dir"]).resolve():
+        return None
+    written_to = checkpoint.parent if recipe is None else Path(recipe["checkpointing"]["checkpoint_dir"])
+    is_copy = written_to.resolve() != checkpoint.parent.resolve() and any(written_to.glob("step_*"))
+    return None if is_copy else run_dir
+
+
+def branch_run_folder(checkpoint: Path, log_dir: Path, say: Callable[[str], None]) -> Path:
+    """Makes a new run folder under `log_dir` that has the metrics of the checkpoint's run.
+
+    Args:
+        checkpoint: the checkpoint to resume from.
+        log_dir: the folder of the run folders.
+        say: prints a line for the user.
+
+    Raises:
+        DiskFullError: there is no space for the metrics.
+    """
+    folder, original = new_run_folder(log_dir), Path(RunState.read(checkpoint).run_dir)
+    if (original / METRICS_FILE).is_file():
+        with translate_disk_full(folder):
+            shutil.copyfile(original / METRICS_FILE, folder / METRICS_FILE)
+    say(f"The run folder is {folder}, and {original} stays as it is: this is a branch of that run.")
+    return folder
 
 
 def warn_without_manifest(checkpoint: Path, say: Callable[[str], None]) -> None:

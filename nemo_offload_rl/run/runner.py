@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nemo_offload_rl.config import ValidatedRecipe
     from nemo_offload_rl.placement.cluster import Cluster
     from nemo_offload_rl.run.job import Ending, Job, Session
+    from nemo_offload_rl.run.restarts import Restarts
     from nemo_offload_rl.run.train_loop import TimeLimit
 
 EXIT_DONE = 0
@@ -89,7 +90,7 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
         release = locks.release_warm_start if restarts.at_most == 0 else lambda: None
         while True:
             try:
-                return _attempt(job, warm_start, release, restarts.num_done > 0, interrupt, limit, console, errors)
+                return _attempt(job, warm_start, release, restarts, interrupt, limit, console, errors)
             except (WorkerError, GenerationError) as error:
                 if not restarts.take(error):
                     raise
@@ -104,7 +105,7 @@ def _attempt(
     job: Job,
     warm_start: Job | None,
     release_warm_start: Callable[[], None],
-    is_restart: bool,
+    restarts: Restarts,
     interrupt: Interrupt,
     limit: TimeLimit,
     console: Console,
@@ -132,10 +133,11 @@ def _attempt(
     with ExitStack() as stack:
         try:
             jobs = [one for one in (warm_start, job) if one is not None]
-            cluster = stack.enter_context(_start_cluster(jobs, is_restart=is_restart))
-        except ValueError as error:  # memory does not suffice, or there are fewer GPUs or nodes than asked for
+            cluster = stack.enter_context(_start_cluster(jobs, restarts))
+        # Memory does not suffice, RAY_ADDRESS cannot be used, or there are fewer GPUs or nodes than asked for.
+        except ValueError as error:
             _print_error(errors, error)
-            if not is_restart:
+            if restarts.num_done == 0:
                 return EXIT_WRONG_RECIPE
             _print_error(errors, interrupt.progress)
             return EXIT_FAILED
@@ -217,14 +219,14 @@ def _prepare(recipe: ValidatedRecipe) -> tuple[Job, Job | None]:
 
 
 @contextmanager
-def _start_cluster(jobs: Sequence[Job], *, is_restart: bool) -> Iterator[Cluster]:
+def _start_cluster(jobs: Sequence[Job], restarts: Restarts) -> Iterator[Cluster]:
     """Starts or joins the cluster of the last job, and checks that all jobs fit.
 
     It checks before Ray starts on this machine; in a joined cluster, whose GPUs are not known before, it checks after.
 
     Args:
         jobs: the jobs to run.
-        is_restart: whether to wait for the replacement of nodes that may have been lost.
+        restarts: the command's restarts; a restart waits for the replacement of lost nodes, and stays on GPUs.
     """
     import torch
 
@@ -247,8 +249,10 @@ def _start_cluster(jobs: Sequence[Job], *, is_restart: bool) -> Iterator[Cluster
         num_engine_devices=split_devices(section, jobs[-1].config["policy"]).num_engine_devices,
         master_port_range=None if low is None or high is None else (low, high),
         segment_size=section["segment_size"],
-        wait_for_nodes_s=NODE_REPLACEMENT_S if is_restart and not starts_here else 0.0,
+        wait_for_nodes_s=NODE_REPLACEMENT_S if restarts.num_done and not starts_here else 0.0,
+        needs_gpus=restarts.need_gpus,
     ) as cluster:
+        restarts.need_gpus = cluster.has_gpus
         if not starts_here:
             for job in jobs:
                 check_sizes(for_machine(job.config, has_gpus=cluster.has_gpus)[0], job.algorithm)

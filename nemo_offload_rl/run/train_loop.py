@@ -155,6 +155,13 @@ class Outputs(Protocol):
     def show_answers(self, step: int, answers: Sequence[JudgedAnswer]) -> None:
         """Shows the user answers of a validation."""
 
+    def sync(self) -> None:
+        """Writes the stored metrics to the disk, so that they survive a power failure.
+
+        Raises:
+            DiskFullError: there is no space for them.
+        """
+
 
 class Run:
     """Drives an algorithm through its schedule.
@@ -281,6 +288,7 @@ class Run:
         self._limit.start_save()
         try:
             with self._timer.phase("checkpointing"):
+                self._outputs.sync()  # a checkpoint on disk never has steps without metrics
                 self._unfinished = self._checkpoints.start(self.state, self._metrics, self._writer)
         except DiskFullError as error:
             self._limit.end_save(is_on_disk=False)

@@ -282,6 +282,7 @@ class Recorded:
         self.rows: dict[int, dict[str, float]] = {}
         self.shown: list[int] = []
         self.answers: list[tuple[int, list[JudgedAnswer]]] = []
+        self.synced: list[int] = []
 
     def log(self, step, metrics) -> None:
         self.rows.setdefault(step, {}).update(metrics)
@@ -292,6 +293,9 @@ class Recorded:
 
     def show_answers(self, step, answers) -> None:
         self.answers.append((step, list(answers)))
+
+    def sync(self) -> None:
+        self.synced.append(max(self.rows))
 
     def without_timings(self) -> dict[int, dict[str, float]]:
         return {

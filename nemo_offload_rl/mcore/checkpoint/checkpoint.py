@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy
+from nemo_offload_rl.mcore.checkpoint.hyperparameters import keep_hyperparameters
 from nemo_offload_rl.mcore.checkpoint.save_plans import PlanEverySave, SavePlanning
 from nemo_offload_rl.mcore.checkpoint.saved_masters import converting, read_as_saved
 from nemo_offload_rl.mcore.distributed.parallel import ParallelSizes
@@ -256,6 +257,9 @@ def check_layout(folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) ->
 def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) -> None:
     """Read a training state in place; collective over all ranks.
 
+    The learning-rate schedule and other hyperparameters stay those of this run's recipe; of the checkpoint's schedule
+    only the step count is read.
+
     Args:
         state: built with the same model and parallel sizes.
         folder: what `save` wrote.
@@ -264,7 +268,7 @@ def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
 
     Raises:
         DamagedCheckpointError: a file cannot be read; only the manifest's checksums find other damage.
-        ValueError: see `check_layout`.
+        ValueError: see `check_layout` and `keep_hyperparameters`.
     """
     check_layout(folder, sizes, with_optimizer=with_optimizer)
     sharded = _sharded_state(state, with_optimizer=with_optimizer, is_loading=True)
@@ -281,6 +285,7 @@ def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
         chunk.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{index}"])
     if with_optimizer:
         assert state.optimizer is not None and state.scheduler is not None
+        keep_hyperparameters(state.optimizer, loaded["optimizer"], folder)
         with torch.no_grad(), converting(state.optimizer, has_other_masters):  # it copies into parameters
             state.optimizer.load_state_dict(loaded["optimizer"])
         for optimizer in cpu_optimizers(state.optimizer):

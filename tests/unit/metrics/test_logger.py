@@ -1,5 +1,8 @@
+import errno
 import json
+import os
 import sys
+from unittest import mock
 
 import pytest
 from support.limits import files_of_at_most
@@ -106,12 +109,35 @@ def test_wandb_without_its_package_says_what_to_do(tmp_path, monkeypatch):
         RunLogger(tmp_path, tensorboard=False, wandb={"project": "p"})
 
 
-@pytest.mark.parametrize("line", ["{", "3", '{"train/loss": 1.0}'])
-def test_a_broken_history_names_its_line(tmp_path, line):
+@pytest.mark.parametrize("rest", ['{\n{"step": 3}', "3", '{"train/loss": 1.0}'])
+def test_a_broken_history_names_its_line(tmp_path, rest):
     path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"step": 1}}\n{line}\n')
+    path.write_text(f'{{"step": 1}}\n{rest}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
         read_metrics(path)
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "tr', b'{"step": 3}\xff\n', bytes(9)])
+def test_a_torn_last_line_is_left_out_with_a_warning_and_its_step_is_written_again(tmp_path, torn, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
+    resumed = RunLogger(tmp_path, tensorboard=False, resumed_step=3)
+    assert caplog.messages == [f"{path}:3 was not written to its end, and is left out."]
+    resumed.log(3, {"train/loss": 1.0})
+    resumed.close()
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3, "train/loss": 1.0}]
+
+
+def test_syncing_writes_all_rows_to_the_disk(tmp_path, monkeypatch):
+    logger, synced = RunLogger(tmp_path, tensorboard=False), []
+    logger.log(1, {"train/loss": 1.0})
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    logger.sync()
+    assert synced == [str(tmp_path / "metrics.jsonl")]
+    monkeypatch.setattr("os.fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    with pytest.raises(DiskFullError, match=r"metrics\.jsonl cannot be written: No space left"):
+        logger.sync()
+    logger.close()
 
 
 def test_metrics_that_find_no_space_are_kept_and_written_later(tmp_path, caplog):

@@ -8,13 +8,8 @@ import psutil
 import pytest
 import ray
 
-from nemo_offload_rl.placement.cluster import (
-    Cluster,
-    _require_gpus,
-    _require_no_segments,
-    _require_one_node,
-    available_threads,
-)
+from nemo_offload_rl.placement.cluster import Cluster, available_threads
+from nemo_offload_rl.placement.nodes import require_gpus, require_no_segments, require_one_node
 
 # Each of these tests starts its own Ray, so each runs in its own process.
 START_AND_STOP = """
@@ -117,15 +112,17 @@ def test_too_few_gpus_are_an_error_with_the_numbers_and_none_at_all_is_fine():
     with pytest.raises(
         ValueError, match=r"asks for 8 GPUs \(cluster.num_nodes 2 x cluster.gpus_per_node 4\), but here has 3"
     ):
-        _require_gpus(3, 2, 4, "here")
-    _require_gpus(8, 2, 4, "here")
-    _require_gpus(0, 2, 4, "here")
+        require_gpus(3, 2, 4, "here")
+    require_gpus(8, 2, 4, "here")
+    require_gpus(0, 2, 4, "here")
+    with pytest.raises(ValueError, match=r"began on GPUs, but here has none now, .* once it has 8 "):
+        require_gpus(0, 2, 4, "here", needs_gpus=True)
     with pytest.raises(ValueError, match=r"2 nodes .* set RAY_ADDRESS"):
-        _require_one_node(2)
+        require_one_node(2)
     with pytest.raises(ValueError, match=r"segments of 2 nodes .* set RAY_ADDRESS"):
-        _require_no_segments(2)
-    _require_no_segments(1)
-    _require_no_segments(None)
+        require_no_segments(2)
+    require_no_segments(1)
+    require_no_segments(None)
 
 
 def test_what_a_joined_cluster_lacks_is_said_before_anything_is_reserved(ray_cluster):
@@ -140,6 +137,11 @@ def test_what_a_joined_cluster_lacks_is_said_before_anything_is_reserved(ray_clu
         assert cluster.node_of(0) == cluster.node_of(1)
         assert cluster.node_name(1) is None
         assert cluster.loss_of(1, ask=True) is None
+
+
+def test_a_restart_without_the_gpus_of_the_first_attempt_does_not_fall_back_to_the_cpu(ray_cluster):
+    with pytest.raises(ValueError, match="began on GPUs, but the Ray cluster has none now"):
+        Cluster(num_nodes=1, gpus_per_node=1, needs_gpus=True)
 
 
 def test_a_second_cluster_shares_ray_and_leaves_it_running(ray_cluster):

@@ -75,6 +75,15 @@ def test_one_without_the_metric_ranks_last_and_the_older_of_equals_goes_first(tm
     assert steps(tmp_path) == [3, 4, 5]
 
 
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_one_whose_metric_is_nan_ranks_last(tmp_path, higher_is_better):
+    checkpoints = folder(tmp_path, higher_is_better=higher_is_better, keep_top_k=3)
+    sign = 1 if higher_is_better else -1
+    for step, accuracy in enumerate((0.5, 0.9, float("nan"), 0.1, 0.2), start=1):
+        save(checkpoints, step, accuracy=sign * accuracy)
+    assert steps(tmp_path) == [1, 2, 5]
+
+
 def test_without_a_metric_age_counts(tmp_path):
     checkpoints = folder(tmp_path, metric=None)
     for step in (1, 2, 3):

@@ -204,13 +204,38 @@ def test_an_interrupted_run_exports_nothing(tmp_path, session):
 def test_two_runs_cannot_write_into_one_run_folder(tmp_path, session):
     make_job(tmp_path, "sft.max_num_steps=2").run(session)
     before = (tmp_path / "logs/exp_001/metrics.jsonl").read_bytes()
-    shutil.copytree(tmp_path / "checkpoints", tmp_path / "copy")  # its state names the same run folder
+    (tmp_path / "checkpoints").rename(tmp_path / "moved")  # their state names the same run folder
     with (
         FolderLock(tmp_path / "logs/exp_001", "a run"),
         pytest.raises(LockedError, match="exp_001 is in use by process"),
     ):
-        make_job(tmp_path, f"checkpointing.checkpoint_dir={tmp_path / 'copy'}").run(session)
+        make_job(tmp_path, f"checkpointing.checkpoint_dir={tmp_path / 'moved'}").run(session)
     assert (tmp_path / "logs/exp_001/metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("copied", ["checkpoints", "all", "nothing"])
+def test_a_branch_of_a_run_has_a_run_folder_of_its_own(tmp_path, session, copied):
+    make_job(tmp_path, "sft.val_at_end=false").run(session)
+    before = {path: path.read_bytes() for path in (tmp_path / "logs/exp_001").rglob("*") if path.is_file()}
+    checkpoints, logs = tmp_path / "checkpoints", tmp_path / "logs"
+    if copied != "nothing":
+        checkpoints = Path(shutil.copytree(checkpoints, tmp_path / "copy"))
+    if copied != "checkpoints":
+        logs = tmp_path / "other_logs"
+    shutil.rmtree(checkpoints / "step_4")
+    folders = [f"logger.log_dir={logs}", f"checkpointing.checkpoint_dir={checkpoints}"]
+    branch = logs / ("exp_002" if copied == "checkpoints" else "exp_001")
+    with FolderLock(tmp_path / "logs/exp_001", "the first run"):
+        make_job(tmp_path, *folders, "sft.max_num_steps=3").check_checkpoint(session.console)
+        make_job(tmp_path, *folders, "sft.max_num_steps=3").run(session)
+    told = f"The run folder is {branch}, and {tmp_path / 'logs/exp_001'} stays as it is: this is a branch of that run."
+    assert told in shown(session)
+    assert {path: path.read_bytes() for path in before} == before
+    assert [row["step"] for row in rows(branch)] == [0, 1, 2, 3]
+    assert rows(branch)[:3] == rows(tmp_path / "logs/exp_001")[:3]
+    make_job(tmp_path, *folders).run(session)  # it goes on in its own folder
+    assert [row["step"] for row in rows(branch)] == [0, 1, 2, 3, 4]
+    assert len(list(logs.glob("exp_*"))) == int(branch.name[-1])
 
 
 def test_the_warm_start_is_given_free_once_its_model_has_been_read(tmp_path, session):

@@ -17,6 +17,7 @@ from nemo_offload_rl.placement import cluster
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.run import preflight, runner
 from nemo_offload_rl.run.preflight import check_before_start, check_sizes
+from nemo_offload_rl.run.restarts import Restarts
 from nemo_offload_rl.run.runner import EXIT_WRONG_RECIPE, run
 
 ROOT = Path(__file__).parents[3]
@@ -178,7 +179,7 @@ def test_of_a_cluster_that_is_joined_the_sizes_are_checked(monkeypatch, has_gpus
     monkeypatch.setattr(preflight, "check_sizes", lambda *job: checked.append(job))
     monkeypatch.setattr(preflight, "check_before_start", lambda *_: pytest.fail("Ray is not started here"))
     jobs = [SimpleNamespace(config=load(TINY, []).config, algorithm=name) for name in ("sft", "grpo")]
-    with runner._start_cluster(jobs, is_restart=False):
+    with runner._start_cluster(jobs, Restarts(0)):
         assert checked == [(for_machine(job.config, has_gpus=has_gpus)[0], job.algorithm) for job in jobs]
 
 
@@ -203,7 +204,7 @@ def test_what_would_be_computed_otherwise_than_by_transformers_is_refused(check)
 @pytest.mark.parametrize("family", ["gemma", "gemma3_text", "gemma4_text"])
 def test_the_gelu_of_gemma_is_not_fused(check, family):
     """megatron-core would refuse it after building the model, with a message that names no key of a recipe."""
-    model = f"policy.hf_config={{_override_: true, model_type: {family}}}"
+    model = f"policy.hf_config={{_override_: true, model_type: {family}, num_hidden_layers: 2}}"
     with pytest.raises(ValueError, match=rf"bias_activation_fusion is true, but models of the family {family} compute"):
         check(model, f"++{MEGATRON}.bias_activation_fusion=true")
     check(model, f"++{MEGATRON}.bias_activation_fusion=false")

@@ -146,3 +146,50 @@ def test_a_restart_has_the_time_limit_of_the_command(monkeypatch, capsys):
     assert run(CONFIGS / "sft_tiny_cpu.yaml", ["+cluster.max_restarts=1", "checkpointing.enabled=true"], "sft") == 0
     assert "Restart 1 of at most 1 (cluster.max_restarts)." in capsys.readouterr().out
     assert len(limits) == 2 and limits[0] is limits[1]
+
+
+def test_a_restart_needs_gpus_if_the_first_attempt_had_them(monkeypatch):
+    needs, had = [], iter([True, True])
+
+    class FakeCluster:
+        def __init__(self, *, needs_gpus, **options):
+            needs.append(needs_gpus)
+            self.has_gpus, self.logs_folder = next(had), None
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+    def lose_a_worker(*arguments):
+        raise WorkerError(0, "train", ActorDiedError(), "")
+
+    monkeypatch.setattr("nemo_offload_rl.placement.cluster.Cluster", FakeCluster)
+    monkeypatch.setattr("nemo_offload_rl.run.preflight.check_before_start", lambda *arguments: None)
+    monkeypatch.setattr(runner, "_run_jobs", lose_a_worker)
+    with pytest.raises(WorkerError):
+        run(CONFIGS / "sft_tiny_cpu.yaml", ["+cluster.max_restarts=1", "checkpointing.enabled=true"], "sft")
+    assert needs == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (None, "no head of a Ray cluster answers there within 10 s"),
+        ("ray://127.0.0.1:10001", "not through Ray Client (ray://)"),
+        ("head", "RAY_ADDRESS is head, which names no head of a Ray cluster: it has to be the HOST:PORT"),
+    ],
+)
+def test_an_unusable_ray_address_is_one_message_and_status_2(address, message, monkeypatch, tmp_path, capsys):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.2", 0))  # nothing listens here
+        address = address or f"127.0.0.2:{closed.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        for name in ("placement.cluster.starts_ray_here", "placement.cluster.ray.is_initialized"):
+            monkeypatch.setattr(f"nemo_offload_rl.{name}", lambda: False)
+        monkeypatch.setattr("ray.init", lambda **options: pytest.fail("Ray tries for minutes"))
+        folders = [f"logger.log_dir={tmp_path}", "checkpointing.enabled=false"]
+        assert run(CONFIGS / "sft_tiny_cpu.yaml", folders, "sft") == EXIT_WRONG_RECIPE
+    assert f"RAY_ADDRESS is {address}" in (captured := capsys.readouterr()).err
+    assert message in captured.err and captured.err.count("\n") == 1

@@ -99,7 +99,7 @@ def test_steps_validations_and_checkpoints_are_where_the_schedule_has_them(tmp_p
     assert reason is StopReason.STEPS
     assert list(outputs.rows) == outputs.shown == list(range(1, 11))
     assert algorithm.validated == [4, 8]
-    assert saved(tmp_path) == [3, 6, 9, 10]  # the last step is saved, too
+    assert saved(tmp_path) == outputs.synced == [3, 6, 9, 10]  # the last step is saved, too
     assert outputs.rows[4]["validation/accuracy"] == 0.4
     assert "validation/accuracy" not in outputs.rows[5]
 
