@@ -300,7 +300,7 @@ class Cluster:
             self._reaper = Reaper(get_default_ray_temp_dir())
             context = ray.init(
                 address="local",
-                num_cpus=max(available_threads(), num_gpus),  # each rank's bundle has one, whatever OMP_NUM_THREADS is
+                num_cpus=num_cpus_of_ray(num_gpus),
                 num_gpus=num_gpus,
                 include_dashboard=False,
                 # Ray 2.60 does not quote the interpreter's path in a shell command, and so fails if it has a space.
@@ -371,6 +371,11 @@ def available_threads() -> int:
     cores = len(os.sched_getaffinity(0))
     limit = os.environ.get("OMP_NUM_THREADS", "")
     return min(cores, int(limit)) if limit.isdecimal() and int(limit) else cores
+
+
+def num_cpus_of_ray(num_gpus: int) -> int:
+    """Returns the CPUs that a Ray started here has: one for each GPU's bundle, whatever OMP_NUM_THREADS is."""
+    return max(available_threads(), num_gpus)
 
 
 def _bundle(has_gpus: bool) -> dict[str, float]:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import ray
 
-from nemo_offload_rl.placement.cluster import Cluster, available_threads
+from nemo_offload_rl.placement.cluster import Cluster, available_threads, num_cpus_of_ray
 from nemo_offload_rl.placement.nodes import require_gpus, require_no_segments, require_one_node
 
 # Each of these tests starts its own Ray, so each runs in its own process.
@@ -70,19 +70,6 @@ except ValueError as error:
 """
 
 
-ONE_THREAD = """
-import os, torch
-from nemo_offload_rl.placement.cluster import Cluster
-
-os.environ["OMP_NUM_THREADS"] = "1"
-torch.cuda.device_count = lambda: 3
-with Cluster(num_nodes=1, gpus_per_node=3) as cluster:
-    assert cluster.has_gpus
-    assert cluster.threads_per_rank == 1
-    print("has room for 3")
-"""
-
-
 def _run(script: str) -> str:
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False, start_new_session=True
@@ -95,8 +82,11 @@ def test_a_cluster_listens_on_loopback_survives_an_interrupt_and_leaves_no_proce
     assert "left nothing behind" in _run(START_AND_STOP)
 
 
-def test_each_gpu_has_a_rank_where_omp_num_threads_is_lower():
-    assert "has room for 3" in _run(ONE_THREAD)
+def test_each_gpu_has_a_bundle_where_omp_num_threads_is_lower(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert available_threads() == 1
+    assert num_cpus_of_ray(3) == 3
+    assert num_cpus_of_ray(0) == 1
 
 
 @pytest.mark.gpu
