@@ -10,6 +10,7 @@ import torch
 
 from nemo_offload_rl.algorithms.advantages import informative_groups
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
+from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.problem import Conversation
 from nemo_offload_rl.generation.interface import SamplingParams
@@ -67,7 +68,7 @@ class GroupSampler:
                 or after it where only their rewards show that they were the last.
 
         Raises:
-            RuntimeError: dynamic sampling found too few prompts in the batches that it may sample.
+            DataError: dynamic sampling found too few prompts in the batches that it may sample.
         """
         settings, pad_token_id = self.settings, self.rollout.tokenizer.pad_token_id
         max_batches = settings.dynamic_sampling_max_gen_batches if settings.use_dynamic_sampling else 1
@@ -76,7 +77,7 @@ class GroupSampler:
         num_sampled: Counter[tuple[int, ...]] = Counter()
         while sum(rollouts.num_prompts for rollouts in kept) < settings.num_prompts_per_step:
             if len(sampled) == max_batches:
-                raise RuntimeError(
+                raise DataError(
                     f"{max_batches} generation batches of step {step} did not give {settings.num_prompts_per_step} "
                     "prompts whose answers got different rewards: raise grpo.dynamic_sampling_max_gen_batches, take "
                     "problems of another difficulty, or set grpo.use_dynamic_sampling=false."

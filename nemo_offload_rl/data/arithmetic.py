@@ -15,6 +15,7 @@ from nemo_offload_rl.data.preferences import PreferencePair
 from nemo_offload_rl.data.problem import Problem
 
 MAX_NUM_DIGITS = 9  # a pair of terms still fits an int64
+MAX_NUM_PROBLEMS = 10**6  # drawn at the start, in up to a minute (pairs) and 1.6 GB (validation)
 VALIDATION_SHARE = 16
 _REJECTED = 1  # part of the seed of wrong sums, so that it differs from the seed of problems
 _ENUMERABLE = 10**6
@@ -32,14 +33,19 @@ def make_arithmetic(role: Role, num_digits: int, num_problems: int, seed: int) -
     Args:
         role: the set to draw from.
         num_digits: digits of each term, 1 to 9.
-        num_problems: how many to draw.
+        num_problems: how many to draw, up to a million.
         seed: seed of the draw.
 
     Raises:
-        DataError: num_digits is out of range, or the set has fewer problems than asked for.
+        DataError: num_digits or the number asked for is out of range, or the set has fewer problems than asked for.
     """
     if not 1 <= num_digits <= MAX_NUM_DIGITS:
         raise DataError(f"data.{role}.num_digits must be 1 to {MAX_NUM_DIGITS}, found {num_digits}.")
+    if num_problems > MAX_NUM_PROBLEMS:
+        raise DataError(
+            f"data.{role}.num_problems must be at most {MAX_NUM_PROBLEMS:,}, since all are drawn at the start, found "
+            f"{num_problems:,}: ask for fewer."
+        )
     num_pairs = 10 ** (2 * num_digits)
     rng = np.random.Generator(np.random.Philox(seed))
     if num_pairs <= _ENUMERABLE:
@@ -64,11 +70,11 @@ def make_arithmetic_pairs(role: Role, num_digits: int, num_pairs: int, seed: int
     Args:
         role: the set to draw from; as with ``make_arithmetic``, the sets share no problem.
         num_digits: digits of each term, 1 to 9.
-        num_pairs: how many to draw.
+        num_pairs: how many to draw, up to a million.
         seed: seed of the draw.
 
     Raises:
-        DataError: num_digits is out of range, or the set has fewer problems than asked for.
+        DataError: num_digits or the number asked for is out of range, or the set has fewer problems than asked for.
     """
     problems = make_arithmetic(role, num_digits, num_pairs, seed)
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, _REJECTED])))

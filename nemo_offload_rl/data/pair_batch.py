@@ -17,7 +17,8 @@ _TOKENS_OF_MASKED_PART = 4  # tokens kept of the prompt, and of the answer, of a
 def pair_batch(answer_format: PromptFormat, pairs: Sequence[PreferencePair]) -> BatchedData:
     """Makes a training batch from pairs: row 2i has the chosen answer of pair i, row 2i + 1 the rejected one.
 
-    If either answer of a pair exceeds the format's limit, both rows are cut to a few tokens and left out of the loss.
+    A pair is left out of the loss whole if either answer has no token (an empty answer with ``add_eos: false``), or
+    exceeds the format's limit; in that case both rows are cut to a few tokens.
 
     Args:
         answer_format: turns a prompt and its answer into tokens.
@@ -25,7 +26,7 @@ def pair_batch(answer_format: PromptFormat, pairs: Sequence[PreferencePair]) -> 
 
     Returns:
         The columns of ``response_batch``, in groups of two rows. token_mask is 1 on the last turn only; sample_mask is
-        0 for both rows of a pair that is too long.
+        0 for both rows of a pair that is left out.
 
     Raises:
         DataError: the chat template cannot render a conversation.
@@ -43,11 +44,13 @@ def pair_batch(answer_format: PromptFormat, pairs: Sequence[PreferencePair]) -> 
         answer_format.tokenizer.pad_token_id,
     )
     batch["sample_mask"] *= torch.tensor(fits, dtype=torch.float32)
+    pair_mask = batch["sample_mask"].view(-1, ROWS_OF_A_PAIR).amin(dim=1)
+    batch["sample_mask"] = pair_mask.repeat_interleave(ROWS_OF_A_PAIR)
     return batch.in_groups(ROWS_OF_A_PAIR)
 
 
 def num_left_out(batch: BatchedData) -> int:
-    """Counts the pairs of a batch that are left out of the loss, since an answer exceeds the length limit."""
+    """Counts the pairs of a batch that are left out of the loss, since an answer is too long or has no token."""
     return int((batch["sample_mask"][::ROWS_OF_A_PAIR] == 0).sum())
 
 

@@ -73,9 +73,21 @@ def data_files(folder: Path, endings: Sequence[str]) -> list[Path]:
 
 
 def require_files_and_folders(folder: Path) -> None:
-    """Checks that a folder only has files and folders, since reading a pipe, for example, could block forever."""
+    """Checks that a folder only has files and folders, since reading a pipe, for example, could block forever.
+
+    Raises:
+        DataError: something there is neither, or is a link to nothing, without which a part of the data could be left
+            out unnoticed; the message names it.
+    """
     for file in folder.rglob("*"):
-        if not (stat.S_ISREG(file.stat().st_mode) or stat.S_ISDIR(file.stat().st_mode)):
+        try:
+            mode = file.stat().st_mode
+        except OSError as error:
+            raise DataError(
+                f"{file}, in the folder of a dataset, cannot be read ({error.strerror}): a link there must lead to a "
+                "file or a folder; put that in its place, or delete it."
+            ) from error
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise DataError(f"{file}, in the folder of a dataset, is neither a file nor a folder; delete it.")
 
 

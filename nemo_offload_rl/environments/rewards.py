@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from nemo_offload_rl.environments.errors import RewardError
-from nemo_offload_rl.environments.numbers import final_number
+from nemo_offload_rl.environments.numbers import NumberTooLargeError, final_number
 
 PYTHON = "python"
 _LARGEST = (2 - 2**-23) * 2.0**127  # the largest float32, the dtype of reward tensors
@@ -69,9 +69,16 @@ def exact_match(response: str, answer: str) -> float:
 
 
 def numeric_match(response: str, answer: str) -> float:
-    """Returns 1 if the response's last number (or last boxed one) equals the answer's exactly, otherwise 0."""
+    """Returns 1 if the response's last number (or last boxed one) equals the answer's exactly, otherwise 0.
+
+    Raises:
+        NumberTooLargeError: the answer's number is too large to be compared; a response with such a number gets 0.
+    """
     expected = final_number(answer)
-    return float(expected is not None and final_number(response) == expected)
+    try:
+        return float(expected is not None and final_number(response) == expected)
+    except NumberTooLargeError:
+        return 0.0
 
 
 REWARDS: Mapping[str, Callable[[str, str], float]] = MappingProxyType(

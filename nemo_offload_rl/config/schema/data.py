@@ -38,9 +38,9 @@ class ArithmeticDataset(PromptFiles):
     dataset_name: Literal["arithmetic"]
     # Digits of each summand. 1 to 9; recommended 2, which has 10,000 problems.
     num_digits: Annotated[int, Field(ge=1, le=9)]
-    # Number of problems, or pairs, in this set. 1 or more; one in sixteen of all 100 ** num_digits is reserved for
+    # Number of problems, or pairs, in this set. 1 to 1,000,000; one in sixteen of all 100 ** num_digits is reserved for
     # validation.
-    num_problems: PositiveInt
+    num_problems: Annotated[int, Field(ge=1, le=1_000_000)]
     # Seed by which problems are drawn. 0 or more.
     seed: NonNegativeInt
     # For data.train only: share (below 1) or number of its problems to split off as validation data, drawn with `seed`.

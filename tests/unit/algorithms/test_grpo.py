@@ -26,6 +26,7 @@ from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
+from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.environments import Judgements, Reward, RewardError, make_reward
@@ -504,7 +505,7 @@ def test_a_step_trains_on_shaped_rewards_and_samples_by_those_before():
 
     # Answers of different length have different shaped rewards, but that does not make their prompt informative.
     dynamic = replace(SETTINGS, use_dynamic_sampling=True)
-    with pytest.raises(RuntimeError, match="4 generation batches of step 1 did not give 5 prompts"):
+    with pytest.raises(DataError, match="4 generation batches of step 1 did not give 5 prompts"):
         Setting(reward=nothing, settings=dynamic, shape=OverlongPenalty(2, 1.0, 3)).grpo.step(1, Timer())
 
 
@@ -538,7 +539,7 @@ def test_a_reward_that_raises_ends_the_run_by_name():
 def test_dynamic_sampling_gives_up_with_advice():
     sample, _ = sampler(use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=1)
     with pytest.raises(
-        RuntimeError, match=r"1 generation batches of step 3 did not give 5 prompts.*use_dynamic_sampling=false"
+        DataError, match=r"1 generation batches of step 3 did not give 5 prompts.*use_dynamic_sampling=false"
     ):
         sample(3, Timer())
 

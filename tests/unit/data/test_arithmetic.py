@@ -45,6 +45,10 @@ def test_too_many_problems_are_refused_with_the_number_there_is():
         make_arithmetic("validation", 2, 700, seed=0)
     with pytest.raises(DataError, match="1 to 9, found 0"):
         make_arithmetic("train", 0, 1, seed=0)
+    message = r"data\.train\.num_problems must be at most 1,000,000, .* found 3,000,000,000: ask for fewer"
+    for make in (make_arithmetic, make_arithmetic_pairs):
+        with pytest.raises(DataError, match=message):
+            make("train", 9, 3_000_000_000, seed=0)
 
 
 @pytest.mark.parametrize("num_digits", [1, 2, 9])

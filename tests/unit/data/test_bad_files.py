@@ -8,6 +8,7 @@ import pytest
 from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder, load_jsonl
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.limits import MAX_LINE_CHARS
+from nemo_offload_rl.data.named import load_named
 from nemo_offload_rl.data.problem import Problem
 from nemo_offload_rl.data.prompt_files import read_prompt_file, read_text_file
 from nemo_offload_rl.data.prompts import PromptFormat
@@ -83,6 +84,18 @@ def test_a_fifo_in_the_folder_of_a_dataset_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "state.json")
     with pytest.raises(DataError, match=r"state\.json, in the folder of a dataset, is neither a file nor a folder"):
         load_hf_folder(tmp_path, None, ProblemForm("question", "answer"))
+
+
+@pytest.mark.parametrize("target", ["absent", "train.parquet"])
+def test_a_link_to_nothing_in_the_folder_of_a_dataset_is_named(tmp_path, target):
+    folder = tmp_path / "gsm8k"
+    folder.mkdir()
+    (folder / "train.parquet").symlink_to(folder / target)  # to itself, in one case
+    message = r"train\.parquet, in the folder of a dataset, cannot be read \(.*\): a link there must lead to a file"
+    with pytest.raises(DataError, match=message):
+        load_hf_folder(folder, "train", ProblemForm("question", "answer"))
+    with pytest.raises(DataError, match=message):
+        load_named("gsm8k", split="train", root=tmp_path)
 
 
 def test_a_prompt_file_is_limited(tmp_path):

@@ -1,6 +1,7 @@
 import pytest
 
 from nemo_offload_rl.data.arithmetic import make_arithmetic_pairs
+from nemo_offload_rl.data.batch import GlobalCounts
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
 from nemo_offload_rl.data.pair_batch import check_pairs, num_left_out, pair_batch
@@ -82,6 +83,15 @@ def test_a_pair_with_an_answer_that_is_too_long_is_cut_and_left_out_whole(chosen
     assert num_left_out(batch) == 1
     fits = pair_batch(plain(10), [pair("1+1=", chosen, rejected)])
     assert fits["sample_mask"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("chosen", "rejected"), [("2", ""), ("", "2"), ("", "")])
+def test_a_pair_with_an_answer_without_tokens_is_left_out_whole(chosen, rejected):
+    batch = pair_batch(plain(add_eos=False), [pair("1+1=", "2", "3"), pair("1+1=", chosen, rejected)])
+    assert batch["sample_mask"].tolist() == [1, 1, 0, 0]
+    assert GlobalCounts.of(batch).valid_seqs == 2
+    assert num_left_out(batch) == 1
+    assert pair_batch(plain(), [pair("1+1=", chosen, rejected)])["sample_mask"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])

@@ -4,7 +4,7 @@ from fractions import Fraction
 import pytest
 
 from nemo_offload_rl.environments import Reward, RewardError, make_reward
-from nemo_offload_rl.environments.numbers import final_number, last_boxed
+from nemo_offload_rl.environments.numbers import MAX_CHARS, MAX_EXPONENT, final_number, last_boxed
 
 
 def judge_of(kind, reward_function=None):
@@ -34,6 +34,15 @@ def test_exact_match_looks_at_the_whole_text():
         ("3 / 4 of it", Fraction(3, 4)),
         (r"\frac{3}{4}", Fraction(3, 4)),
         (r"$-\dfrac{10}{4}$", Fraction(-5, 2)),
+        (r"\frac{1{,}000}{3}", Fraction(1000, 3)),
+        (r"\boxed{3\frac{1}{2}}", Fraction(7, 2)),
+        (r"-2\frac{3}{4}", Fraction(-11, 4)),
+        ("\u22120\\,\\tfrac{3}{4}", Fraction(-3, 4)),
+        (r"1,234 \dfrac{1}{2}", Fraction(2469, 2)),
+        (r"1\frac{1}{0}", None),
+        ("答案是42。", Fraction(42)),
+        ("答えは-1,234.5です", Fraction(-2469, 2)),
+        ("คำตอบคือ42", Fraction(42)),
         (r"\boxed{7} and not 8", Fraction(7)),
         (r"\boxed{1} no, \boxed{\frac{1}{2}} km 5", Fraction(1, 2)),
         (r"\boxed{12{,}345}", Fraction(12345)),
@@ -46,6 +55,7 @@ def test_exact_match_looks_at_the_whole_text():
         ("5/0", None),
         (r"\boxed{}", None),
         ("area51 then v2", None),
+        ("β2 and ж3", None),
     ],
 )
 def test_final_number(text, number):
@@ -55,7 +65,33 @@ def test_final_number(text, number):
 def test_boxed_text_keeps_its_inner_braces():
     assert last_boxed(r"a \boxed{\frac{1}{2}} b") == r"\frac{1}{2}"
     assert last_boxed(r"\boxed{1} and \boxed{2") == "1"
+    assert last_boxed(r"\boxed{1 \boxed{2} 3}") == "2"
+    assert last_boxed(r"\boxed{\boxed{1} 2") == "1"
     assert last_boxed("nothing") is None
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        *("1" * 5000, "0." + "3" * 5000, "1/" + "1" * 5000, "1e5000000", "1e999999999", "1e-999999999"),
+        *("1e" + "9" * 5000, "3\\frac{1}{" + "1" * 5000 + "}", "\\boxed{" * 100_000, "{" * 100_000),
+    ],
+    ids=lambda response: response[:12],
+)
+def test_a_degenerate_response_gets_no_reward_and_does_not_end_the_run(response):
+    reward = judge_of("numeric_match")
+    assert reward(response, "12") == 0.0
+    assert reward(f"{response} 12", "12") == 1.0
+
+
+def test_numbers_are_compared_up_to_a_size():
+    reward = judge_of("numeric_match")
+    largest = "9" * MAX_CHARS
+    assert reward(largest, largest) == 1.0
+    assert reward(f"1e{MAX_EXPONENT}", f"10e{MAX_EXPONENT - 1}") == 1.0
+    for answer in (largest + "9", f"1e{MAX_EXPONENT + 1}", f"1e-{MAX_EXPONENT + 1}"):
+        with pytest.raises(RewardError, match=r"NumberTooLargeError: .* has more than 640 characters or an exponent"):
+            reward("12", answer)
 
 
 def test_numeric_match_compares_values():
