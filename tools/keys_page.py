@@ -171,13 +171,17 @@ def _bounds(item: Any) -> Iterator[str]:
     for bound in getattr(item, "metadata", [item]):
         match bound:
             case annotated_types.Ge(ge=value):
-                yield f">= {value:g}"
+                yield f">= {_show(value)}"
             case annotated_types.Gt(gt=value):
-                yield f"> {value:g}"
+                yield f"> {_show(value)}"
             case annotated_types.Le(le=value):
-                yield f"<= {value:g}"
+                yield f"<= {_show(value)}"
             case annotated_types.Lt(lt=value):
-                yield f"< {value:g}"
+                yield f"< {_show(value)}"
+
+
+def _show(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _megatron_sources() -> str:
