@@ -180,7 +180,7 @@ def _bounds(item: Any) -> Iterator[str]:
                 yield f"< {_show(value)}"
 
 
-def _show(bound: float) -> str:
+def _show(bound: Any) -> str:
     return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 

@@ -206,6 +206,7 @@ class Chunk:
         group = next(group for group in self.open if group.name == name)
         self.open.remove(group)
         if group.in_backward:  # its commit was delayed until its backward pass: too late for a copy
+            group.saved = []  # with `PackedTensor.group` a cycle, which only the garbage collector would free
             return
         group.index = len(self.groups)
         group.key = (name, self._num_of[name])

@@ -149,6 +149,8 @@ class PinnedHostPool:
             if not reserved_bytes:
                 continue
             self.used_bytes -= reserved_bytes
+            if not self.nbytes:  # closed
+                continue
             stop = start + reserved_bytes
             if last is not None:
                 after = (last,)

@@ -1,9 +1,11 @@
 """Cuts a rank's rows into micro-batches, with the same number and padding on all data-parallel ranks."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
+from nemo_offload_rl.config.megatron.microbatches import num_interleaved
 from nemo_offload_rl.config.schema.policy import PolicyConfig, SequencePackingConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.mcore.batches.microbatches import (
@@ -12,6 +14,7 @@ from nemo_offload_rl.mcore.batches.microbatches import (
     packed_microbatches,
     padded_length,
     padded_microbatches,
+    with_filler,
     with_length,
 )
 from nemo_offload_rl.mcore.distributed import parallel
@@ -37,6 +40,7 @@ class MicroBatcher:
         self._packing = config["sequence_packing"] if packs(config) else None
         self._row_tokens = {} if self._packing is None else _row_tokens(self._packing)
         self._device = device
+        self._interleaved = _interleaved(config["megatron_cfg"])
 
     def cut(
         self,
@@ -44,15 +48,23 @@ class MicroBatcher:
         mbs: int,
         tokens_key: Literal["train_mb_tokens", "logprob_mb_tokens"],
         *,
+        forward_only: bool = False,
         fixed_shapes: bool = False,
     ) -> tuple[list[MicroBatch], list[list[int]] | None]:
         """Return the micro-batches of this rank's rows and, if packed, the row indices in each; collective.
+
+        Virtual pipeline stages take only certain numbers of micro-batches. Packed rows are split to reach one; a
+        forward-only pass may end in micro-batches of filler rows, for which there are no indices.
 
         Args:
             data: the rows.
             mbs: samples of a padded micro-batch, each a row or a group of rows.
             tokens_key: the key of policy.sequence_packing with the tokens of a packed micro-batch.
+            forward_only: whether the pass trains nothing.
             fixed_shapes: pad rows to the recipe's longest sequence, packed rows to all of their tokens.
+
+        Raises:
+            ValueError: virtual stages cannot train on so few samples, or a sequence is too long.
         """
         longest = int(data["input_lengths"].max())
         length = padded_length(self._common(longest), self._divisible_by, self._limit)
@@ -61,11 +73,15 @@ class MicroBatcher:
         data = with_length(data, length)
         if self._packing is None:
             on_device = data.to(self._device)  # one copy of each field, not of each cut
-            return padded_microbatches(on_device, mbs * data.group_size), None
+            padded = padded_microbatches(on_device, mbs * data.group_size)
+            number = self._num_scheduled(len(padded), most=len(padded), forward_only=forward_only)
+            return with_filler(padded, number), None
         row_tokens = self._row_tokens[tokens_key]
         lengths = [padded_length(n, self._divisible_by, length) for n in data["input_lengths"].tolist()]
         bins = pack_bins(lengths, row_tokens, group_size=data.group_size)
-        if (num_bins := self._common(len(bins))) > len(bins):
+        num_samples = data.size // data.group_size
+        number = self._num_scheduled(self._common(len(bins)), most=num_samples, forward_only=forward_only)
+        if (num_bins := min(number, num_samples)) > len(bins):
             bins = pack_bins(lengths, row_tokens, min_bins=num_bins, group_size=data.group_size)
         batches = packed_microbatches(
             data,
@@ -73,7 +89,22 @@ class MicroBatcher:
             divisible_by=self._divisible_by,
             row_divisible_by=row_tokens if fixed_shapes else self._packing["sequence_length_round"],
         )
-        return batches, bins
+        return with_filler(batches, number), bins
+
+    def _num_scheduled(self, least: int, *, most: int, forward_only: bool) -> int:
+        """Returns the number of micro-batches to run: `least`, or more where virtual stages need more.
+
+        Raises:
+            ValueError: training needs more than `most`.
+        """
+        number = least if self._interleaved is None else num_interleaved(least, *self._interleaved)
+        if number > most and not forward_only:
+            raise ValueError(
+                f"A training step has at most {most} micro-batches on each rank, but "
+                f"policy.megatron_cfg.virtual_pipeline_model_parallel_size needs {number}; choose a "
+                "policy.train_global_batch_size that makes as many, or use no virtual stages."
+            )
+        return number
 
     def _common(self, value: int) -> int:
         """Returns the largest of the data-parallel ranks' values."""
@@ -82,6 +113,14 @@ class MicroBatcher:
         held = torch.tensor([value], device=self._device)
         torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX, group=parallel.mpu.get_data_parallel_group())
         return int(held.item())
+
+
+def _interleaved(cfg: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Returns the pipeline-parallel size and the micro-batches of a group; None without virtual stages."""
+    if cfg.get("virtual_pipeline_model_parallel_size") is None:
+        return None
+    num_stages = cfg["pipeline_model_parallel_size"]
+    return num_stages, cfg.get("microbatch_group_size_per_vp_stage") or num_stages
 
 
 def _row_tokens(packing: SequencePackingConfig) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
+from nemo_offload_rl.config.megatron.microbatches import gathers_different_rows, num_interleaved
 from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
 from nemo_offload_rl.config.model.model_kind import (
     NUM_EXPERTS_KEYS,
@@ -30,6 +31,9 @@ from nemo_offload_rl.config.rules.base import (
     Verdict,
     rule,
 )
+
+VIRTUAL_STAGES = f"{MEGATRON}.virtual_pipeline_model_parallel_size?"
+GROUP_SIZE = f"{MEGATRON}.microbatch_group_size_per_vp_stage?"
 
 
 @rule(TP, PP, CP, GPUS, NODES, COLOCATED)
@@ -59,31 +63,86 @@ def _ranks(gpus: int, nodes: int, colocated: dict[str, Any] | None) -> tuple[int
     return ranks, f"the {ranks} ranks of the cluster ({GPUS} {gpus} x {NODES} {nodes}{generation}); change either"
 
 
-@rule(f"{MEGATRON}.moe_token_dispatcher_type?", PACKING, PP, *MODEL)
-def pipelined_packed_tokens_are_not_gathered(dispatcher: str | None, packs: bool, pp: int, *model: Any) -> Verdict:
-    """Refuses megatron-core's allgather dispatcher with packed rows on a pipeline.
+@rule(f"{MEGATRON}.moe_token_dispatcher_type?", PACKING, TP, PP, EP, ETP, *MODEL)
+def packed_tokens_are_not_gathered(
+    dispatcher: str | None, packs: bool, tp: int, pp: int, ep: int, etp: int, *model: Any
+) -> Verdict:
+    """Refuses megatron-core's allgather dispatcher with packed rows on a pipeline, or of several data-parallel ranks.
 
-    Packed rows differ in length; pipeline stages send each other the lengths, which this dispatcher cannot handle.
+    Packed rows differ in length. Pipeline stages send each other the lengths, which this dispatcher cannot handle; and
+    it gathers as many tokens from every rank that shares the experts.
     """
-    if dispatcher != "allgather" or not packs or pp == 1 or not model_kind(*model).has_experts:
+    if dispatcher != "allgather" or not packs or not model_kind(*model).has_experts:
         return None
-    return (
-        f"is allgather, which does not support packed rows on a pipeline ({PP} {pp}, {PACKING} true); "
-        "set it to alltoall"
-    )
+    if pp > 1:
+        rows = f"packed rows on a pipeline ({PP} {pp}, {PACKING} true)"
+    elif gathers_different_rows(tp, ep, etp):
+        rows = f"packed rows of different data-parallel ranks ({EP} {ep} x {ETP} {etp} above {TP} {tp}, {PACKING} true)"
+    else:
+        return None
+    return f"is allgather, which does not support {rows}; set it to alltoall"
 
 
-@rule(f"{MEGATRON}.virtual_pipeline_model_parallel_size?", PP)
+@rule(VIRTUAL_STAGES, PP)
 def virtual_pipeline_needs_pipeline(vpp: int | None, pp: int) -> Verdict:
     """Refuses a virtual pipeline without pipeline stages for the interleaved schedule to divide chunks among."""
-    if vpp is None or pp > 1:
+    if vpp is None:
         return None
-    return f"is {vpp}, but {PP} is 1; set it to null, or use pipeline parallelism"
+    if pp == 1:
+        return f"is {vpp}, but {PP} is 1; set it to null, or use pipeline parallelism"
+    return None if vpp > 1 else "is 1, which leaves pipeline stages whole; set it to null, or to 2 or more"
+
+
+@rule(GROUP_SIZE, VIRTUAL_STAGES, PP)
+def groups_of_micro_batches_fill_the_pipeline(group_size: int | None, vpp: int | None, pp: int) -> Verdict:
+    """Requires groups of micro-batches that keep all stages of a virtual pipeline busy."""
+    if group_size is None or vpp is None or group_size >= pp:
+        return None
+    return f"is {group_size}, which is below {PP} ({pp}); set it to null, or to {pp} or more"
+
+
+@rule(
+    "policy.train_global_batch_size",
+    "policy.train_micro_batch_size",
+    VIRTUAL_STAGES,
+    GROUP_SIZE,
+    PACKING,
+    *(TP, PP, CP, GPUS, NODES, COLOCATED),
+)
+def virtual_stages_train_whole_groups(
+    gbs: int,
+    mbs: int,
+    vpp: int | None,
+    group_size: int | None,
+    packs: bool,
+    *sizes: Any,
+) -> Verdict:
+    """Requires as many micro-batches in a training step as the schedule of virtual stages takes.
+
+    Micro-batches that fill up a forward-only pass have no effect on its results, but in training, experts would count
+    their tokens. Packed samples can be split into any number of micro-batches up to their own.
+    """
+    tp, pp, cp, gpus, nodes, apart = sizes
+    dp = data_parallel_size(_ranks(gpus, nodes, apart)[0], tp, pp, cp)
+    group_size = pp if group_size is None else group_size
+    # Other rules report all but the first two.
+    if vpp is None or pp == 1 or group_size < pp or dp is None or gbs % (dp * mbs):
+        return None
+    samples = 1 if packs else mbs
+    number = gbs // (dp * samples)
+    needed = num_interleaved(number, pp, group_size)
+    if number == needed:
+        return None
+    return (
+        f"is {gbs}, but with {VIRTUAL_STAGES.removesuffix('?')} {vpp} and {PP} {pp} a training step needs {needed} "
+        f"{'samples' if packs else 'micro-batches'} on each data-parallel rank; found {number}: set it to "
+        f"{needed * samples * dp}, or use no virtual stages"
+    )
 
 
 @rule(
     PP,
-    f"{MEGATRON}.virtual_pipeline_model_parallel_size?",
+    VIRTUAL_STAGES,
     f"{MEGATRON}.num_layers_in_first_pipeline_stage",
     f"{MEGATRON}.num_layers_in_last_pipeline_stage",
     f"{MEGATRON}.pipeline_model_parallel_layout?",

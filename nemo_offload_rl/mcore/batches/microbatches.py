@@ -1,5 +1,6 @@
 """Cuts a rank's batch into micro-batches: padded rows, or sequences packed into one row (thd)."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,11 +73,29 @@ def padded_microbatches(data: BatchedData, size: int) -> list[MicroBatch]:
         missing = size - chunk.size
         if missing:
             filler = chunk.select([*range(data.group_size)] * (missing // data.group_size))
-            if "sample_mask" in filler:
-                filler["sample_mask"] = torch.zeros_like(filler["sample_mask"])
-            chunk = BatchedData.concat([chunk, filler])
+            chunk = BatchedData.concat([chunk, _left_out(filler)])
         out.append(MicroBatch(chunk, chunk["input_ids"], positions, None, width))
     return out
+
+
+def _left_out(data: BatchedData) -> BatchedData:
+    """Returns the rows with a `sample_mask` of 0, if they have that column."""
+    masked = data.slice(0, data.size)
+    if "sample_mask" in data:
+        masked["sample_mask"] = torch.zeros_like(data["sample_mask"])
+    return masked
+
+
+def with_filler(batches: Sequence[MicroBatch], number: int) -> list[MicroBatch]:
+    """Returns the micro-batches, filled up to `number` with copies of the shortest that `sample_mask` leaves out.
+
+    Only forward-only passes may be filled up: in training, experts would count the filler's tokens.
+    """
+    if number == len(batches):
+        return list(batches)
+    shortest = min(batches, key=lambda batch: batch.tokens.numel())
+    filler = dataclasses.replace(shortest, data=_left_out(shortest.data))
+    return [*batches, *[filler] * (number - len(batches))]
 
 
 def pack_bins(lengths: Sequence[int], capacity: int, *, min_bins: int = 1, group_size: int = 1) -> list[list[int]]:

@@ -13,6 +13,7 @@ from megatron.core.optimizer import OptimizerConfig
 
 from nemo_offload_rl.config.megatron.activation_modules import check_modules_fit_model
 from nemo_offload_rl.config.megatron.graph_modules import check_graphs_fit_model
+from nemo_offload_rl.config.megatron.microbatches import gathers_different_rows
 from nemo_offload_rl.config.model.model_kind import has_dense_layers, has_expert_layers
 from nemo_offload_rl.config.model.unsupported_models import check_model
 from nemo_offload_rl.hf_config import hf_config
@@ -248,18 +249,35 @@ def _check_named_modules_exist(cfg: Mapping[str, Any], provider: Any, overrides:
         )
 
 
+def _check_packed_rows_are_not_gathered(policy: Mapping[str, Any], provider: Any, overrides: Mapping[str, Any]) -> None:
+    """Refuses the allgather dispatcher, perhaps the bridge's or megatron-core's default, with rows that differ."""
+    cfg = policy["megatron_cfg"]
+    key = "moe_token_dispatcher_type"
+    dispatcher = overrides[key] if key in overrides else provider.moe_token_dispatcher_type
+    if dispatcher != "allgather" or not packs(policy) or not provider.num_moe_experts:
+        return
+    sizes = [cfg[f"{name}_parallel_size"] for name in ("tensor_model", "expert_model", "expert_tensor")]
+    if cfg["pipeline_model_parallel_size"] > 1 or gathers_different_rows(*sizes):
+        raise ValueError(
+            f"policy.megatron_cfg.{key} is allgather, which does not support packed rows on a pipeline or of "
+            "different data-parallel ranks; set it to alltoall."
+        )
+
+
 def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:
     """Returns a finalized model provider for the policy.
 
     Raises:
         ValueError: the recipe offloads or captures a module that no layer of the model has, a feature needs Transformer
-            Engine, or megatron-core's own checks refuse the combination.
+            Engine, experts would gather packed rows of different lengths, or megatron-core's own checks refuse the
+            combination.
     """
     config = hf_config_of(bridge)
     check_model(config.to_dict(), policy)
     provider = bridge.to_megatron_provider(load_weights=has_pretrained_weights(policy))
     overrides = model_overrides(policy, provider)
     _check_named_modules_exist(policy["megatron_cfg"], provider, overrides)
+    _check_packed_rows_are_not_gathered(policy, provider, overrides)
     corrected = bridges.is_corrected(config)
     if corrected:
         dense_layers.check_layers(policy["megatron_cfg"], provider)

@@ -119,3 +119,13 @@ def test_regions_of_one_call_come_back_in_any_order(order):
 
 def test_no_memory_is_no_error():
     assert take(host_pool(0), 1) is None
+
+
+def test_what_comes_back_to_a_closed_pool_is_not_lent_again():
+    made = host_pool(2)
+    region = take(made, PAGE)
+    assert region is not None
+    made.close()
+    made.give_back(region, None)
+    assert take(made, PAGE) is None
+    assert made.used_bytes == 0

@@ -813,8 +813,8 @@ def test_a_graph_may_be_walked_twice(model):
     assert_equal(first, want)
 
 
-def square_with_delayed_commit() -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a tensor of ones and its square, which is a group of a graph's replay."""
+def square_with_delayed_commit() -> tuple[torch.Tensor, torch.Tensor, StorageWeakRef]:
+    """Returns a tensor of ones, its square, which is a group of a graph's replay, and the storage that this saves."""
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
     Interface.enter_replay()
     x = torch.ones(2, WIDTH, requires_grad=True)
@@ -823,19 +823,42 @@ def square_with_delayed_commit() -> tuple[torch.Tensor, torch.Tensor]:
         z = y * y
     z = group.group_offload(z, delay_offload=True)
     Interface.exit_replay()
-    return x, z
+    return x, z, StorageWeakRef(y.untyped_storage())
 
 
 def test_delayed_commits_are_made_when_they_are_flushed(model):
     copies = LateCopies()
     made = offloader(copies=copies)
-    x, z = square_with_delayed_commit()
+    x, z, _ = square_with_delayed_commit()
     assert copies.num_out == 0
     Interface.flush_delayed_groups()
     assert copies.num_out > 0
     z.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
     made.reset()
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+@pytest.mark.parametrize("is_flushed_before", [True, False], ids=["in time", "too late"])
+def test_the_tensors_of_a_delayed_commit_are_gone_after_the_backward_pass(is_flushed_before):
+    """On an earlier pipeline stage with one micro-batch, the last layer's commit comes after its backward pass."""
+    made = offloader(copies=LateCopies())
+    _, z, saved = square_with_delayed_commit()
+    if is_flushed_before:
+        Interface.flush_delayed_groups()
+    z.sum().backward()
+    Interface.flush_delayed_groups()
+    del z
+    made.reset()
+    assert saved.expired()
 
 
 def test_a_replay_that_fails_delays_no_commit_of_later_steps():
@@ -855,7 +878,7 @@ def test_a_replay_that_fails_delays_no_commit_of_later_steps():
 def test_a_commit_that_is_flushed_behind_its_backward_pass_copies_nothing():
     copies = LateCopies()
     made = offloader(copies=copies)
-    x, z = square_with_delayed_commit()
+    x, z, _ = square_with_delayed_commit()
     z.sum().backward()
     Interface.flush_delayed_groups()
     assert copies.num_out == 0

@@ -36,6 +36,10 @@ MEGATRON = "policy.megatron_cfg"
 TP = f"{MEGATRON}.tensor_model_parallel_size"
 PP = f"{MEGATRON}.pipeline_model_parallel_size"
 EP = f"{MEGATRON}.expert_model_parallel_size"
+VIRTUAL_STAGES = [
+    *("~warm_start", f"{PP}=2", "cluster.gpus_per_node=2"),
+    f"+{MEGATRON}.virtual_pipeline_model_parallel_size=2",
+]
 PACKED = ["policy.sequence_packing.enabled=true"]
 CAPTURED_AND_PACKED = [
     *(*PACKED, "policy.precision=bfloat16", f"{MEGATRON}.optimizer.bf16=true"),
@@ -71,7 +75,7 @@ BROKEN = {
         [f"{EP}=3", "cluster.gpus_per_node=2"],
         f"{EP}: expert 3 x expert tensor 1 x pipeline 1 = 3 ranks do not divide the 2 ranks",
     ),
-    "pipelined_packed_tokens_are_not_gathered": (
+    "packed_tokens_are_not_gathered": (
         [
             f"{PP}=2",
             "cluster.gpus_per_node=2",
@@ -99,6 +103,15 @@ BROKEN = {
     "virtual_pipeline_needs_pipeline": (
         [f"+{MEGATRON}.virtual_pipeline_model_parallel_size=2"],
         f"virtual_pipeline_model_parallel_size: is 2, but {PP} is 1",
+    ),
+    "groups_of_micro_batches_fill_the_pipeline": (
+        [*VIRTUAL_STAGES, f"+{MEGATRON}.microbatch_group_size_per_vp_stage=1"],
+        f"microbatch_group_size_per_vp_stage: is 1, which is below {PP} (2); set it to null, or to 2 or more",
+    ),
+    "virtual_stages_train_whole_groups": (
+        [*VIRTUAL_STAGES, "policy.train_micro_batch_size=512"],
+        f"policy.train_global_batch_size: is 512, but with {MEGATRON}.virtual_pipeline_model_parallel_size 2 and {PP} "
+        "2 a training step needs 2 micro-batches on each data-parallel rank; found 1: set it to 1024, or use no",
     ),
     "pipeline_stages_share_layers_evenly": (
         [f"{PP}=3", "cluster.gpus_per_node=3"],

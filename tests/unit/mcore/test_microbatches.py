@@ -10,6 +10,7 @@ from nemo_offload_rl.mcore.batches.microbatches import (
     padded_length,
     padded_microbatches,
     unpack,
+    with_filler,
     with_length,
 )
 
@@ -80,6 +81,20 @@ def test_the_last_padded_micro_batch_is_filled_with_rows_that_count_for_nothing(
     batches = padded_microbatches(random_batch(5), 2)
     assert [batch.tokens.shape for batch in batches] == [(2, 12)] * 3
     assert batches[-1].data["sample_mask"].tolist() == [1.0, 0.0]
+
+
+def test_filler_micro_batches_are_the_shortest_and_count_for_nothing():
+    data = random_batch(4).in_groups(2)
+    batches = packed_microbatches(data, [[0, 1], [2, 3]], divisible_by=2, row_divisible_by=2)
+    shortest = min(batches, key=lambda batch: batch.tokens.shape[1])
+    filled = with_filler(batches, 4)
+    assert filled[:2] == batches
+    for filler in filled[2:]:
+        assert torch.equal(filler.tokens, shortest.tokens)
+        assert (filler.data.group_size, filler.data["sample_mask"].tolist()) == (2, [0.0, 0.0])
+    assert [batch.data["sample_mask"].tolist() for batch in batches] == [[1.0, 1.0]] * 2
+    del data["sample_mask"]  # log-prob passes may lack it
+    assert len(with_filler(padded_microbatches(data, 4), 2)) == 2
 
 
 def test_lengths_are_rounded_up_and_limited():

@@ -2,7 +2,7 @@ import copy
 import json
 
 import pytest
-from support.tiny import TINY_QWEN3, tiny_policy
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
 from nemo_offload_rl.mcore.model import model_config
 
@@ -44,6 +44,24 @@ def test_packed_rows_of_a_dense_model_go_through_a_pipeline():
     packed = overrides_of(packed=True, **megatron)
     assert (packed["variable_seq_lengths"], packed["moe_token_dispatcher_type"]) == (True, "alltoall")
     assert overrides_of(**megatron)["moe_token_dispatcher_type"] == "allgather"
+
+
+@pytest.mark.parametrize("sizes", [{"expert_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("stated", [True, False], ids=["by the recipe", "by the bridge"])
+def test_experts_gather_no_packed_rows_of_different_lengths(sizes, stated, monkeypatch):
+    policy = tiny_policy(TINY_QWEN3_MOE, **sizes, moe_token_dispatcher_type="allgather" if stated else None)
+    bridge = model_config.make_bridge(policy, model_config.hf_config(policy))
+    provider = bridge.to_megatron_provider(load_weights=False)
+    provider.moe_token_dispatcher_type = "allgather"  # megatron-core's default
+    monkeypatch.setattr(bridge, "to_megatron_provider", lambda **_: copy.deepcopy(provider))
+    packed = policy | {"sequence_packing": {"enabled": True}}
+    with pytest.raises(
+        ValueError, match=r"moe_token_dispatcher_type is allgather, .* packed rows .* set it to alltoall"
+    ):
+        model_config.make_provider(packed, bridge)
+    assert model_config.make_provider(policy, bridge).moe_token_dispatcher_type == "allgather"
+    packed["megatron_cfg"] |= dict.fromkeys(sizes, 1)
+    assert model_config.make_provider(packed, bridge).moe_token_dispatcher_type == "allgather"
 
 
 def test_what_local_layers_cannot_do_is_refused():

@@ -54,6 +54,7 @@ def run(layout: str, overrides: dict[str, Any], rank: int, world_size: int, port
     pairs["reference_policy_logprobs"] = reference["reference_logprobs"]
     steps.append(worker.train(pairs, DPOLoss(0.5, 1.0, 0.1, False, False), gbs=4, mbs=1))
     probe = random_batch(8, seed=9).slice(mine.start, mine.stop)
+    few = random_batch(6, seed=10).slice(mine.start * 6 // 8, mine.stop * 6 // 8)
     out = {
         "losses": [s["loss"] for s in steps],
         "grad_norms": [s["grad_norm"] for s in steps],
@@ -61,6 +62,8 @@ def run(layout: str, overrides: dict[str, Any], rank: int, world_size: int, port
         "logprobs": worker.get_logprobs(probe, mbs=2)["logprobs"].tolist(),
         "reference": worker.get_reference_policy_logprobs(probe, mbs=2)["reference_logprobs"].tolist(),
         "evaluated": worker.evaluate(probe, NLLLoss(), mbs=2)["loss"],
+        "of_one_micro_batch": worker.get_logprobs(probe, mbs=8)["logprobs"].tolist(),
+        "of_three_micro_batches": worker.evaluate(few, NLLLoss(), mbs=few.size // 3)["loss"],
         "exported": {name: float(weight.double().sum()) for name, weight in worker.hf_weights()},
     }
     worker.shutdown()
@@ -96,9 +99,10 @@ def test_two_ranks_compute_what_one_does(alone, together, layout):
         got = together[rank][layout]
         assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
         assert got["grad_norms"] == pytest.approx(want["grad_norms"], rel=1e-4)
-        assert got["evaluated"] == pytest.approx(want["evaluated"], rel=1e-4)
+        for name in ("evaluated", "of_three_micro_batches"):
+            assert got[name] == pytest.approx(want[name], rel=1e-4)
         start, stop = got["rows"]
-        for field in ("logprobs", "reference"):
+        for field in ("logprobs", "reference", "of_one_micro_batch"):
             torch.testing.assert_close(
                 torch.tensor(got[field]), torch.tensor(want[field])[start:stop], rtol=1e-4, atol=2e-4
             )

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from nemo_offload_rl.mcore.distributed import parallel
 from nemo_offload_rl.worker.batching import MicroBatcher
-from tests.support.tiny import tiny_policy
+from tests.support.tiny import random_batch, tiny_policy
 
 
 @pytest.mark.parametrize("key", ["train_mb_tokens", "logprob_mb_tokens"])
@@ -17,3 +18,47 @@ def test_a_worker_takes_no_number_that_is_left_open(key):
         MicroBatcher(policy, torch.device("cpu"))
     policy["sequence_packing"]["enabled"] = False
     MicroBatcher(policy, torch.device("cpu"))
+
+
+def batcher(monkeypatch, *, packs, group_size=None):
+    """Returns the micro-batcher of a rank without data-parallel peers, with two virtual stages on each of two."""
+    monkeypatch.setattr(parallel.mpu, "get_data_parallel_world_size", lambda: 1)
+    policy = tiny_policy(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    policy["megatron_cfg"]["microbatch_group_size_per_vp_stage"] = group_size
+    sizes = {"train_mb_tokens": 32, "logprob_mb_tokens": 64, "sequence_length_round": 2}
+    policy["sequence_packing"] = {"enabled": packs} | sizes
+    return MicroBatcher(policy, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "group_size", "number"), [(1, None, 2), (4, None, 2), (6, None, 4), (2, 3, 3), (7, 3, 5), (10, 3, 5)]
+)
+def test_virtual_stages_get_padded_micro_batches_in_groups(rows, group_size, number, monkeypatch):
+    made = batcher(monkeypatch, packs=False, group_size=group_size)
+    batches, _ = made.cut(random_batch(rows), 2, "logprob_mb_tokens", forward_only=True)
+    assert len(batches) == number
+    assert sum(batch.data["sample_mask"].sum() for batch in batches) == rows
+    if 2 * number <= rows + 1:
+        assert len(made.cut(random_batch(rows), 2, "train_mb_tokens")[0]) == number
+        return
+    with pytest.raises(ValueError, match=rf"at most {(rows + 1) // 2} micro-batches on each rank, .* needs {number}; "):
+        made.cut(random_batch(rows), 2, "train_mb_tokens")
+
+
+@pytest.mark.parametrize(("rows", "group_size", "number"), [(4, None, 2), (8, None, 4), (1, None, 2), (2, 3, 3)])
+def test_packed_rows_are_split_for_virtual_stages_before_filler_is_added(rows, group_size, number, monkeypatch):
+    made = batcher(monkeypatch, packs=True, group_size=group_size)
+    data = random_batch(rows)
+    data["input_lengths"][:] = 10  # three in a row
+    data["row"] = torch.arange(rows)
+    batches, bins = made.cut(data, 2, "train_mb_tokens", forward_only=True)
+    assert len(batches) == number
+    assert sorted(row for items in bins for row in items) == list(range(rows))
+    assert [batch.data["row"].tolist() for batch in batches[: len(bins)]] == bins
+    assert len(bins) == min(number, rows)
+    assert sum(batch.data["sample_mask"].sum() for batch in batches) == rows
+    if rows >= number:
+        assert len(made.cut(data, 2, "train_mb_tokens")[0]) == number
+        return
+    with pytest.raises(ValueError, match=rf"at most {rows} micro-batches on each rank, .* needs {number}; "):
+        made.cut(data, 2, "train_mb_tokens")
