@@ -13,8 +13,6 @@ CONFIG_dpo ?= examples/configs/dpo_tiny_cpu.yaml
 ARGS ?=
 
 PYTHON := .venv/bin/python
-# Of `make test`: 3 on two cores, since tests spend a third of their time waiting for the processes that they start.
-TEST_PROCESSES ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
 
 .PHONY: help setup grpo sft dpo test testgpu lint docs lock clean
 
@@ -35,7 +33,7 @@ dpo: setup ## Train the tiny model with DPO, after its SFT
 
 test: ## Run every test; those that need a GPU skip where there is none (ARGS="-k name" selects)
 	@tools/setup.sh $(EXTRAS:%=--extra %) --group adapters
-	$(PYTHON) -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTHON) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 testgpu: setup ## Run the tests that need a GPU (make setup EXTRAS="te vllm" first)
 	$(PYTHON) -m pytest -q -m "gpu and not whole_gpu" -n 9 --dist worksteal $(ARGS)
