@@ -32,9 +32,9 @@ INTRO = """# Every key of a recipe
 <!-- Written by tools/keys_page.py from the schema's comments: change those, not this page. -->
 
 A recipe is YAML. [Recipes](recipes.md) tells how they inherit and how the command line changes them; `nemo-offload-rl
-validate RECIPE` prints one with everything resolved, or everything that is wrong with it. No key has a default in the
-code: what a recipe does not say it inherits from the files named in its `defaults:`. The keys marked *optional* may be
-absent, and their text says what absence means.
+validate RECIPE` prints one with everything resolved, or everything that is wrong with it. What a recipe does not set,
+it inherits from the files in its `defaults:`. The keys marked *optional* may be absent, and their text says what
+absence means.
 """
 
 MEGATRON = """## Megatron's own fields

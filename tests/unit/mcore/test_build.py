@@ -34,3 +34,10 @@ def test_groups_that_cannot_all_be_made_are_left_again(make_worker, monkeypatch)
         with pytest.raises(torch.OutOfMemoryError):
             make_worker()
     make_worker().train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+
+
+def test_a_schedule_whose_length_only_a_run_knows_is_refused(make_worker):
+    policy = tiny_policy()
+    policy["megatron_cfg"]["scheduler"]["lr_decay_iters"] = None
+    with pytest.raises(ValueError, match=r"lr_decay_iters is null, which a run replaces by its number of steps"):
+        make_worker(policy)
