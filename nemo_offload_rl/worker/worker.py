@@ -395,7 +395,6 @@ class MegatronPolicyWorker:
     def shutdown(self) -> None:
         """Release all memory and leave the process groups; the worker cannot be used afterwards."""
         with preserve_first_error(), contextlib.ExitStack() as stack:  # runs from last to first, even if some raise
-            engine = (self.engine.context.arena.close, self.engine.close, self.activations.close)
-            closed = (parallel.destroy, self._stream.close, self.state.close, *engine, self._checkpoints.close)
-            for give_back in (*closed, self.graphs.delete):
-                stack.callback(give_back)
+            last = (parallel.destroy, self._stream.close, self.state.close, self.engine.context.arena.close)
+            for end in (*last, self.engine.close, self.activations.close, self._checkpoints.close, self.graphs.delete):
+                stack.callback(end)

@@ -44,6 +44,7 @@ def _groups_of_parts(
     for index, part in enumerate(parts):
         if part.optimizer is not None:
             state = loaded if len(parts) == 1 else loaded[index]
+            # FP32Optimizer saves torch's state itself; the others have it under "optimizer", beside their masters.
             yield part.optimizer.param_groups, state.get("optimizer", state)["param_groups"]
 
 
