@@ -212,6 +212,10 @@ class GRPO(Algorithm):
             metrics |= {"validation/pass_k": float((rollouts.rewards > 0).any(dim=1).float().mean())}
         return metrics
 
+    def abandon_step(self) -> None:
+        """Frees the engines' GPU memory, which saving the policy may need."""
+        self._generation.finish_generation()
+
     def load(self, folder: Path) -> None:
         """Loads the policy from a checkpoint folder."""
         super().load(folder)

@@ -46,6 +46,9 @@ class Algorithm(ABC):
     def validate(self, step: int) -> dict[str, float]:
         """Returns validation metrics of the policy after ``step`` steps; empty without validation data."""
 
+    def abandon_step(self) -> None:  # noqa: B027 - most algorithms have nothing to do
+        """Ends what a step or a validation that has raised an error has under way, so that the policy can be saved."""
+
     def _train(
         self, batch: BatchedData, loss_fn: LossFunction, timer: Timer, *, gbs: int, mbs: int
     ) -> dict[str, float]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.environments.errors import RewardError
 from nemo_offload_rl.metrics.samples import JudgedAnswer
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.run.algorithm import Algorithm
@@ -202,18 +204,20 @@ class Run:
         self.state = state
 
     def train(self) -> StopReason:
-        """Runs steps until there is a reason to stop; then saves the last step, if there is space, and returns why."""
+        """Runs steps until there is a reason to stop; then saves the last step, if there is space, and returns why.
+
+        Raises:
+            DataError, RewardError: a row or a reward cannot be used; the finished steps have been saved.
+        """
         self._limit.begin(self._schedule.must_save_by_s)
-        if self.state.step == 0 and self._schedule.val_at_start:
+        if self._lacks_validation():
             self._metrics = self._validate()
             self._finish()
         with self._interrupt.finishing():
-            while (reason := self._reason_to_stop()) is None:
-                self._step()
-            self._finish_save()
-            if not self.is_saved:
-                self._save()
-                self._finish_save()
+            with self._saving_before_errors():
+                while (reason := self._reason_to_stop()) is None:
+                    self._step()
+            self._save_last()
         if not self.is_saved:
             newest = (
                 f"the newest checkpoint is of step {self._saved_step}" if self._saved_step else "there is no checkpoint"
@@ -225,6 +229,28 @@ class Run:
     def is_saved(self) -> bool:
         """Whether no step is lost if the run ends now: its state is on disk, or checkpoints are off."""
         return self.state.step == self._saved_step
+
+    @contextmanager
+    def _saving_before_errors(self) -> Iterator[None]:
+        """Saves the finished steps if an error that the user can mend ends the run inside the `with` block.
+
+        It does not if the policy is already that of the unfinished step, because training has begun.
+        """
+        try:
+            yield
+        except (DataError, RewardError):
+            has_trained = self._interrupt.progress.in_step and "training" in self._timer.seconds()
+            if not self.is_saved and not has_trained:
+                self._algorithm.abandon_step()
+                self._outputs.log(self.state.step, self._metrics)  # not there yet if the step's validation failed
+                self._save_last()
+            raise
+
+    def _save_last(self) -> None:
+        self._finish_save()
+        if not self.is_saved:
+            self._save()
+            self._finish_save()
 
     def _step(self) -> None:
         start, progress = time.perf_counter(), self._interrupt.progress
@@ -267,6 +293,13 @@ class Run:
         if self.state.position.epoch >= self._schedule.max_num_epochs:
             return StopReason.EPOCHS
         return None
+
+    def _lacks_validation(self) -> bool:
+        """Returns whether a validation comes before the first step: at the start, or one that an error has ended."""
+        if self.state.step == 0:
+            return self._schedule.val_at_start
+        newest = self.state.validations[-1].step if self.state.validations else 0
+        return newest < self.state.step and self._is_validation_due()
 
     def _is_validation_due(self) -> bool:
         period = self._schedule.val_period

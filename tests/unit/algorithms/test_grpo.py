@@ -536,6 +536,37 @@ def test_a_reward_that_raises_ends_the_run_by_name():
     assert "train" not in setting.policy.calls
 
 
+def test_a_run_goes_on_bit_for_bit_once_its_reward_is_mended(tmp_path):
+    class Broken:
+        """Raises at the 4th batch of rollouts, while the engines begin to sleep."""
+
+        num_calls = 0
+
+        def judge_all(self, cases):
+            self.num_calls += 1
+            if self.num_calls == 4:
+                raise RewardError("the service is down")
+            return EXACT_MATCH.judge_all(cases)
+
+    schedule = replace(SCHEDULE, val_at_start=False, val_at_end=False, val_period=0, save_period=10)
+    _, whole, _ = Setting().run(schedule)
+    setting, checkpoints = Setting(reward=Broken()), CheckpointFolder(tmp_path, None, True, None)
+    with pytest.raises(RewardError, match="the service is down"):
+        setting.run(schedule, checkpoints)
+    last = setting.policy.calls.index("start_checkpoint")
+    assert setting.policy.calls[last - 2 : last] == ["start_return, logprobs=True", "sleep"]
+    assert setting.generation.awake == set()
+    [newest] = checkpoints.newest_first()
+    state = RunState.read(newest)
+    assert state.step == 3
+    again = Setting()
+    again.grpo.load(newest)
+    again.grpo.position = state.position
+    _, rest, _ = again.run(schedule, NoCheckpoints(), state)
+    for step in (4, 5, 6):
+        assert rest.without_timings()[step] == whole.without_timings()[step]
+
+
 def test_dynamic_sampling_gives_up_with_advice():
     sample, _ = sampler(use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=1)
     with pytest.raises(

@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 from support.toy_policy import Recorded
 
+from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import DataPosition
+from nemo_offload_rl.environments import RewardError
 from nemo_offload_rl.metrics.names import logged_name
 from nemo_offload_rl.metrics.samples import JudgedAnswer
 from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
@@ -534,3 +536,76 @@ def test_a_full_disk_is_met_later_and_the_next_save_tries_again(tmp_path, caplog
     said = [record.getMessage().split(":")[0] for record in caplog.records]
     assert said == ["Step 6 is not saved", "Step 10 is not saved", "Step 10 is not saved", said[-1]]
     assert "without a checkpoint of its last step, 10" in said[-1]
+
+
+class FailsAt(Counted):
+    """Raises an error in a step, before or after its training, or in a validation, until it is mended."""
+
+    def __init__(self, error, *, step=None, validation=None, has_trained=False):
+        super().__init__()
+        self.error, self.at_step, self.at_validation, self.has_trained = error, step, validation, has_trained
+        self.abandoned = 0
+
+    def step(self, step, timer):
+        if step != self.at_step:
+            return super().step(step, timer)
+        self.position = DataPosition(9, 9)  # rows of this step have been drawn
+        with timer.phase("training" if self.has_trained else "rewards"):
+            raise self.error
+
+    def validate(self, step):
+        if step == self.at_validation:
+            raise self.error
+        return super().validate(step)
+
+    def abandon_step(self):
+        self.abandoned += 1
+
+
+@pytest.mark.parametrize("error", [DataError("a row"), RewardError("a reward")])
+@pytest.mark.parametrize("num_steps_beside", [None, 1, 3])
+def test_finished_steps_are_saved_before_an_error_that_the_user_can_mend(tmp_path, error, num_steps_beside):
+    algorithm, interrupt = FailsAt(error, step=6), Interrupt()
+    writer = None if num_steps_beside is None else Background(algorithm, num_steps_beside)
+    with pytest.raises(type(error), match=str(error)):
+        run(tmp_path, algorithm=algorithm, interrupt=interrupt, writer=writer)
+    assert saved(tmp_path) == [3, 5]
+    assert RunState.read(tmp_path / "step_5").position == DataPosition(1, 1)
+    assert algorithm.abandoned == 1
+    assert interrupt.progress == Progress("run", 5, in_step=True, num_saved=5, checkpoint=tmp_path / "step_5")
+    _, _, outputs = run(tmp_path, state=RunState.read(tmp_path / "step_5"))
+    assert list(outputs.rows) == [6, 7, 8, 9, 10]
+
+
+def test_a_validation_that_fails_is_made_again_after_its_step_has_been_saved(tmp_path):
+    algorithm, outputs = FailsAt(RewardError("a reward"), validation=8), Recorded()
+    checkpoints = CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=None)
+    with pytest.raises(RewardError):
+        Run(
+            algorithm, SCHEDULE, RunState("run"), checkpoints, WriteAtOnce(algorithm.save), outputs, Interrupt()
+        ).train()
+    assert saved(tmp_path) == [3, 6, 8]
+    assert outputs.rows[8]["train/loss"] == 1 / 8
+    assert outputs.synced == [3, 6, 8]
+    _, algorithm, outputs = run(tmp_path, state=RunState.read(tmp_path / "step_8"))
+    assert algorithm.validated == [8]
+    assert outputs.rows[8]["validation/accuracy"] == 0.8
+    assert [validation.step for validation in RunState.read(tmp_path / "step_10").validations] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("error", "has_trained"), [(DataError("behind the training"), True), (RuntimeError("a worker died"), False)]
+)
+def test_nothing_is_saved_where_the_policy_may_not_be_whole(tmp_path, error, has_trained):
+    with pytest.raises(type(error)):
+        run(tmp_path, algorithm=FailsAt(error, step=6, has_trained=has_trained))
+    assert saved(tmp_path) == [3]
+
+
+def test_an_error_in_the_first_step_or_right_after_a_checkpoint_saves_nothing_more(tmp_path):
+    for step in (1, 7):
+        algorithm = FailsAt(DataError("a row"), step=step)
+        with pytest.raises(DataError):
+            run(tmp_path / str(step), algorithm=algorithm)
+        assert algorithm.abandoned == 0
+    assert saved(tmp_path / "7") == [3, 6]
