@@ -133,19 +133,18 @@ def _validate(options: argparse.Namespace) -> None:
             if one is not None:
                 check_model_folder(one.config)
         check_named_files(validated)
-        _load_inputs(validated)
+        notes += [f"note: {note}" for note in _load_inputs(validated)]
         notes += _check_deeply(validated.config)
     sys.stderr.write("".join(f"{note}\n" for note in notes))
     sys.stdout.write(as_yaml(validated.recipe.config))
 
 
-def _load_inputs(recipe: "ValidatedRecipe") -> None:
-    """Loads data, prompts, tokenizer and reward, as a run does before it starts anything."""
+def _load_inputs(recipe: "ValidatedRecipe") -> list[str]:
+    """Loads data, prompts, tokenizer and reward, as a run does before it starts anything; returns notes about them."""
     from nemo_offload_rl.run.job import Job
 
-    for one in (recipe, recipe.warm_start):
-        if one is not None:
-            Job.prepare(one)
+    jobs = [Job.prepare(one) for one in (recipe, recipe.warm_start) if one is not None]
+    return [note for job in jobs for note in job.preparation.notes]
 
 
 def _check_deeply(config: "MasterConfig") -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.algorithms.losses import DPOLoss
@@ -18,6 +19,7 @@ from nemo_offload_rl.run.algorithm import Algorithm
 from nemo_offload_rl.run.policy_interface import Policy
 from nemo_offload_rl.run.setup import (
     Preparation,
+    check_rows,
     fields_from,
     make_answer_format,
     make_schedule,
@@ -124,8 +126,7 @@ def prepare(config: DPOMasterConfig) -> Preparation:
     train.require(policy_config["train_global_batch_size"], "policy.train_global_batch_size")
     tokenizer = read_tokenizer(policy_config["tokenizer"])
     answers = make_answer_format(data, tokenizer, policy_config["tokenizer"])
-    for pairs in (train.problems, validation):
-        check_pairs(answers, pairs)
+    notes = check_rows(partial(check_pairs, answers), train.problems, validation)
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
     loss_fn = DPOLoss(**fields_from(DPOLoss, section))
     schedule = make_schedule(section, config["checkpointing"])
@@ -156,4 +157,4 @@ def prepare(config: DPOMasterConfig) -> Preparation:
             save_optimizer=config["checkpointing"]["save_optimizer"],
         )
 
-    return Preparation(build, schedule, tokenizer)
+    return Preparation(build, schedule, tokenizer, notes)

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from nemo_offload_rl.run.algorithm import Algorithm
 from nemo_offload_rl.run.policy_interface import Policy
 from nemo_offload_rl.run.setup import (
     Preparation,
+    check_rows,
     fields_from,
     make_prompt_format,
     make_schedule,
@@ -248,8 +250,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
     train.require(groups.prompts_per_batch, f"grpo.num_prompts_per_step{larger}")
     tokenizer = read_tokenizer(policy_config["tokenizer"])
     prompts = make_prompt_format(config["data"], tokenizer, policy_config["tokenizer"])
-    for problems in (train.problems, validation):
-        prompts.check_vocabulary(problems, with_answers=False)
+    notes = check_rows(partial(prompts.check_rows, with_answers=False), train.problems, validation)
     reward = _make_reward(config)
     loss_fn = ClippedPGLoss(**fields_from(ClippedPGLoss, config["loss_fn"]))
     sampling, validation_sampling = _make_sampling(policy_config["generation"], tokenizer, section["seed"])
@@ -299,7 +300,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
             save_optimizer=config["checkpointing"]["save_optimizer"],
         )
 
-    return Preparation(build, schedule, tokenizer)
+    return Preparation(build, schedule, tokenizer, notes)
 
 
 def _make_sampling(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from nemo_offload_rl.run.algorithm import Algorithm
 from nemo_offload_rl.run.policy_interface import Policy
 from nemo_offload_rl.run.setup import (
     Preparation,
+    check_rows,
     make_answer_format,
     make_schedule,
     read_data,
@@ -122,8 +124,7 @@ def prepare(config: SFTMasterConfig) -> Preparation:
     train.require(policy_config["train_global_batch_size"], "policy.train_global_batch_size")
     tokenizer = read_tokenizer(policy_config["tokenizer"])
     examples = make_answer_format(data, tokenizer, policy_config["tokenizer"])
-    for problems in (train.problems, validation):
-        examples.check_vocabulary(problems, with_answers=True)
+    notes = check_rows(partial(examples.check_rows, with_answers=True), train.problems, validation)
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
     schedule = make_schedule(section, config["checkpointing"])
 
@@ -145,4 +146,4 @@ def prepare(config: SFTMasterConfig) -> Preparation:
             save_optimizer=config["checkpointing"]["save_optimizer"],
         )
 
-    return Preparation(build, schedule, tokenizer)
+    return Preparation(build, schedule, tokenizer, notes)

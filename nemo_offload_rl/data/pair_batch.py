@@ -54,23 +54,19 @@ def num_left_out(batch: BatchedData) -> int:
     return int((batch["sample_mask"][::ROWS_OF_A_PAIR] == 0).sum())
 
 
-def check_pairs(answer_format: PromptFormat, pairs: Sequence[PreferencePair]) -> None:
-    """Checks that ``pair_batch`` will work, so that a run does not fail halfway.
-
-    It reads every pair, and renders one pair for each sequence of roles.
+def check_pairs(answer_format: PromptFormat, pairs: Sequence[PreferencePair]) -> int:
+    """Checks that ``pair_batch`` will work, so that a run does not fail halfway; see ``PromptFormat.check_rows``.
 
     Args:
         answer_format: the format that ``pair_batch`` will be called with.
         pairs: all pairs that the run may use.
 
+    Returns:
+        The number of pairs that were checked.
+
     Raises:
         DataError: a row cannot be read, a word has no token, or the chat template cannot render a conversation; names
             the first such case.
     """
-    answer_format.check_vocabulary((answer for pair in pairs for answer in pair.answers), with_answers=True)
-    rendered = set()
-    for pair in pairs:
-        roles = tuple(message.role for message in pair.context)
-        if roles not in rendered:
-            rendered.add(roles)
-            answer_format.examples(pair.answers)
+    answers = (answer for pair in pairs for answer in pair.answers)
+    return answer_format.check_rows(answers, with_answers=True) // ROWS_OF_A_PAIR

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.limits import CHECK_LIMIT_S
 from nemo_offload_rl.data.problem import AnsweredContext, Conversation
 from nemo_offload_rl.data.vocabulary import ClosedVocabulary
 
@@ -55,30 +57,40 @@ class PromptFormat:
     add_eos: bool = True
     add_generation_prompt: bool = True
 
-    def check_vocabulary(self, problems: Iterable[Conversation], *, with_answers: bool) -> None:
-        """Checks that the tokenizer has a token for every word, if it cannot encode unknown words.
+    def check_rows(
+        self, problems: Iterable[Conversation], *, with_answers: bool, limit_s: float = CHECK_LIMIT_S
+    ) -> int:
+        """Reads and renders problems, one after another, so that a run does not fail halfway.
 
         Args:
-            problems: the problems; not read if the tokenizer can encode any text.
+            problems: the problems.
             with_answers: whether answers will be tokenized, too.
+            limit_s: the seconds after which it returns without having checked the other problems.
+
+        Returns:
+            The number of problems that were checked.
 
         Raises:
-            DataError: a word has no token; names the first such word and its place.
+            DataError: a row cannot be read, the chat template cannot render it, or it has a word that the tokenizer has
+                no token for (if it cannot encode unknown words); names the first such row.
         """
         vocabulary = ClosedVocabulary.of(self.tokenizer)
-        if vocabulary is None:
-            return
+        end, num_checked = time.monotonic() + limit_s, 0
         for problem in problems:
-            texts = {"prompt": self._prompt_text(problem)}
+            texts = {"prompt": "".join(text for text, _ in self._prompt_pieces(problem))}
             if with_answers:
                 texts["answer"] = self._answer_text(problem)
-            for kind, text in texts.items():
+            for kind, text in () if vocabulary is None else texts.items():
                 if (word := vocabulary.unknown_word(text)) is not None:
                     raise DataError(
                         f"{problem.where or 'A problem'}: the {kind} {_shortened(text)!r} has {word!r}, which the "
                         "tokenizer has no token for: change the text (also that of prompt files and of the "
                         "chat template, which the problem is put into), or take another policy.tokenizer.name."
                     )
+            num_checked += 1
+            if time.monotonic() >= end:
+                break
+        return num_checked
 
     def prompts(self, problems: Sequence[Conversation]) -> list[TokenizedProblem]:
         """Returns the tokens that generation starts from."""

@@ -123,7 +123,8 @@ class Job:
             RewardError: the reward cannot be used.
         """
         module = importlib.import_module(ALGORITHMS[recipe.algorithm].module)
-        return cls(recipe.algorithm, dict(recipe.config), recipe.notes, module.prepare(recipe.config))
+        preparation = module.prepare(recipe.config)
+        return cls(recipe.algorithm, dict(recipe.config), [*recipe.notes, *preparation.notes], preparation)
 
     def starting_from(self, model: Path, when_built: Callable[[], None]) -> Job:
         """Returns the same job with a Hugging Face folder's weights; it calls `when_built` once they have been read."""

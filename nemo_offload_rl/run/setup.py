@@ -30,6 +30,7 @@ from nemo_offload_rl.config.upstream.durations import duration_s
 from nemo_offload_rl.data.arithmetic import Role, make_arithmetic, make_arithmetic_pairs
 from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder, load_jsonl
 from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.limits import CHECK_LIMIT_S
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.named import load_named
 from nemo_offload_rl.data.preferences import BinaryForm, PreferencePair, RankedForm
@@ -57,11 +58,13 @@ class Preparation:
             ranks' machine, and the cluster.
         schedule: the steps at which the run validates, saves and ends.
         tokenizer: the policy's tokenizer, which is saved with every checkpoint.
+        notes: lines about the data for the user.
     """
 
     build: Callable[[Any, Cluster], Algorithm]
     schedule: Schedule
     tokenizer: PreTrainedTokenizerFast
+    notes: Sequence[str] = ()
 
 
 def with_run_length(policy: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
@@ -182,6 +185,33 @@ def _read_pairs(role: Role, path: str, dataset: PairDataset, root: str | None) -
             f"{path}.split is {split!r}, but {data_path} is not a folder, and only a folder has splits: delete the key."
         )
     return load_jsonl(data_path, form)
+
+
+def check_rows[Sample](
+    check: Callable[[Sequence[Sample]], int], train: Sequence[Sample], validation: Sequence[Sample]
+) -> list[str]:
+    """Checks the rows of the training and the validation data before a run starts anything.
+
+    Args:
+        check: checks rows for a limited time, and returns how many it has checked.
+        train: the training data.
+        validation: the validation data.
+
+    Returns:
+        A line for the user about each dataset that was too large to be checked whole.
+
+    Raises:
+        DataError: a row cannot be used; names it.
+    """
+    notes = []
+    for key, rows in (("data.train", train), ("data.validation", validation)):
+        num_checked = check(rows)
+        if num_checked < len(rows):
+            notes.append(
+                f"{key}: the first {num_checked:,} of {len(rows):,} rows were checked, for {CHECK_LIMIT_S:g} s; if "
+                "another row cannot be used, the run ends when it draws that row, with its finished steps saved"
+            )
+    return notes
 
 
 def read_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:

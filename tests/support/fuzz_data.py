@@ -69,7 +69,7 @@ def _read(dataset: dict[str, Any], chat_template: str | None = None, **default: 
     config: Any = {"name": str(_tokenizer_folder), "chat_template": chat_template}
     train, _ = read_data(section, 0)
     prompts = make_prompt_format(section, read_tokenizer(config), config)
-    prompts.check_vocabulary(train.problems, with_answers=True)
+    prompts.check_rows(train.problems, with_answers=True)
     problems = list(train.problems)
     first = [problem for problem in problems[:20] if len(_question(problem)) + len(problem.answer) < 10_000]
     for example in prompts.examples(first) if first else ():

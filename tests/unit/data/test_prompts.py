@@ -1,7 +1,11 @@
+from dataclasses import replace
+
+import datasets
 import pytest
 from tokenizers.models import WordLevel
 
 from nemo_offload_rl.algorithms.sft import example_batch
+from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.problem import AnsweredContext, Message, Problem
 from nemo_offload_rl.data.prompt_files import PromptedSamples, PromptTexts
@@ -122,18 +126,60 @@ def test_long_examples_are_cut_and_say_so():
 def test_a_word_without_a_token_is_named_with_its_line():
     plain = PromptFormat(arithmetic_tokenizer(), 30)
     rows = [Problem("1+1=", "2<eos>", "a.jsonl:1"), Problem("1+1=", "2 apples", "a.jsonl:2")]
-    plain.check_vocabulary(rows, with_answers=False)
+    plain.check_rows(rows, with_answers=False)
     with pytest.raises(DataError, match=r"^a\.jsonl:2: the answer '2 apples' has ' ', which the tokenizer has"):
-        plain.check_vocabulary(rows, with_answers=True)
+        plain.check_rows(rows, with_answers=True)
     with pytest.raises(DataError, match=r"^a\.jsonl:3: the prompt 'x\+1=' has 'x'"):
-        plain.check_vocabulary([*rows, Problem("x+1=", "2", "a.jsonl:3")], with_answers=False)
+        plain.check_rows([*rows, Problem("x+1=", "2", "a.jsonl:3")], with_answers=False)
     asked = PromptedSamples(rows, PromptTexts("What is {}"))
     with pytest.raises(DataError, match=r"^a\.jsonl:1: the prompt 'What is 1\+1=' has 'W'.*that of prompt files"):
-        plain.check_vocabulary(asked, with_answers=False)
+        plain.check_rows(asked, with_answers=False)
 
 
-def test_a_tokenizer_with_a_token_for_unknown_words_takes_every_text():
+def open_tokenizer():
+    """Returns a tokenizer with a token for unknown words."""
     tokenizer = arithmetic_tokenizer()
     vocabulary = tokenizer.get_vocab()
     tokenizer.backend_tokenizer.model = WordLevel({**vocabulary, "<unk>": len(vocabulary)}, unk_token="<unk>")
-    PromptFormat(tokenizer, 30).check_vocabulary([Problem("x", "y", "a.jsonl:1")], with_answers=True)
+    return tokenizer
+
+
+def test_a_tokenizer_with_a_token_for_unknown_words_takes_every_text():
+    rows = [Problem("x", "y", "a.jsonl:1")]
+    assert PromptFormat(open_tokenizer(), 30).check_rows(rows, with_answers=True) == 1
+
+
+def test_every_row_is_read_and_rendered_before_a_run(tmp_path):
+    rows = [{"q": f"{number}", "a": None if number == 1500 else "1"} for number in range(1501)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
+    plain = PromptFormat(open_tokenizer(), 30)
+    with pytest.raises(DataError, match=r"row 1500: the field 'a' must be a text or a number, found None"):
+        plain.check_rows(load_hf_folder(tmp_path, "train", ProblemForm("q", "a")), with_answers=False)
+
+    tokenizer = open_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "{{ m['content'] + ('!' if loop.last and m['content'] == '7' else '') }}{% endfor %}"
+    )
+    templated = PromptFormat(tokenizer, 30)
+    user, tool = Message("user", "1"), Message("tool", "2")
+    good, bad = AnsweredContext((user,), "1", "a.jsonl:1"), AnsweredContext((user, tool), "1", "a.jsonl:2")
+    with pytest.raises(DataError, match=r"^a\.jsonl:2: policy\.tokenizer\.chat_template.*cannot be rendered.*no tools"):
+        templated.check_rows([good, bad], with_answers=False)
+    seven = (Message("user", "7"), Message("assistant", "2"), user)  # "7!" alone, "72..." with its answer
+    earlier = AnsweredContext(seven, "3", "a.jsonl:3", trains_all_answers=True)
+    assert templated.check_rows([good, replace(earlier, trains_all_answers=False)], with_answers=True) == 2
+    with pytest.raises(DataError, match=r"^a\.jsonl:3: .*the answer cannot be told apart"):
+        templated.check_rows([good, earlier], with_answers=True)
+
+
+def test_rows_are_checked_for_a_limited_time():
+    read = []
+
+    def rows():
+        for number in range(5):
+            read.append(number)
+            yield Problem(f"{number}", "1")
+
+    assert PromptFormat(open_tokenizer(), 30).check_rows(rows(), with_answers=True, limit_s=0) == 1
+    assert read == [0]

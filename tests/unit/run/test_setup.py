@@ -12,7 +12,7 @@ from nemo_offload_rl.data.preferences import PreferencePair
 from nemo_offload_rl.data.problem import Message, Problem
 from nemo_offload_rl.named_datasets import NAMED_DATASETS
 from nemo_offload_rl.run.job import Job
-from nemo_offload_rl.run.setup import make_prompt_format, read_data, read_pairs, read_tokenizer
+from nemo_offload_rl.run.setup import check_rows, make_prompt_format, read_data, read_pairs, read_tokenizer
 from nemo_offload_rl.run.train_loop import StopTarget
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
@@ -158,6 +158,12 @@ def test_fewer_problems_than_a_batch_are_refused_before_anything_starts(recipe, 
     validated = config.load(CONFIGS / f"{recipe}_tiny_cpu.yaml", overrides)
     with pytest.raises(DataError, match=message):
         Job.prepare(validated)
+
+
+def test_a_dataset_that_is_checked_in_part_is_named():
+    assert check_rows(len, range(5), range(0)) == []
+    [note] = check_rows(lambda rows: min(len(rows), 1000), range(20_000), range(1000))
+    assert note.startswith("data.train: the first 1,000 of 20,000 rows were checked, for 10 s;")
 
 
 @pytest.mark.parametrize(
