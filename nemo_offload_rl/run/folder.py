@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,6 @@ def lock_run_folder(folder: Path, console: Console) -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: Path, what: str, console: Console, *, is_beside: bool = False) -> Iterator[None]:
-    with FolderLock(folder, what, is_beside=is_beside) as lock:
-        if lock.notice is not None:
-            console.print(lock.notice, markup=False, highlight=False, soft_wrap=True)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    with FolderLock(folder, what, say, is_beside=is_beside):
         yield

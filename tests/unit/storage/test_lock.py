@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -33,7 +35,6 @@ def in_another_process(folder: Path) -> subprocess.Popen:
 def test_the_folder_is_left_as_it_was(tmp_path):
     with FolderLock(tmp_path / "new" / "folder", WHAT) as lock:
         assert (tmp_path / "new" / "folder" / LOCK_FILE).is_file()
-        assert lock.notice is None
     assert not (tmp_path / "new").exists()
     lock.release()  # a second call does nothing
 
@@ -72,13 +73,15 @@ def test_a_lock_in_this_process_counts_as_well(tmp_path):
 
 
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
-    first = in_another_process(tmp_path)
+    first, lines = in_another_process(tmp_path), []
     first.kill()
     first.communicate()
     assert (tmp_path / LOCK_FILE).is_file()
-    with FolderLock(tmp_path, WHAT) as lock:
-        assert f"its owner, process {first.pid} of host" in lock.notice
-        assert "Taking over the lock " in lock.notice
+    start = time.monotonic()
+    with FolderLock(tmp_path, WHAT, lines.append):
+        assert time.monotonic() - start < 0.4  # flock shows it at once
+    [line] = lines
+    assert line.startswith(f"Taking over the lock {tmp_path / LOCK_FILE}: its owner, process {first.pid} of host")
 
 
 def sign(folder: Path, owner: Owner) -> None:
@@ -86,33 +89,79 @@ def sign(folder: Path, owner: Owner) -> None:
 
 
 def test_a_process_id_that_is_used_again_is_no_owner(tmp_path):
-    here = Owner.this_process()
-    for other in (replace(here, start_ticks=here.start_ticks - 1), replace(here, boot="another boot")):
-        sign(tmp_path, other)
-        with FolderLock(tmp_path, WHAT) as lock:
-            assert lock.taken_over_from == other
+    sign(tmp_path, replace(Owner.this_process(), since="2020-01-01 00:00:00"))
+    lines = []
+    with FolderLock(tmp_path, WHAT, lines.append):
+        assert "since 2020" in lines[0]
 
 
-def test_a_process_that_lives_is_an_owner_also_where_the_system_holds_no_lock(tmp_path):
-    sign(tmp_path, Owner.this_process())
-    with pytest.raises(LockedError, match="in use by process"):
-        FolderLock(tmp_path, WHAT).acquire()
+ELSEWHERE = replace(Owner.this_process(), host="pod-1", pid=7, kernel="another machine")
 
 
-def test_the_lock_of_another_host_is_removed_by_hand(tmp_path):
-    sign(tmp_path, replace(Owner.this_process(), host="elsewhere", pid=7))
-    with pytest.raises(
-        LockedError,
-        match=r"process 7 of host elsewhere .*cannot see whether that run is still alive.*remove the lock: ",
-    ) as caught:
-        FolderLock(tmp_path, WHAT).acquire()
-    assert str(caught.value).endswith(f"rm {tmp_path / LOCK_FILE}")
+def test_a_run_that_ended_under_another_host_name_is_taken_over_once_it_has_been_silent(tmp_path):
+    sign(tmp_path, ELSEWHERE)
+    lines, start = [], time.monotonic()
+    with FolderLock(tmp_path, WHAT, lines.append, silent_s=0.5) as lock:
+        assert time.monotonic() - start >= 0.5
+        assert lock._is_mine(lock._descriptor)
+    said, taken = lines
+    assert said.startswith(f"{WHAT}: {tmp_path} is locked by process 7 of host pod-1 (since 20")
+    assert "0.5 s for a sign of life" in said
+    assert taken.startswith("Taking over the lock ")
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_run_that_lives_on_another_machine_is_seen_by_its_beats(tmp_path):
+    sign(tmp_path, ELSEWHERE)
+    beat = threading.Timer(0.3, os.utime, [tmp_path / LOCK_FILE])
+    beat.start()
+    with pytest.raises(LockedError, match="in use by process 7 of host pod-1"):
+        FolderLock(tmp_path, WHAT, silent_s=5).acquire()
+    assert Owner(**json.loads((tmp_path / LOCK_FILE).read_text())) == ELSEWHERE
+
+
+def test_the_lock_beats_until_it_is_released(tmp_path):
+    with FolderLock(tmp_path, WHAT, beat_s=0.05):
+        before = (tmp_path / LOCK_FILE).stat().st_mtime_ns
+        time.sleep(0.2)
+        assert (tmp_path / LOCK_FILE).stat().st_mtime_ns > before
+
+
+def test_a_run_that_ends_while_it_is_watched_makes_way(tmp_path):
+    sign(tmp_path, ELSEWHERE)
+    end = threading.Timer(0.3, (tmp_path / LOCK_FILE).unlink)
+    end.start()
+    with FolderLock(tmp_path, WHAT, silent_s=5) as lock:
+        assert lock._is_mine(lock._descriptor)
+
+
+def test_a_lock_that_was_taken_over_is_told_and_left_to_its_new_owner(tmp_path, caplog):
+    with FolderLock(tmp_path, WHAT, beat_s=0.05):  # as after a pause of the machine that was longer than silent_s
+        sign(tmp_path, ELSEWHERE)
+        time.sleep(0.2)
+    assert caplog.messages == [f"The lock {tmp_path / LOCK_FILE} was removed, or taken over by another run."]
+    assert Owner(**json.loads((tmp_path / LOCK_FILE).read_text())) == ELSEWHERE
+
+
+def test_of_two_machines_that_take_over_at_once_the_last_to_sign_wins(tmp_path):
+    sign(tmp_path, ELSEWHERE)
+    before = (tmp_path / LOCK_FILE).read_text()
+
+    def sign_next():
+        while (tmp_path / LOCK_FILE).read_text() in (before, ""):
+            time.sleep(0.01)
+        sign(tmp_path, replace(ELSEWHERE, host="pod-2"))
+
+    threading.Thread(target=sign_next).start()
+    with pytest.raises(LockedError, match="in use by process 7 of host pod-2"):
+        FolderLock(tmp_path, WHAT, silent_s=0.2).acquire()
 
 
 def test_a_file_without_an_owner_is_taken(tmp_path):
     (tmp_path / LOCK_FILE).write_text('{"host": "a"')
-    with FolderLock(tmp_path, WHAT) as lock:
-        assert lock.notice is None
+    lines = []
+    with FolderLock(tmp_path, WHAT, lines.append):
+        assert lines == []
 
 
 @pytest.fixture
@@ -125,13 +174,19 @@ def no_flock(monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)
 
 
-def test_without_flock_the_process_that_makes_the_file_has_the_folder(tmp_path, no_flock):
-    with FolderLock(tmp_path, WHAT), pytest.raises(LockedError, match="in use by process"):
-        FolderLock(tmp_path, WHAT).acquire()
+def test_without_flock_a_process_that_lives_has_the_folder(tmp_path, no_flock):
+    with (
+        FolderLock(tmp_path, WHAT, beat_s=0.1),
+        pytest.raises(LockedError, match=f"in use by process {os.getpid()} of host"),
+    ):
+        FolderLock(tmp_path, WHAT, silent_s=5).acquire()
     assert not (tmp_path / LOCK_FILE).exists()
-    sign(tmp_path, replace(Owner.this_process(), start_ticks=1))
-    with pytest.raises(LockedError, match=f"has no flock.*remove the lock: rm {tmp_path / LOCK_FILE}"):
-        FolderLock(tmp_path, WHAT).acquire()
+
+
+def test_without_flock_the_lock_of_a_killed_process_is_taken_over(tmp_path, no_flock):
+    sign(tmp_path, replace(Owner.this_process(), since="2020-01-01 00:00:00"))
+    with FolderLock(tmp_path, WHAT, silent_s=0.2) as lock:
+        assert lock._is_mine(lock._descriptor)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
@@ -162,7 +217,7 @@ def test_of_several_starts_at_once_exactly_one_wins(tmp_path, is_stale):
         folder = tmp_path / f"{turn}"
         if is_stale:
             folder.mkdir()
-            sign(folder, replace(Owner.this_process(), start_ticks=1))
+            sign(folder, replace(Owner.this_process(), pid=2**22 + 1))  # above the largest process id
         start, done, results = context.Event(), context.Event(), context.Queue()
         processes = [
             context.Process(target=_compete, args=(folder, start, results, done)) for _ in range(num_processes)
