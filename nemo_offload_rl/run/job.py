@@ -60,7 +60,7 @@ from nemo_offload_rl.run.row_tokens import as_left_open, with_numbers_of
 from nemo_offload_rl.run.setup import Preparation, with_run_length
 from nemo_offload_rl.run.train_loop import Run, StopReason, TimeLimit
 from nemo_offload_rl.storage.checksum import FileSum
-from nemo_offload_rl.storage.disk import translate_disk_full
+from nemo_offload_rl.storage.disk import HF_WEIGHTS, replace_folder, replacing, translate_disk_full, unfinished
 from nemo_offload_rl.storage.manifest import read_manifest
 
 logger = logging.getLogger(__name__)
@@ -209,9 +209,10 @@ class Job:
                 session.interrupt.check()  # a signal may have arrived after the last step
             section = self.config[self.algorithm]
             if section.get("export_hf") and ending.reason.is_done:
-                with translate_disk_full(run_dir / HF_FOLDER):
-                    algorithm.export_hf(run_dir / HF_FOLDER)
-                    save_tokenizer(self.preparation.tokenizer, run_dir / HF_FOLDER)
+                folder = run_dir / HF_FOLDER
+                with translate_disk_full(folder), replacing(folder, HF_WEIGHTS) as new:
+                    algorithm.export_hf(new)
+                    save_tokenizer(self.preparation.tokenizer, new)
         return ending
 
     def _choose(self, checkpoints: Checkpoints, look: Callable[[Path], list[str]], console: Console) -> Path | None:
@@ -367,11 +368,12 @@ class _Outputs:
 def run_warm_start(job: Job, folder: Path, session: Session) -> Path | None:
     """Runs an SFT recipe in a folder, unless the same resolved recipe has already finished there, on any cluster.
 
-    The recipe is written into the folder last, which marks the run as complete. No checkpoints are kept.
+    It runs in a folder beside, which gets the recipe last and then replaces the folder: the model of another recipe
+    stays until this one's is complete. No checkpoints are kept.
 
     Args:
         job: the SFT recipe, which exports its model.
-        folder: the folder of the run; files of an unfinished run or of another recipe are removed.
+        folder: the folder of the finished run.
         session: the command's cluster, interrupt, console and time limit.
 
     Returns:
@@ -380,12 +382,20 @@ def run_warm_start(job: Job, folder: Path, session: Session) -> Path | None:
     written = read_recipe(folder)
     # With another number of ranks the model differs only by rounding.
     if written is not None and {**written, "cluster": None} == {**job.config, "cluster": None}:
-        message = f"The warm start in {folder} was made by the same recipe and is used again."
-        session.console.print(message, markup=False, highlight=False, soft_wrap=True)
+        _say(session.console, f"The warm start in {folder} was made by the same recipe and is used again.")
         return folder / HF_FOLDER
-    if folder.exists():
-        shutil.rmtree(folder)
-    if job.run_in(folder, session, NoCheckpoints(), None, "warm start").reason is StopReason.INTERRUPTED:
+    new = unfinished(folder)
+    if new.exists():
+        shutil.rmtree(new)
+    if written is not None:
+        changed = ", ".join(changed_keys(written, job.config))
+        _say(
+            session.console,
+            f"The warm start in {folder} was made by a recipe with other values of {changed}: the new one runs in "
+            f"{new}, and replaces it once it is done.",
+        )
+    if job.run_in(new, session, NoCheckpoints(), None, "warm start").reason is StopReason.INTERRUPTED:
         return None
-    write_recipe(folder, job.config)
+    write_recipe(new, job.config)
+    replace_folder(folder, new)
     return folder / HF_FOLDER

@@ -1,13 +1,16 @@
-"""Turns errors of full disks into messages for the user, and writes files atomically."""
+"""Turns errors of full disks into messages for the user, and replaces files and folders by complete ones."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+HF_WEIGHTS = "model*.safetensors*"  # the weights and their index in a Hugging Face folder
 
 _RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 # No space, no quota left, or a file above the limit of `ulimit -f`: the user can fix these while the run goes on.
@@ -115,6 +118,60 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def replacing(folder: Path, stale: str) -> Iterator[Path]:
+    """Yields a new folder beside a folder, and replaces that with it once the `with` block has filled it.
+
+    If the block raises, the new folder is removed, and the other one stays as it was.
+
+    Args:
+        folder: the folder; may be missing.
+        stale: glob pattern of the files that the folder loses if the new one lacks them; others are kept.
+    """
+    folder = folder.resolve()
+    new = unfinished(folder)
+    if new.exists():
+        shutil.rmtree(new)
+    try:
+        new.mkdir(parents=True)
+        yield new
+        replace_folder(folder, new, stale)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def unfinished(folder: Path) -> Path:
+    """Returns the folder beside a folder in which its successor is made."""
+    return folder.with_name(f"tmp_{folder.name}")
+
+
+def replace_folder(folder: Path, new: Path, stale: str = "*") -> None:
+    """Flushes a complete folder to the disk, and renames it to another, whose contents are removed only then.
+
+    If the process is killed between its two renames, the old contents are in `old_NAME` beside it.
+
+    Args:
+        folder: the final name; may be missing.
+        new: the complete folder, on the same disk.
+        stale: see `replacing`.
+    """
+    for path in [new, *new.rglob("*")]:
+        sync(path)
+    old = folder.with_name(f"old_{folder.name}")
+    if folder.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        folder.rename(old)
+    new.rename(folder)
+    sync(folder.parent)
+    if old.exists():
+        for path in old.iterdir():
+            if not path.match(stale) and not (folder / path.name).exists():
+                path.rename(folder / path.name)
+        shutil.rmtree(old)
 
 
 def as_by_umask(path: Path) -> None:

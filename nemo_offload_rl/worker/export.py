@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from nemo_offload_rl.config import for_machine
-from nemo_offload_rl.storage.disk import translate_disk_full
+from nemo_offload_rl.storage.disk import HF_WEIGHTS, replacing, translate_disk_full
 from nemo_offload_rl.storage.manifest import require_whole
 from nemo_offload_rl.worker.export_source import read_export_source
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
@@ -17,7 +17,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
 
     Args:
         checkpoint: a `step_N` folder of a run.
-        folder: the target folder; created if missing.
+        folder: the target folder; created if missing. An earlier export there is replaced once the new one is complete.
 
     Raises:
         DamagedCheckpointError: a file of `checkpoint` is not what was written.
@@ -51,10 +51,11 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         init_reference_model=False,
         init_optimizer=False,
     )
-    try:
-        worker.load_checkpoint(str(source.policy))
-        worker.export_hf(str(folder))
-    finally:
-        worker.shutdown()
-    with translate_disk_full(folder):  # with the modes of the user's umask, not of the checkpoint's files
-        shutil.copytree(source.tokenizer, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+    with translate_disk_full(folder), replacing(folder, HF_WEIGHTS) as new:
+        try:
+            worker.load_checkpoint(str(source.policy))
+            worker.export_hf(str(new))
+        finally:
+            worker.shutdown()
+        # with the modes of the user's umask, not of the checkpoint's files
+        shutil.copytree(source.tokenizer, new, copy_function=shutil.copyfile, dirs_exist_ok=True)

@@ -315,6 +315,23 @@ def test_an_interrupted_warm_start_is_not_used(tmp_path, session):
     assert [row["step"] for row in rows(folder)] == [0, 1, 2, 3, 4]
 
 
+def test_a_finished_warm_start_stays_until_that_of_another_recipe_is_done(tmp_path, session):
+    folder, job = tmp_path / "warm_start", make_job(tmp_path)
+    run_warm_start(job, folder, session)
+    model = (folder / "hf" / "model.safetensors").read_bytes()
+    other = make_job(tmp_path, "sft.max_num_steps=5")
+    session.interrupt.requested = True
+    assert run_warm_start(other, folder, session) is None
+    assert "other values of sft.max_num_steps: " in shown(session)
+    session.interrupt.requested = False
+    assert run_warm_start(job, folder, session) == folder / "hf"
+    assert shown(session).count("is used again") == 1
+    assert (folder / "hf" / "model.safetensors").read_bytes() == model
+    assert run_warm_start(other, folder, session) == folder / "hf"
+    assert (folder / "hf" / "model.safetensors").read_bytes() != model
+    assert [path.name for path in tmp_path.iterdir()] == ["warm_start"]
+
+
 def test_a_job_can_start_from_a_folder(tmp_path):
     job = make_job(tmp_path)
     started = job.starting_from(tmp_path / "hf", lambda: None)

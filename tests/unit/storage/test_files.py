@@ -12,9 +12,11 @@ import xxhash
 
 from nemo_offload_rl.storage.checksum import PIECE_BYTES, FileSum, HashingFile, file_sum
 from nemo_offload_rl.storage.disk import (
+    HF_WEIGHTS,
     DiskFullError,
     as_by_umask,
     free_bytes,
+    replacing,
     require_free,
     system_error,
     translate_disk_full,
@@ -169,3 +171,51 @@ def test_a_file_gets_the_mode_that_the_users_umask_gives(tmp_path, umask, mode):
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == mode
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Makes a folder with weights in two files, a tokenizer and a file of the user."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("model-00001.safetensors", "model.safetensors.index.json", "tokenizer.json", "NOTES.md"):
+        (folder / name).write_text("old")
+    return folder
+
+
+def texts(folder):
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_a_folder_is_replaced_once_the_new_one_is_complete(tmp_path, model):
+    (tmp_path / "tmp_model").mkdir()
+    (tmp_path / "tmp_model" / "left by a killed process").touch()
+    with replacing(model, HF_WEIGHTS) as new:
+        (new / "model.safetensors").write_text("new")
+        (new / "tokenizer.json").write_text("new")
+        assert texts(model)["tokenizer.json"] == "old"
+    assert texts(model) == {"model.safetensors": "new", "tokenizer.json": "new", "NOTES.md": "old"}
+    assert os.listdir(tmp_path) == ["model"]
+    with replacing(tmp_path / "further" / "one", HF_WEIGHTS) as new:
+        (new / "model.safetensors").write_text("new")
+    assert texts(tmp_path / "further" / "one") == {"model.safetensors": "new"}
+
+
+def test_a_folder_stays_as_it_was_where_the_new_one_fails(tmp_path, model):
+    before = texts(model)
+    with pytest.raises(OSError, match="no space"), replacing(model, HF_WEIGHTS) as new:
+        (new / "model.safetensors").write_text("new")
+        raise OSError("no space")
+    assert texts(model) == before
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_kill_between_the_renames_loses_no_folder(tmp_path, model):
+    model.rename(tmp_path / "old_model")  # what such a kill leaves, beside tmp_model
+    with pytest.raises(OSError, match="no space"), replacing(model, HF_WEIGHTS):
+        raise OSError("no space")
+    assert texts(tmp_path / "old_model")["model-00001.safetensors"] == "old"
+    with replacing(model, HF_WEIGHTS) as new:
+        (new / "model.safetensors").write_text("new")
+    assert texts(model) == {"model.safetensors": "new", "tokenizer.json": "old", "NOTES.md": "old"}
+    assert os.listdir(tmp_path) == ["model"]
