@@ -224,12 +224,13 @@ def segments_fill_the_nodes(size: int | None, nodes: int) -> Verdict:
     return f"is {size}, which does not divide {NODES} ({nodes}); make {NODES} a multiple of it, or set it to null"
 
 
-@rule("cluster.max_restarts?", "checkpointing.enabled")
-def restarts_need_checkpoints(at_most: int | None, enabled: bool) -> Verdict:
+@rule("cluster.max_restarts?", "checkpointing.enabled", "checkpointing.save_optimizer")
+def restarts_need_checkpoints(at_most: int | None, enabled: bool, with_optimizer: bool) -> Verdict:
     """Refuses restarts without checkpoints to resume from."""
-    if not at_most or enabled:
+    if not at_most or (enabled and with_optimizer):
         return None
+    key = "save_optimizer" if enabled else "enabled"
     return (
-        f"is {at_most}, but checkpointing.enabled is false, and a restarted run resumes from a checkpoint; set that "
-        "to true, or this to 0"
+        f"is {at_most}, but checkpointing.{key} is false, and a restarted run resumes from a checkpoint with optimizer "
+        "state; set that to true, or this to 0"
     )

@@ -22,6 +22,6 @@ class ClusterConfig(TypedDict):
     # Number of consecutive nodes that must be in one NVLink domain, according to their Ray label nvidia.com/gpu.clique.
     # 1 or more, a divisor of num_nodes; null and 1 require nothing. Absent: null.
     segment_size: NotRequired[PositiveInt | None]
-    # How many times a run restarts by itself from its newest checkpoint after it lost a process or a node. 0 or more.
-    # Absent: 0.
+    # How many times a run restarts by itself from its newest checkpoint after it lost a process or a node; above 0 it
+    # needs checkpointing.enabled and checkpointing.save_optimizer. 0 or more. Absent: 0.
     max_restarts: NotRequired[NonNegativeInt]

@@ -470,6 +470,10 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
             "grpo.reward_scaling.enabled: is true, which needs source_min, source_max, target_min and target_max",
         ),
         ([f"{TIS}_ratio=2.0"], f"{TIS}_type: is null, but {TIS}_ratio is set; name a type"),
+        (
+            ["++cluster.max_restarts=2", "checkpointing.save_optimizer=false"],
+            "cluster.max_restarts: is 2, but checkpointing.save_optimizer is false",
+        ),
         ([f"{TIS}_ratio_min=0.5"], f"{TIS}_type: is null, but {TIS}_ratio_min is set; name a type"),
         ([CORRECTED, f"{TIS}_type=tis"], f"{TIS}_type: is tis, which needs {TIS}_ratio"),
         ([CORRECTED, f"{TIS}_type=icepop", f"{TIS}_ratio=2.0"], f"{TIS}_type: is icepop, which needs {TIS}_ratio_min"),
@@ -479,7 +483,7 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
         ),
     ],
 )
-def test_other_ways_to_break_a_rule_of_grpo(overrides, message, error_of):
+def test_other_ways_to_break_a_rule(overrides, message, error_of):
     assert message in error_of(*overrides)
 
 
