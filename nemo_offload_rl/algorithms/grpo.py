@@ -218,9 +218,9 @@ class GRPO(Algorithm):
         """Frees the engines' GPU memory, which saving the policy may need."""
         self._generation.finish_generation()
 
-    def load(self, folder: Path) -> None:
-        """Loads the policy from a checkpoint folder."""
-        super().load(folder)
+    def load(self, folder: Path, num_skipped: int) -> None:
+        """Loads the policy from a checkpoint folder; see ``Algorithm``."""
+        super().load(folder, num_skipped)
         self._weights.mark_stale()
 
     def shutdown(self) -> None:

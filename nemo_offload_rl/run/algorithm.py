@@ -28,6 +28,9 @@ class Algorithm(ABC):
         policy: the policy to train.
         data: the training data.
         save_optimizer: whether checkpoints include the optimizer's state.
+
+    Attributes:
+        num_skipped: optimizer steps of the run that were skipped so far, since loss or gradient was not finite.
     """
 
     def __init__(self, policy: Policy, data: ProblemLoader[Any], *, save_optimizer: bool) -> None:
@@ -35,6 +38,7 @@ class Algorithm(ABC):
         self._data = data
         self._save_optimizer = save_optimizer
         self._flops = ModelFlops(policy)
+        self.num_skipped = 0
         # Answers of the newest validation to show to the user; empty for an algorithm that samples no answers.
         self.validation_answers: Sequence[JudgedAnswer] = ()
 
@@ -58,6 +62,7 @@ class Algorithm(ABC):
         """
         with timer.phase("training"):
             result = self._policy.train(batch, loss_fn, gbs=gbs, mbs=mbs)
+        self.num_skipped += result["num_skipped"]
         with timer.phase("metrics"):
             moves, memory = self._policy.residency_metrics(), self._policy.memory_stats()
         return (
@@ -105,9 +110,10 @@ class Algorithm(ABC):
         """Has ranks verify the files that ranks wrote to a checkpoint; returns a line for each damaged file."""
         return self._policy.find_damage(str(folder), files)
 
-    def load(self, folder: Path) -> None:
-        """Loads the policy from a checkpoint folder."""
-        self._policy.load_checkpoint(str(folder / POLICY_FOLDER))
+    def load(self, folder: Path, num_skipped: int) -> None:
+        """Loads the policy from a checkpoint folder, before which `num_skipped` of the run's steps were skipped."""
+        self.num_skipped = num_skipped
+        self._policy.load_checkpoint(str(folder / POLICY_FOLDER), num_skipped)
 
     def export_hf(self, folder: Path) -> None:
         """Writes the policy as a Hugging Face folder.

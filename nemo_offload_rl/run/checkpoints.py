@@ -44,12 +44,14 @@ class RunState:
         position: position of the next batch in the training data.
         validations: results of all validations, oldest first.
         run_dir: folder of the run's metrics and log.
+        num_skipped: optimizer steps that were skipped, since loss or gradient was not finite.
     """
 
     run_dir: str
     step: int = 0
     position: DataPosition = START
     validations: list[ValidationResult] = field(default_factory=list)
+    num_skipped: int = 0
 
     def write(self, folder: Path, metrics: Mapping[str, float]) -> None:
         """Writes the state, and the metrics by which checkpoints are ranked, into a checkpoint folder."""
@@ -70,6 +72,7 @@ class RunState:
                 step=int(content["step"]),
                 position=DataPosition(**content["position"]),
                 validations=[ValidationResult(**validation) for validation in content["validations"]],
+                num_skipped=int(content.get("num_skipped", 0)),  # earlier versions wrote none
             ),
         )
 

@@ -249,7 +249,7 @@ class Job:
             done = session.interrupt.progress
             done.num_done, done.num_saved, done.checkpoint = state.step, state.step, newest
             algorithm.position = state.position
-            algorithm.load(newest)
+            algorithm.load(newest, state.num_skipped)
         section = self.config["logger"]
         metrics = RunLogger(
             run_dir,

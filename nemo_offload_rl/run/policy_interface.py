@@ -57,7 +57,7 @@ class Policy(WeightSource, Protocol):
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
         """Verifies the checkpoint files that ranks wrote; returns a line for each damaged file."""
 
-    def load_checkpoint(self, folder: str) -> None:
+    def load_checkpoint(self, folder: str, num_skipped: int = 0) -> None:
         """Loads a checkpoint that ``save_checkpoint`` wrote."""
 
     def export_hf(self, folder: str) -> None:

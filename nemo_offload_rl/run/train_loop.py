@@ -261,6 +261,7 @@ class Run:
             self.state.step += 1
             progress.num_done, progress.in_step = self.state.step, False
             self.state.position = self._algorithm.position
+            self.state.num_skipped = self._algorithm.num_skipped
             self._metrics = metrics
             if self._is_validation_due():
                 metrics |= self._validate()

@@ -16,11 +16,14 @@ class SkippedSteps:
 
     Args:
         limit: policy.max_skipped_steps.
+
+    Attributes:
+        num_skipped: steps of the run that were skipped so far; set when a run resumes.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._num_skipped = 0
+        self.num_skipped = 0
 
     def count(self, result: StepResult) -> None:
         """Count a step if it was skipped.
@@ -30,11 +33,11 @@ class SkippedSteps:
         """
         if not result.skipped:
             return
-        self._num_skipped += 1
-        logger.warning("step skipped: loss %s or a gradient is not finite (%d so far)", result.loss, self._num_skipped)
-        if self._num_skipped > self._limit:
+        self.num_skipped += 1
+        logger.warning("step skipped: loss %s or a gradient is not finite (%d so far)", result.loss, self.num_skipped)
+        if self.num_skipped > self._limit:
             raise TooManySkippedStepsError(
-                f"The loss ({result.loss}) or a gradient was not finite in {self._num_skipped} steps of this run, more "
+                f"The loss ({result.loss}) or a gradient was not finite in {self.num_skipped} steps of this run, more "
                 f"than policy.max_skipped_steps {self._limit}; lower the learning rate or look at the data of the last "
                 "steps."
             )

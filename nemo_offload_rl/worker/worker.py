@@ -362,8 +362,12 @@ class MegatronPolicyWorker:
         """Read this rank's share of a checkpoint's files and say what is wrong with them, one line each."""
         return find_damage(Path(folder), files.of_rank(self._rank, self._world_size))
 
-    def load_checkpoint(self, folder: str) -> None:
+    def load_checkpoint(self, folder: str, num_skipped: int = 0) -> None:
         """Read what `save_checkpoint` wrote; collective.
+
+        Args:
+            folder: the folder of the checkpoint's policy.
+            num_skipped: steps of the run up to the checkpoint that were skipped, which policy.max_skipped_steps limits.
 
         Raises:
             DamagedCheckpointError: it cannot be read.
@@ -372,6 +376,7 @@ class MegatronPolicyWorker:
         self._catch_up()
         self.graphs.delete()
         self._checkpoints.load(folder)
+        self._skipped.num_skipped = num_skipped
 
     # --- queries and shutdown ---------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def record_with_a_break(
     newest, resumed = checkpoints.newest_first()[0], make()
     state = RunState.read(newest)
     resumed.position = state.position
-    resumed.load(newest)
+    resumed.load(newest, state.num_skipped)
     check_loaded(resumed)
     _, after = record(resumed, SIX_STEPS, checkpoints, state)
     return {**before.without_timings(), **after.without_timings()}

@@ -90,8 +90,8 @@ class PolicyConfig(TypedDict):
     # Largest gradient norm, for megatron_cfg.optimizer.clip_grad to refer to; 0 disables clipping. Recommended: 1.0;
     # null if clip_grad is set to a number directly.
     max_grad_norm: NonNegativeFloat | None
-    # Number of steps with a loss or gradient that is not finite that a run may skip before it stops. 0 or more;
-    # recommended 10. Absent: 0, so that the first one stops the run.
+    # Number of steps with a loss or gradient that is not finite that a run may skip before it stops; a resumed run
+    # counts on. 0 or more; recommended 10. Absent: 0, so that the first one stops the run.
     max_skipped_steps: NotRequired[NonNegativeInt]
     # Megatron: parallelism, optimizer, memory.
     megatron_cfg: MegatronConfig

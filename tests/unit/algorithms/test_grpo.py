@@ -177,7 +177,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stop):
 
     setting, state = Setting(), RunState.read(newest)
     setting.grpo.position = state.position
-    setting.grpo.load(newest)
+    setting.grpo.load(newest, state.num_skipped)
     _, after, _ = setting.run(checkpoints=checkpoints("parts"), state=state)
     assert {**before.without_timings(), **after.without_timings()} == whole.without_timings()
     assert list(after.rows) == list(range(stop + 1, 7))
@@ -560,7 +560,7 @@ def test_a_run_goes_on_bit_for_bit_once_its_reward_is_mended(tmp_path):
     state = RunState.read(newest)
     assert state.step == 3
     again = Setting()
-    again.grpo.load(newest)
+    again.grpo.load(newest, state.num_skipped)
     again.grpo.position = state.position
     _, rest, _ = again.run(schedule, NoCheckpoints(), state)
     for step in (4, 5, 6):

@@ -127,6 +127,15 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(make_worker, in_gradie
         worker.train(random_batch(4), PoisonedLoss(in_gradient_only), gbs=4, mbs=4)
 
 
+def test_steps_that_were_skipped_before_a_checkpoint_count_on(make_worker, tmp_path):
+    worker = make_worker(tiny_policy() | {"max_skipped_steps": 2})
+    worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    worker.load_checkpoint(str(tmp_path / "policy"), num_skipped=1)
+    worker.train(random_batch(4), PoisonedLoss(False), gbs=4, mbs=4)
+    with pytest.raises(TooManySkippedStepsError, match="in 3 steps of this run"):
+        worker.train(random_batch(4), PoisonedLoss(False), gbs=4, mbs=4)
+
+
 def test_evaluation_changes_nothing_and_equals_the_loss_of_training(make_worker):
     worker = make_worker()
     before = parameters_of(worker)

@@ -26,6 +26,7 @@ from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.metrics.logger import METRICS_FILE
 from nemo_offload_rl.metrics.names import MEASUREMENTS
 from nemo_offload_rl.run import job as job_module
+from nemo_offload_rl.run.checkpoints import RunState
 from nemo_offload_rl.run.interrupt import Interrupt, Stopped
 from nemo_offload_rl.run.job import Ending, Job, Session, run_warm_start
 from nemo_offload_rl.run.train_loop import StopReason, TimeLimit
@@ -176,6 +177,25 @@ def test_row_tokens_are_chosen_once_told_and_kept_in_checkpoints(tmp_path, monke
     assert written["policy"]["sequence_packing"]["train_mb_tokens"] == tokens > 16
     assert "with other values than before: sft.max_num_steps." in run_on_gpus(4)
     assert built == [tokens, tokens]
+
+
+def test_skipped_steps_of_a_resumed_run_count_on(tmp_path, session):
+    def run(max_num_steps):
+        policies, job = [], make_job(tmp_path, f"sft.max_num_steps={max_num_steps}")
+
+        def build(policy, cluster):
+            algorithm = job.preparation.build(policy, cluster)
+            policies.append(algorithm._policy)
+            train = policies[0].train
+            algorithm._policy.train = lambda *batch, **sizes: train(*batch, **sizes) | {"num_skipped": 1}
+            return algorithm
+
+        replace(job, preparation=replace(job.preparation, build=build)).run(session)
+        return policies[0], RunState.read(tmp_path / "checkpoints" / f"step_{max_num_steps}")
+
+    assert run(3)[1].num_skipped == 3
+    policy, state = run(5)
+    assert (policy.num_skipped, state.num_skipped) == (3, 5)
 
 
 def test_steps_after_the_checkpoint_are_done_and_logged_again(tmp_path, session):

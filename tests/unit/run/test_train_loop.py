@@ -25,6 +25,7 @@ class Countdown:
     """Reports an accuracy of its step over ten, with four steps an epoch."""
 
     validation_answers = ()
+    num_skipped = 0
 
     def __init__(self, interrupt=None, interrupt_at=None):
         self.position = DataPosition(0, 0)

@@ -203,9 +203,8 @@ def test_a_folder_is_replaced_once_the_new_one_is_complete(tmp_path, model):
 
 def test_a_folder_stays_as_it_was_where_the_new_one_fails(tmp_path, model):
     before = texts(model)
-    with pytest.raises(IsADirectoryError), replacing(model, HF_WEIGHTS) as new:
-        (new / "model.safetensors").mkdir()
-        (new / "model.safetensors").write_text("new")
+    with pytest.raises(FileNotFoundError), replacing(model, HF_WEIGHTS) as new:
+        (new / "absent").rename(new / "model.safetensors")
     assert texts(model) == before
     assert os.listdir(tmp_path) == ["model"]
 
