@@ -6,17 +6,19 @@ import json
 import logging
 import math
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from nemo_offload_rl.storage.disk import disk_full, is_disk_full, sync, translate_disk_full
+from nemo_offload_rl.storage.disk import disk_full, is_disk_full, sync, translate_disk_full, write_whole
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+WANDB_ID_FILE = "wandb_run_id"
 
 MetricRow = dict[str, float | None]
 
@@ -38,6 +40,7 @@ class RunLogger:
         run_dir: The run's folder; made where it is missing.
         tensorboard: Whether to write TensorBoard events to `run_dir/tensorboard`.
         wandb: Arguments of `wandb.init` (project, name ...), or None for no wandb.
+        recipe: The resolved recipe, which wandb shows as the run's config.
         resumed_step: The last step of the run that this one continues. Rows of later steps, which the continued run
             is about to write again, are dropped. None starts a new history.
 
@@ -46,7 +49,12 @@ class RunLogger:
     """
 
     def __init__(
-        self, run_dir: Path, tensorboard: bool, wandb: Mapping[str, Any] | None = None, resumed_step: int | None = None
+        self,
+        run_dir: Path,
+        tensorboard: bool,
+        wandb: Mapping[str, Any] | None = None,
+        recipe: Mapping[str, Any] | None = None,
+        resumed_step: int | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -57,7 +65,7 @@ class RunLogger:
             self._text_sinks.append(TensorBoardSink(self.run_dir / TENSORBOARD_FOLDER, resumed_step))
         self._sinks += self._text_sinks
         if wandb is not None:
-            self._sinks.append(WandbSink(self.run_dir, wandb))
+            self._sinks.append(WandbSink(self.run_dir, wandb, recipe or {}))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds metrics to a step's row; may be called more than once for the same step, never for an earlier one."""
@@ -224,9 +232,12 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Logs metrics to Weights & Biases."""
+    """Logs metrics to Weights & Biases, of all runs in a folder to one run there, whose id is in the folder.
 
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+    Steps that a resumed run makes again have the same metrics as before; wandb ignores them.
+    """
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ModuleNotFoundError as error:
@@ -234,7 +245,8 @@ class WandbSink:
                 "logger.wandb_enabled is true, but the package wandb is not installed: "
                 "run `make setup EXTRAS=wandb`, or set logger.wandb_enabled=false"
             ) from error
-        self._run = wandb.init(dir=str(run_dir), **settings)
+        self._run = wandb.init(dir=str(run_dir), id=_wandb_id(run_dir), resume="allow", **settings)
+        self._run.config.update(dict(recipe), allow_val_change=True)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics; wandb merges those of one step."""
@@ -243,6 +255,17 @@ class WandbSink:
     def close(self) -> None:
         """Ends the wandb run."""
         self._run.finish()
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """Returns the id of a folder's run in wandb: that of the environment, as in a sweep, or one kept in the folder."""
+    if "WANDB_RUN_ID" in os.environ:
+        return os.environ["WANDB_RUN_ID"]
+    path = run_dir / WANDB_ID_FILE
+    if not path.exists():
+        with translate_disk_full(path):
+            write_whole(path, secrets.token_hex(8))
+    return path.read_text()
 
 
 def read_metrics(path: Path) -> list[MetricRow]:

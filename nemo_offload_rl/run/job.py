@@ -255,6 +255,7 @@ class Job:
             run_dir,
             section["tensorboard_enabled"],
             section["wandb"] if section["wandb_enabled"] else None,
+            self.config,
             None if newest is None else state.step,
         )
         progress = LiveProgress(self.algorithm.upper(), schedule.max_num_steps, session.console)

@@ -15,6 +15,8 @@ class WandbConfig(TypedDict):
     project: NonEmptyStr
     # Name of the run.
     name: NonEmptyStr
+    # User or team that owns the project. Absent: the default of the user's wandb account.
+    entity: NotRequired[NonEmptyStr]
 
 
 @with_config(STRICT)

@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import sys
+import types
 from unittest import mock
 
 import pytest
@@ -107,6 +108,57 @@ def test_wandb_without_its_package_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed, wherever the test runs
     with pytest.raises(ValueError, match=r"logger.wandb_enabled.*make setup EXTRAS=wandb"):
         RunLogger(tmp_path, tensorboard=False, wandb={"project": "p"})
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """Puts a module in place of the package wandb that keeps runs as its server does: by id, each with its config."""
+    module, runs = types.ModuleType("wandb"), {}
+
+    class Config(dict):
+        def update(self, values, *, allow_val_change):
+            assert allow_val_change
+            super().update(values)
+
+    class Run:
+        def __init__(self, settings):
+            self.settings, self.config, self.rows = settings, Config(), []
+
+        def log(self, metrics, step):
+            self.rows.append((step, metrics))
+
+        def finish(self):
+            self.rows.append("finished")
+
+    def init(*, id, resume, **settings):
+        assert resume == "allow"
+        return runs.setdefault(id, Run(settings))
+
+    module.init, module.runs = init, runs
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    return module
+
+
+def test_a_folder_has_one_run_in_wandb_with_the_newest_recipe(tmp_path, wandb, monkeypatch):
+    names = {"project": "p", "name": "n", "entity": "e"}
+
+    def log(folder, step, lr):
+        logger = RunLogger(tmp_path / folder, False, names, {"policy": {"lr": lr}}, resumed_step=step - 1)
+        logger.log(step, {"train/loss": 0.5})
+        logger.close()
+
+    log("a", 1, 0.1)
+    log("a", 2, 0.2)
+    log("b", 1, 0.3)
+    (a, run), (_, other) = wandb.runs.items()
+    assert run.settings == names | {"dir": str(tmp_path / "a")}
+    assert run.rows == [(1, {"train/loss": 0.5}), "finished", (2, {"train/loss": 0.5}), "finished"]
+    assert (run.config, other.config) == ({"policy": {"lr": 0.2}}, {"policy": {"lr": 0.3}})
+    assert (tmp_path / "a" / "wandb_run_id").read_text() == a
+    monkeypatch.setenv("WANDB_RUN_ID", "of-a-sweep")
+    log("a", 3, 0.2)
+    assert list(wandb.runs)[2:] == ["of-a-sweep"]
 
 
 @pytest.mark.parametrize("rest", ['{\n{"step": 3}', "3", '{"train/loss": 1.0}'])
