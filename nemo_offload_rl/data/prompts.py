@@ -75,13 +75,14 @@ class PromptFormat:
                 no token for (if it cannot encode unknown words); names the first such row.
         """
         vocabulary = ClosedVocabulary.of(self.tokenizer)
+        unknown_word = (lambda text: None) if vocabulary is None else vocabulary.unknown_word
         end, num_checked = time.monotonic() + limit_s, 0
         for problem in problems:
             texts = {"prompt": "".join(text for text, _ in self._prompt_pieces(problem))}
             if with_answers:
                 texts["answer"] = self._answer_text(problem)
-            for kind, text in () if vocabulary is None else texts.items():
-                if (word := vocabulary.unknown_word(text)) is not None:
+            for kind, text in texts.items():
+                if (word := unknown_word(text)) is not None:
                     raise DataError(
                         f"{problem.where or 'A problem'}: the {kind} {_shortened(text)!r} has {word!r}, which the "
                         "tokenizer has no token for: change the text (also that of prompt files and of the "

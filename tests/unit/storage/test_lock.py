@@ -77,10 +77,9 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
     first.kill()
     first.communicate()
     assert (tmp_path / LOCK_FILE).is_file()
-    start = time.monotonic()
     with FolderLock(tmp_path, WHAT, lines.append):
-        assert time.monotonic() - start < 0.4  # flock shows it at once
-    [line] = lines
+        pass
+    [line] = lines  # and none about waiting: flock shows it at once
     assert line.startswith(f"Taking over the lock {tmp_path / LOCK_FILE}: its owner, process {first.pid} of host")
 
 
@@ -93,6 +92,13 @@ def test_a_process_id_that_is_used_again_is_no_owner(tmp_path):
     lines = []
     with FolderLock(tmp_path, WHAT, lines.append):
         assert "since 2020" in lines[0]
+
+
+def wait_until(is_true) -> None:
+    deadline = time.monotonic() + 10
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 ELSEWHERE = replace(Owner.this_process(), host="pod-1", pid=7, kernel="another machine")
@@ -113,18 +119,23 @@ def test_a_run_that_ended_under_another_host_name_is_taken_over_once_it_has_been
 
 def test_a_run_that_lives_on_another_machine_is_seen_by_its_beats(tmp_path):
     sign(tmp_path, ELSEWHERE)
-    beat = threading.Timer(0.3, os.utime, [tmp_path / LOCK_FILE])
-    beat.start()
+    ended = threading.Event()
+
+    def beat():
+        while not ended.wait(0.2):
+            os.utime(tmp_path / LOCK_FILE)
+
+    threading.Thread(target=beat).start()
     with pytest.raises(LockedError, match="in use by process 7 of host pod-1"):
         FolderLock(tmp_path, WHAT, silent_s=5).acquire()
+    ended.set()
     assert Owner(**json.loads((tmp_path / LOCK_FILE).read_text())) == ELSEWHERE
 
 
 def test_the_lock_beats_until_it_is_released(tmp_path):
     with FolderLock(tmp_path, WHAT, beat_s=0.05):
         before = (tmp_path / LOCK_FILE).stat().st_mtime_ns
-        time.sleep(0.2)
-        assert (tmp_path / LOCK_FILE).stat().st_mtime_ns > before
+        wait_until(lambda: (tmp_path / LOCK_FILE).stat().st_mtime_ns > before)
 
 
 def test_a_run_that_ends_while_it_is_watched_makes_way(tmp_path):
@@ -138,7 +149,7 @@ def test_a_run_that_ends_while_it_is_watched_makes_way(tmp_path):
 def test_a_lock_that_was_taken_over_is_told_and_left_to_its_new_owner(tmp_path, caplog):
     with FolderLock(tmp_path, WHAT, beat_s=0.05):  # as after a pause of the machine that was longer than silent_s
         sign(tmp_path, ELSEWHERE)
-        time.sleep(0.2)
+        wait_until(lambda: caplog.messages)
     assert caplog.messages == [f"The lock {tmp_path / LOCK_FILE} was removed, or taken over by another run."]
     assert Owner(**json.loads((tmp_path / LOCK_FILE).read_text())) == ELSEWHERE
 
