@@ -65,7 +65,7 @@ def main() -> None:
     preparation = grpo.prepare(recipe)
     with Cluster(num_nodes=1, gpus_per_node=1) as cluster:
         torch.set_num_threads(cluster.threads_per_node)
-        policy = with_run_length(recipe["policy"], preparation.schedule.max_num_steps)
+        policy = with_run_length(recipe["policy"], preparation.schedule.num_steps)
         algorithm: Any = preparation.build(policy, cluster)
         try:
             seconds = take_turns(

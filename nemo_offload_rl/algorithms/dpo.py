@@ -129,7 +129,8 @@ def prepare(config: DPOMasterConfig) -> Preparation:
     notes = check_rows(partial(check_pairs, answers), train.problems, validation)
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
     loss_fn = DPOLoss(**fields_from(DPOLoss, section))
-    schedule = make_schedule(section, config["checkpointing"])
+    steps_per_epoch = train.batches_per_epoch(policy_config["train_global_batch_size"])
+    schedule = make_schedule(section, config["checkpointing"], steps_per_epoch=steps_per_epoch)
 
     def build(fitted_policy: PolicyConfig, cluster: Cluster) -> DPO:
         from nemo_offload_rl.worker.group import PolicyWorkerGroup

@@ -218,9 +218,9 @@ class GRPO(Algorithm):
         """Frees the engines' GPU memory, which saving the policy may need."""
         self._generation.finish_generation()
 
-    def load(self, folder: Path, num_skipped: int) -> None:
+    def load(self, folder: Path, step: int, num_skipped: int) -> None:
         """Loads the policy from a checkpoint folder; see ``Algorithm``."""
-        super().load(folder, num_skipped)
+        super().load(folder, step, num_skipped)
         self._weights.mark_stale()
 
     def shutdown(self) -> None:
@@ -254,7 +254,8 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
     reward = _make_reward(config)
     loss_fn = ClippedPGLoss(**fields_from(ClippedPGLoss, config["loss_fn"]))
     sampling, validation_sampling = _make_sampling(policy_config["generation"], tokenizer, section["seed"])
-    schedule = make_schedule(section, config["checkpointing"])
+    steps_per_epoch = train.batches_per_epoch(groups.prompts_per_batch)
+    schedule = make_schedule(section, config["checkpointing"], steps_per_epoch=steps_per_epoch)
 
     def build(fitted_policy: GRPOPolicyConfig, cluster: Cluster) -> GRPO:
         from nemo_offload_rl.generation import make_generation

@@ -126,7 +126,8 @@ def prepare(config: SFTMasterConfig) -> Preparation:
     examples = make_answer_format(data, tokenizer, policy_config["tokenizer"])
     notes = check_rows(partial(examples.check_rows, with_answers=True), train.problems, validation)
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
-    schedule = make_schedule(section, config["checkpointing"])
+    steps_per_epoch = train.batches_per_epoch(policy_config["train_global_batch_size"])
+    schedule = make_schedule(section, config["checkpointing"], steps_per_epoch=steps_per_epoch)
 
     def build(fitted_policy: PolicyConfig, cluster: Cluster) -> SFT:
         from nemo_offload_rl.worker.group import PolicyWorkerGroup

@@ -61,6 +61,10 @@ class ProblemLoader[Sample]:
                 "or give more data."
             )
 
+    def batches_per_epoch(self, size: int) -> int:
+        """Returns how many batches of ``size`` problems an epoch has."""
+        return len(self.problems) // size
+
     def next_batch(self, size: int) -> list[Sample]:
         """Returns the next ``size`` problems of the epoch, or the first of the next epoch if too few are left.
 

@@ -124,7 +124,7 @@ def build(
 
 
 def make_scheduler(megatron_cfg: Mapping[str, Any], optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Returns the learning-rate and weight-decay schedule of the recipe, counted in optimizer steps.
+    """Returns the learning-rate and weight-decay schedule of the recipe, counted in calls of `train` as in NeMo-RL.
 
     Raises:
         ValueError: the schedule's length is left to a run, and there is none.
@@ -133,7 +133,7 @@ def make_scheduler(megatron_cfg: Mapping[str, Any], optimizer: MegatronOptimizer
     if section["lr_decay_iters"] is None:
         raise ValueError(
             "policy.megatron_cfg.scheduler.lr_decay_iters is null, which a run replaces by its number of steps; for a "
-            "worker without a run, set it to a number of optimizer steps."
+            "worker without a run, set it to a number of calls of train."
         )
     scheduler = OptimizerParamScheduler(
         optimizer,

@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -24,15 +25,23 @@ from nemo_offload_rl.mcore.patches.saved_state import clear_saved_state_on_failu
 from nemo_offload_rl.mcore.router_updates import router_updates
 
 
+class Skip(Enum):
+    """Says why an optimizer step was not taken."""
+
+    NOT_FINITE = "the loss or a gradient is not finite"
+    LARGE_NORM = "the gradient's norm is above policy.megatron_cfg.optimizer.grad_norm_skip_threshold"
+    NO_TOKENS = "no token of the batch is trained"
+
+
 @dataclass
 class StepResult:
     """Reports the result of one optimizer step, equal on every rank."""
 
     loss: float
     grad_norm: float
-    """Norm of the whole gradient before clipping; NaN if the step was skipped."""
-    skipped: bool
-    """Whether the loss or a gradient was not finite; parameters and router biases are then left unchanged."""
+    """Norm of the whole gradient before clipping; NaN if it was not computed, or the loss or a gradient not finite."""
+    skipped: Skip | None
+    """Why parameters, optimizer state and router biases were left unchanged; None if they were updated."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -110,9 +119,11 @@ def _add(sums: dict[str, Tensor], shares: dict[str, Tensor]) -> None:
 
 
 def _clip_and_update(optimizer: ChainedOptimizer, norm: float) -> None:
-    """Run the second half of `optimizer.step()`: clip the gradients that `prepare_grads` prepared, and update.
+    """Run the second half of `ChainedOptimizer.step()`: clip the gradients that `prepare_grads` prepared, and update.
 
-    Parameters with a norm of their own (multi-token prediction) are not supported here.
+    megatron-core's own skips the update after clipping if the norm is above `grad_norm_skip_threshold`, and counts
+    zeros in between; the caller does both. Parameters with a norm of their own (multi-token prediction) and
+    Megatron-FSDP are not supported here. tests/unit/mcore/test_worker_step.py compares the source that this follows.
     """
     for part in optimizer.chained_optimizers:
         parameters = part.get_parameters()
@@ -138,6 +149,10 @@ def train_step(
 ) -> StepResult:
     """Run forward and backward passes and one optimizer step over one global batch.
 
+    The step is skipped if the loss or a gradient is not finite, if the gradient's norm is above the optimizer's
+    `grad_norm_skip_threshold`, or if no token of the global batch is trained, since Adam's momentum and weight decay
+    would move the weights without a gradient. The learning-rate schedule does not move: the caller ticks it.
+
     Args:
         state: model and optimizer.
         batches: this data-parallel rank's micro-batches.
@@ -149,7 +164,7 @@ def train_step(
         empty_unused_memory_level: from 1 on torch's cache is emptied before the optimizer's step, from 2 on also after
             it (as in megatron/training/training.py).
     """
-    assert state.optimizer is not None and state.scheduler is not None
+    assert state.optimizer is not None
     for chunk in state.model:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
@@ -188,16 +203,28 @@ def train_step(
         grad_norm = float(optimizer.get_grad_norm())
         totals = _sum_over_ranks(sums, device)
         loss = totals.pop("loss")
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        if optimizer.config.log_num_zeros_in_grad:
+            totals["num_zeros_in_grad"] = float(optimizer.count_zeros())
+        has_tokens = bool(counts.valid_toks > 0)
+        reason = _reason_to_skip(loss, grad_norm, optimizer.config.grad_norm_skip_threshold, has_tokens=has_tokens)
+        if reason is not None:
             undo_router_updates()
-            return StepResult(loss, math.nan, skipped=True, metrics=totals)
+            grad_norm = math.nan if reason is Skip.NOT_FINITE else grad_norm
+            return StepResult(loss, grad_norm, skipped=reason, metrics=totals)
         state.watch.before_step()
         _clip_and_update(optimizer, grad_norm)
         state.watch.after_step(grad_norm, [group["lr"] for group in optimizer.param_groups], device)
     if empty_unused_memory_level >= 2:
         torch.cuda.empty_cache()
-    state.scheduler.step(increment=1)
-    return StepResult(loss, grad_norm, skipped=False, metrics=totals)
+    return StepResult(loss, grad_norm, skipped=None, metrics=totals)
+
+
+def _reason_to_skip(loss: float, grad_norm: float, threshold: float, *, has_tokens: bool) -> Skip | None:
+    if not has_tokens:
+        return Skip.NO_TOKENS
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        return Skip.NOT_FINITE
+    return Skip.LARGE_NORM if grad_norm > threshold else None
 
 
 @contextlib.contextmanager
@@ -232,7 +259,7 @@ def evaluate(
 
     _run(state, batches, on_output, of=of, forward_only=True, device=device)
     totals = _sum_over_ranks(sums, device)
-    return StepResult(totals.pop("loss"), math.nan, skipped=False, metrics=totals)
+    return StepResult(totals.pop("loss"), math.nan, skipped=None, metrics=totals)
 
 
 @torch.no_grad()

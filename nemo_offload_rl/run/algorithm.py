@@ -110,10 +110,10 @@ class Algorithm(ABC):
         """Has ranks verify the files that ranks wrote to a checkpoint; returns a line for each damaged file."""
         return self._policy.find_damage(str(folder), files)
 
-    def load(self, folder: Path, num_skipped: int) -> None:
-        """Loads the policy from a checkpoint folder, before which `num_skipped` of the run's steps were skipped."""
+    def load(self, folder: Path, step: int, num_skipped: int) -> None:
+        """Loads the policy from the checkpoint folder of a step, up to which so many optimizer steps were skipped."""
         self.num_skipped = num_skipped
-        self._policy.load_checkpoint(str(folder / POLICY_FOLDER), num_skipped)
+        self._policy.load_checkpoint(str(folder / POLICY_FOLDER), num_skipped, num_train_calls=step)
 
     def export_hf(self, folder: Path) -> None:
         """Writes the policy as a Hugging Face folder.

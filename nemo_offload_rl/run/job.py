@@ -194,7 +194,7 @@ class Job:
             config, decided = fitted_to_gpus(config, self.algorithm, gpu_bytes)
             for note in [*self.notes, *adaptations, *decided]:
                 _say(session.console, note, style="dim")
-            policy = with_run_length(config["policy"], self.preparation.schedule.max_num_steps)
+            policy = with_run_length(config["policy"], self.preparation.schedule.num_steps)
             session.interrupt.check()
             algorithm = self.preparation.build(policy, session.cluster)
             # After an immediate stop the workers may be in the middle of a step, so the cluster kills them.
@@ -249,7 +249,7 @@ class Job:
             done = session.interrupt.progress
             done.num_done, done.num_saved, done.checkpoint = state.step, state.step, newest
             algorithm.position = state.position
-            algorithm.load(newest, state.num_skipped)
+            algorithm.load(newest, state.step, state.num_skipped)
         section = self.config["logger"]
         metrics = RunLogger(
             run_dir,
@@ -258,7 +258,7 @@ class Job:
             self.config,
             None if newest is None else state.step,
         )
-        progress = LiveProgress(self.algorithm.upper(), schedule.max_num_steps, session.console)
+        progress = LiveProgress(self.algorithm.upper(), schedule.num_steps, session.console)
         with closing(metrics), progress:
             outputs = _Outputs(metrics, progress, gpus, session.console)
             run = Run(algorithm, schedule, state, checkpoints, writer, outputs, session.interrupt, session.limit)

@@ -57,8 +57,8 @@ class Policy(WeightSource, Protocol):
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
         """Verifies the checkpoint files that ranks wrote; returns a line for each damaged file."""
 
-    def load_checkpoint(self, folder: str, num_skipped: int = 0) -> None:
-        """Loads a checkpoint that ``save_checkpoint`` wrote."""
+    def load_checkpoint(self, folder: str, num_skipped: int = 0, num_train_calls: int | None = None) -> None:
+        """Loads a checkpoint that ``save_checkpoint`` wrote, after so many skipped steps and calls of ``train``."""
 
     def export_hf(self, folder: str) -> None:
         """Writes a Hugging Face folder."""

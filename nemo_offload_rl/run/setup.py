@@ -68,7 +68,7 @@ class Preparation:
 
 
 def with_run_length(policy: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
-    """Returns the policy section with a null or absent scheduler.lr_decay_iters set to the run's number of steps.
+    """Returns the policy section with a null or absent scheduler.lr_decay_iters set to the run's training steps.
 
     It is at least one more than the warm-up, since megatron-core requires that, even if the run ends within the
     warm-up.
@@ -271,13 +271,16 @@ def make_answer_format(
     )
 
 
-def make_schedule(section: GRPOConfig | SFTConfig, checkpointing: CheckpointingConfig) -> Schedule:
+def make_schedule(
+    section: GRPOConfig | SFTConfig, checkpointing: CheckpointingConfig, *, steps_per_epoch: int
+) -> Schedule:
     """Reads from a recipe when its run validates, saves and ends."""
     limit = checkpointing["checkpoint_must_save_by"]
     metric, threshold = section.get("stop_at_validation_metric"), section.get("stop_at_validation_threshold")
     return Schedule(
         max_num_steps=section["max_num_steps"],
         max_num_epochs=section["max_num_epochs"],
+        steps_per_epoch=steps_per_epoch,
         val_period=section["val_period"],
         val_at_start=section["val_at_start"],
         val_at_end=section["val_at_end"],

@@ -65,6 +65,7 @@ class Schedule:
     Attributes:
         max_num_steps: the most steps of the run.
         max_num_epochs: the most passes over the training data.
+        steps_per_epoch: steps of one pass; with dynamic sampling, which may draw several batches a step, the most.
         val_period: steps between validations; 0 for no periodic validation.
         val_at_start: whether to validate before the first step.
         val_at_end: whether to validate after the last step.
@@ -76,12 +77,18 @@ class Schedule:
 
     max_num_steps: int
     max_num_epochs: int
+    steps_per_epoch: int
     val_period: int
     val_at_start: bool
     val_at_end: bool
     save_period: int
     target: StopTarget | None
     must_save_by_s: float | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of the whole run, if no target, signal or time limit ends it."""
+        return min(self.max_num_steps, self.max_num_epochs * self.steps_per_epoch)
 
 
 class TimeLimit:

@@ -228,9 +228,9 @@ class PolicyWorkerGroup:
         """Returns what is wrong with a checkpoint's files, one line each; one rank reads each file."""
         return [line for lines in self._run("find_damage", [folder, files], from_all_ranks=True) for line in lines]
 
-    def load_checkpoint(self, folder: str, num_skipped: int = 0) -> None:
-        """Read a checkpoint, each rank its part; `num_skipped` of the run's steps were skipped before it."""
-        self._run("load_checkpoint", [folder, num_skipped])
+    def load_checkpoint(self, folder: str, num_skipped: int = 0, num_train_calls: int | None = None) -> None:
+        """Read a checkpoint, each rank its part; see `MegatronPolicyWorker.load_checkpoint`."""
+        self._run("load_checkpoint", [folder, num_skipped, num_train_calls])
 
     def export_hf(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder.

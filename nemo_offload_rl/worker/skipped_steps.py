@@ -2,7 +2,7 @@
 
 import logging
 
-from nemo_offload_rl.mcore.step import StepResult
+from nemo_offload_rl.mcore.step import Skip, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -12,7 +12,7 @@ class TooManySkippedStepsError(RuntimeError):
 
 
 class SkippedSteps:
-    """Counts skipped steps.
+    """Counts steps whose loss or gradient was not finite; other reasons to skip a step are logged only.
 
     Args:
         limit: policy.max_skipped_steps.
@@ -26,12 +26,14 @@ class SkippedSteps:
         self.num_skipped = 0
 
     def count(self, result: StepResult) -> None:
-        """Count a step if it was skipped.
+        """Count a step if it was skipped, and log why.
 
         Raises:
             TooManySkippedStepsError: it was skipped, and exceeds the limit.
         """
-        if not result.skipped:
+        if result.skipped is not Skip.NOT_FINITE:
+            if result.skipped is not None:
+                logger.warning("step skipped: %s (norm %g)", result.skipped.value, result.grad_norm)
             return
         self.num_skipped += 1
         logger.warning("step skipped: loss %s or a gradient is not finite (%d so far)", result.loss, self.num_skipped)

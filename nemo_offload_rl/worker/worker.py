@@ -1,6 +1,7 @@
 """Runs one rank of a Megatron policy: a plain class, which worker/actor.py wraps in a Ray actor."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -160,7 +161,8 @@ class MegatronPolicyWorker:
     def train(self, data: BatchedData, loss_fn: LossFunction, gbs: int, mbs: int) -> dict[str, Any]:
         """Train on this data-parallel rank's rows, one optimizer step for each global batch of `gbs` samples.
 
-        A sample is a row, or a group of rows that belong together (`data.group_size`).
+        The schedule of learning rate and weight decay ticks once a call, as in NeMo-RL: all optimizer steps of a call
+        have the same rate. A sample is a row, or a group of rows that belong together (`data.group_size`).
 
         Args:
             data: the training batch's fields (see data/batch.py); a multiple of gbs / dp samples.
@@ -169,8 +171,10 @@ class MegatronPolicyWorker:
             mbs: samples of a micro-batch (padded batches).
 
         Returns:
-            loss, grad_norm, lr, num_steps, num_skipped, num_microbatches, tokens, and metrics by name: means over the
-            optimizer steps, equal on every rank.
+            loss, grad_norm, lr (the rate of these optimizer steps), num_steps, num_skipped (steps whose loss or
+            gradient was not finite), num_microbatches, tokens, and metrics by name: means over the optimizer steps,
+            equal on every rank. Steps that were skipped for another `step.Skip` are counted in metrics, if there are
+            any.
 
         Raises:
             ValueError: the samples are no multiple of gbs / dp, or a sequence is too long.
@@ -186,17 +190,23 @@ class MegatronPolicyWorker:
         with self._peaks.of("train"):
             results, num_microbatches = self._train_steps(data, loss_fn, local, mbs)
         self._early.after_training()
-        done = [result for result in results if not result.skipped]
+        done = [result for result in results if result.skipped is None]
+        skipped = Counter(result.skipped for result in results if result.skipped is not None)
+        num_not_finite = skipped.pop(step.Skip.NOT_FINITE, 0)
         names = results[-1].metrics
+        learning_rate = self._learning_rate()
+        assert self.state.scheduler is not None
+        self.state.scheduler.step(increment=1)
         return {
             "loss": mean(result.loss for result in done or results),
             "grad_norm": mean(result.grad_norm for result in done or results),
-            "lr": self._learning_rate(),
+            "lr": learning_rate,
             "num_steps": len(done),
-            "num_skipped": len(results) - len(done),
+            "num_skipped": num_not_finite,
             "num_microbatches": num_microbatches,
             "tokens": int(data["input_lengths"].sum()),
-            "metrics": {name: mean(result.metrics[name] for result in done or results) for name in names},
+            "metrics": {name: mean(result.metrics[name] for result in done or results) for name in names}
+            | {f"num_skipped_{reason.name.lower()}": float(number) for reason, number in skipped.items()},
         }
 
     def _train_steps(
@@ -362,11 +372,13 @@ class MegatronPolicyWorker:
         """Read this rank's share of a checkpoint's files and say what is wrong with them, one line each."""
         return find_damage(Path(folder), files.of_rank(self._rank, self._world_size))
 
-    def load_checkpoint(self, folder: str, num_skipped: int = 0) -> None:
+    def load_checkpoint(self, folder: str, num_skipped: int = 0, num_train_calls: int | None = None) -> None:
         """Read what `save_checkpoint` wrote; collective.
 
         Args:
             folder: the folder of the checkpoint's policy.
+            num_train_calls: calls of `train` up to the checkpoint, where the schedule goes on; None takes the
+                checkpoint's count. Earlier versions counted optimizer steps, of which a call may have several.
             num_skipped: steps of the run up to the checkpoint that were skipped, which policy.max_skipped_steps limits.
 
         Raises:
@@ -377,6 +389,9 @@ class MegatronPolicyWorker:
         self.graphs.delete()
         self._checkpoints.load(folder)
         self._skipped.num_skipped = num_skipped
+        if num_train_calls is not None and self.state.scheduler is not None:
+            self.state.scheduler.num_steps = num_train_calls
+            self.state.scheduler.step(increment=0)
 
     # --- queries and shutdown ---------------------------------------------------------------------------------------
 

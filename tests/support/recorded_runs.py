@@ -13,7 +13,14 @@ from nemo_offload_rl.run.interrupt import Interrupt
 from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason
 
 SIX_STEPS = Schedule(
-    max_num_steps=6, max_num_epochs=99, val_period=2, val_at_start=True, val_at_end=True, save_period=2, target=None
+    max_num_steps=6,
+    max_num_epochs=99,
+    steps_per_epoch=4,
+    val_period=2,
+    val_at_start=True,
+    val_at_end=True,
+    save_period=2,
+    target=None,
 )
 
 
@@ -57,7 +64,7 @@ def record_with_a_break(
     newest, resumed = checkpoints.newest_first()[0], make()
     state = RunState.read(newest)
     resumed.position = state.position
-    resumed.load(newest, state.num_skipped)
+    resumed.load(newest, state.step, state.num_skipped)
     check_loaded(resumed)
     _, after = record(resumed, SIX_STEPS, checkpoints, state)
     return {**before.without_timings(), **after.without_timings()}

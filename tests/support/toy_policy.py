@@ -148,7 +148,7 @@ class ToyPolicy:
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
         return find_damage(Path(folder), files.of_rank(0, 1))
 
-    def load_checkpoint(self, folder: str, num_skipped: int) -> None:
+    def load_checkpoint(self, folder: str, num_skipped: int = 0, num_train_calls: int | None = None) -> None:
         self.num_skipped = num_skipped
         state = torch.load(Path(folder) / "state.pt", weights_only=True)
         self.table.data.copy_(state["table"])

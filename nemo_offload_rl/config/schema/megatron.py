@@ -78,17 +78,20 @@ class MegatronSchedulerConfig(TypedDict):
 
     # Weight decay at the first step. 0 or more; recommended "${policy.megatron_cfg.optimizer.weight_decay}".
     start_weight_decay: NonNegativeFloat
-    # Weight decay at the last step. 0 or more; recommended "${policy.megatron_cfg.optimizer.weight_decay}".
+    # Weight decay after lr_decay_iters training steps. 0 or more; recommended
+    # "${policy.megatron_cfg.optimizer.weight_decay}".
     end_weight_decay: NonNegativeFloat
     # How weight decay changes from start to end: constant, linear or cosine. Recommended: constant.
     weight_decay_incr_style: Literal["constant", "linear", "cosine"]
     # How the learning rate decreases after the warm-up: constant, linear, cosine or inverse-square-root. Recommended:
     # constant for RL, cosine for SFT.
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"]
-    # Optimizer steps until the learning rate reaches min_lr, including the warm-up; null for the run's own number of
-    # steps. Absent: same as null.
+    # Training steps until the learning rate reaches min_lr, including the warm-up. The schedule moves once a training
+    # step, as in NeMo-RL, also if that has several optimizer steps (policy.train_global_batch_size below the samples of
+    # a step). Null: the run's own number, which is max_num_steps, or the steps of max_num_epochs if these are fewer.
+    # Absent: same as null.
     lr_decay_iters: NotRequired[PositiveInt | None]
-    # Optimizer steps of linear warm-up from lr_warmup_init to lr. 0 or more; recommended 1 to 5% of the run.
+    # Training steps of linear warm-up from lr_warmup_init to lr. 0 or more; recommended 1 to 5% of the run.
     lr_warmup_iters: NonNegativeInt
     # Learning rate at the start of the warm-up. 0 to lr; recommended a tenth of lr.
     lr_warmup_init: NonNegativeFloat

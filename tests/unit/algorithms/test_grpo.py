@@ -49,7 +49,14 @@ SETTINGS = GroupSettings(
     batch_multiplier=1,
 )
 SCHEDULE = Schedule(
-    max_num_steps=6, max_num_epochs=99, val_period=3, val_at_start=True, val_at_end=True, save_period=2, target=None
+    max_num_steps=6,
+    max_num_epochs=99,
+    steps_per_epoch=4,
+    val_period=3,
+    val_at_start=True,
+    val_at_end=True,
+    save_period=2,
+    target=None,
 )
 
 
@@ -177,7 +184,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stop):
 
     setting, state = Setting(), RunState.read(newest)
     setting.grpo.position = state.position
-    setting.grpo.load(newest, state.num_skipped)
+    setting.grpo.load(newest, state.step, state.num_skipped)
     _, after, _ = setting.run(checkpoints=checkpoints("parts"), state=state)
     assert {**before.without_timings(), **after.without_timings()} == whole.without_timings()
     assert list(after.rows) == list(range(stop + 1, 7))
@@ -560,7 +567,7 @@ def test_a_run_goes_on_bit_for_bit_once_its_reward_is_mended(tmp_path):
     state = RunState.read(newest)
     assert state.step == 3
     again = Setting()
-    again.grpo.load(newest, state.num_skipped)
+    again.grpo.load(newest, state.step, state.num_skipped)
     again.grpo.position = state.position
     _, rest, _ = again.run(schedule, NoCheckpoints(), state)
     for step in (4, 5, 6):

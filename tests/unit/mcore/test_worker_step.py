@@ -1,10 +1,14 @@
 """Tests the computation of a step on one rank."""
 
+import hashlib
+import inspect
 from dataclasses import dataclass
 
 import pytest
 import torch
-from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
+from megatron.core.optimizer import ChainedOptimizer
+from support.everyday import upstream_learning_rate
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.worker.skipped_steps import TooManySkippedStepsError
@@ -89,8 +93,8 @@ def test_training_learns_and_follows_the_schedule(make_worker):
     worker = make_worker()
     results = [worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=8) for _ in range(20)]
     assert results[-1]["loss"] < 0.8 * results[0]["loss"]
-    # The rate warms up over two steps from 1e-4 to 1e-3; the reported rate is the next step's.
-    assert [round(r["lr"], 6) for r in results[:3]] == [5.5e-4, 1e-3, 1e-3]
+    # The rate warms up over two steps from 1e-4 to 1e-3.
+    assert [round(r["lr"], 6) for r in results[:3]] == [1e-4, 5.5e-4, 1e-3]
     assert results[0]["num_steps"] == 1
     assert results[0]["tokens"] == int(random_batch(8)["input_lengths"].sum())
 
@@ -134,6 +138,98 @@ def test_steps_that_were_skipped_before_a_checkpoint_count_on(make_worker, tmp_p
     worker.train(random_batch(4), PoisonedLoss(False), gbs=4, mbs=4)
     with pytest.raises(TooManySkippedStepsError, match="in 3 steps of this run"):
         worker.train(random_batch(4), PoisonedLoss(False), gbs=4, mbs=4)
+
+
+def test_the_schedule_ticks_once_a_call_as_in_nemo_rl(make_worker, tmp_path):
+    """Each call has four optimizer steps; a checkpoint that counted those goes on at the run's step."""
+    policy = tiny_policy()
+    shape = {"style": "linear", "init": 1e-5, "peak": 1e-3, "floor": 1e-4, "warmup": 2, "decay": 6}
+    policy["megatron_cfg"]["optimizer"]["min_lr"] = shape["floor"]
+    policy["megatron_cfg"]["scheduler"] |= {
+        "lr_decay_style": "linear",
+        "lr_warmup_init": shape["init"],
+        "lr_warmup_iters": shape["warmup"],
+        "lr_decay_iters": shape["decay"],
+        "weight_decay_incr_style": "linear",
+        "end_weight_decay": 0.07,
+    }
+    worker = make_worker(policy)
+    for call in range(4):
+        decay = max(group["weight_decay"] for group in worker.state.optimizer.param_groups)
+        assert decay == pytest.approx(0.01 + 0.01 * call)
+        result = worker.train(random_batch(8, seed=call), NLLLoss(), gbs=2, mbs=2)
+        assert result["num_steps"] == 4
+        assert result["lr"] == pytest.approx(upstream_learning_rate(call, **shape))
+    worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    worker.load_checkpoint(str(tmp_path / "policy"))
+    assert worker.train(random_batch(2), NLLLoss(), gbs=2, mbs=2)["lr"] == pytest.approx(
+        upstream_learning_rate(4, **shape)
+    )
+    worker.load_checkpoint(str(tmp_path / "policy"), num_train_calls=3)
+    assert worker.train(random_batch(2), NLLLoss(), gbs=2, mbs=2)["lr"] == pytest.approx(
+        upstream_learning_rate(3, **shape)
+    )
+
+
+def state_of(worker) -> list[torch.Tensor]:
+    """Returns the parameters and Adam's moments."""
+    [part] = worker.state.optimizer.chained_optimizers
+    moments = [state[name] for state in part.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return [tensor.detach().clone() for tensor in [*parameters_of(worker).values(), *moments]]
+
+
+def test_a_batch_without_trained_tokens_changes_nothing(make_worker):
+    """Adam's momentum and weight decay would move the weights; the next batch of the same call is trained."""
+    worker = make_worker(tiny_policy() | {"max_skipped_steps": 0})
+    worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
+    before = state_of(worker)
+    masked = random_batch(4, seed=1)
+    masked["sample_mask"] = torch.zeros(4)
+    result = worker.train(masked, NLLLoss(), gbs=4, mbs=2)
+    assert all(torch.equal(*pair) for pair in zip(before, state_of(worker), strict=True))
+    assert (result["num_steps"], result["num_skipped"]) == (0, 0)
+    assert result["metrics"]["num_skipped_no_tokens"] == 1
+    half = random_batch(8, seed=2)
+    half["sample_mask"] = torch.tensor([0.0] * 4 + [1.0] * 4)
+    result = worker.train(half, NLLLoss(), gbs=4, mbs=2)
+    assert (result["num_steps"], result["metrics"]["num_skipped_no_tokens"]) == (1, 1)
+    assert result["loss"] > 0 and result["grad_norm"] > 0
+
+
+def test_a_gradient_above_the_threshold_is_not_applied(make_worker):
+    policy = tiny_policy()
+    norm = make_worker(policy).train(random_batch(4), NLLLoss(), gbs=4, mbs=2)["grad_norm"]
+    for factor, num_steps in ((1.01, 1), (0.99, 0)):
+        policy["megatron_cfg"]["optimizer"]["grad_norm_skip_threshold"] = factor * norm
+        worker = make_worker(policy)
+        before = parameters_of(worker)
+        result = worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
+        assert (result["num_steps"], result["num_skipped"]) == (num_steps, 0)
+        assert result["metrics"].get("num_skipped_large_norm", 0) == 1 - num_steps
+        assert result["grad_norm"] == pytest.approx(norm)
+        after = parameters_of(worker)
+        assert all(torch.equal(before[name], after[name]) for name in before) == (num_steps == 0)
+
+
+def test_zeros_in_the_gradient_are_counted(make_worker):
+    policy = tiny_policy(TINY_QWEN3 | {"tie_word_embeddings": False})
+    assert "num_zeros_in_grad" not in make_worker(policy).train(random_batch(4), NLLLoss(), gbs=4, mbs=4)["metrics"]
+    policy["megatron_cfg"]["optimizer"]["log_num_zeros_in_grad"] = True
+    worker = make_worker(policy)
+    data = random_batch(4)
+    data["input_ids"].clamp_(max=4)  # the embeddings of the other tokens get no gradient
+    found = worker.train(data, NLLLoss(), gbs=4, mbs=4)["metrics"]["num_zeros_in_grad"]
+    gradients = [parameter.main_grad for _, parameter in worker.state.parameters()]
+    assert found == sum(int((gradient == 0).sum()) for gradient in gradients) >= 9 * 64
+
+
+def test_the_update_follows_the_source_of_this_megatron_core():
+    """`step._clip_and_update` repeats ChainedOptimizer.step, apart from parameters with a norm of their own."""
+    source = inspect.getsource(ChainedOptimizer.step)
+    assert hashlib.sha256(source.encode()).hexdigest()[:16] == "c2b301e02ec29f4e", (
+        "megatron-core's ChainedOptimizer.step has changed: compare it with nemo_offload_rl/mcore/step.py, and then "
+        "write its new hash here"
+    )
 
 
 def test_evaluation_changes_nothing_and_equals_the_loss_of_training(make_worker):

@@ -28,6 +28,22 @@ def test_the_tiny_recipes_can_be_prepared(name):
     assert job.preparation.schedule.target == StopTarget(metric, section["stop_at_validation_threshold"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "num_steps"),
+    [
+        ([], 5 * (9000 // 64)),
+        (["grpo.max_num_steps=40"], 40),
+        (["grpo.max_num_epochs=1"], 9000 // 64),
+        (["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2"], 5 * (9000 // 128)),
+    ],
+)
+def test_a_schedule_is_as_long_as_the_steps_or_the_epochs(changes, num_steps):
+    """As in NeMo-RL: min(max_num_steps, max_num_epochs x batches of an epoch)."""
+    overrides = ["grpo.max_num_steps=1000000", "grpo.batch_multiplier=1", *changes]
+    job = Job.prepare(config.load(CONFIGS / "grpo_tiny_cpu.yaml", overrides))
+    assert job.preparation.schedule.num_steps == num_steps
+
+
 def test_datasets_by_their_names(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps({"q": f"{n}", "a": n}) for n in range(3)))

@@ -17,7 +17,14 @@ from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget
 from nemo_offload_rl.storage.disk import DiskFullError
 
 SCHEDULE = Schedule(
-    max_num_steps=10, max_num_epochs=5, val_period=4, val_at_start=False, val_at_end=False, save_period=3, target=None
+    max_num_steps=10,
+    max_num_epochs=5,
+    steps_per_epoch=4,
+    val_period=4,
+    val_at_start=False,
+    val_at_end=False,
+    save_period=3,
+    target=None,
 )
 
 

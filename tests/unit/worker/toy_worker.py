@@ -94,7 +94,7 @@ class ToyWorker:
         return {"train/optimizer_state/copy_s": seconds, "train/optimizer_state/gb_per_s": 6.0 / seconds}
 
     # The folder's name chooses the failure, since this verb takes a string.
-    def load_checkpoint(self, folder, num_skipped):
+    def load_checkpoint(self, folder, num_skipped, num_train_calls):
         if folder == "fail on rank 1, wait on rank 0":
             if self.rank == 0:
                 time.sleep(600)
