@@ -172,14 +172,28 @@ class CheckpointFolder:
         folder: the folder of all checkpoints; made with the first one.
         metric: the logged metric that ranks checkpoints, such as ``validation/accuracy``; None ranks them by age.
         higher_is_better: whether a larger value of that metric is better.
-        keep_top_k: how many checkpoints are kept, always including the newest; None keeps all.
+        keep_top_k: how many of the checkpoints whose step ``save_period`` divides are kept, the best ones; None keeps
+            all of these.
+        save_period: steps between the checkpoints that are ranked; the others are kept only as the newest ones.
+        ft_keep_latest_k: how many of the newest checkpoints are kept, whatever their step; None is the newest one, or
+            all if ``keep_top_k`` is None, too.
     """
 
-    def __init__(self, folder: Path, metric: str | None, higher_is_better: bool, keep_top_k: int | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        metric: str | None,
+        higher_is_better: bool,
+        keep_top_k: int | None,
+        save_period: int = 1,
+        ft_keep_latest_k: int | None = None,
+    ) -> None:
         self._folder = Path(folder)
         self._metric = metric
         self._higher_is_better = higher_is_better
         self._keep_top_k = keep_top_k
+        self._save_period = save_period
+        self._ft_keep_latest_k = ft_keep_latest_k
 
     def start(self, state: RunState, metrics: Mapping[str, float], writer: CheckpointWriter) -> UnfinishedCheckpoint:
         """Begins a checkpoint in a temporary folder, which ``finish`` renames.
@@ -200,7 +214,7 @@ class CheckpointFolder:
         return UnfinishedCheckpoint(unfinished, copy.deepcopy(state), dict(metrics), writer)
 
     def finish(self, checkpoint: UnfinishedCheckpoint) -> Path:
-        """Completes a checkpoint, writes its manifest, renames its folder, and removes the worst checkpoints.
+        """Completes a checkpoint, writes its manifest, renames its folder, and removes those that need not be kept.
 
         Returns:
             The checkpoint's folder.
@@ -217,7 +231,7 @@ class CheckpointFolder:
             write_manifest(unfinished, known)
         unfinished.rename(finished)
         sync(self._folder)
-        self._remove_worst()
+        self._remove_others()
         return finished
 
     def _finished_as(self, state: RunState) -> Path:
@@ -235,7 +249,7 @@ class CheckpointFolder:
 
     def newest_first(self) -> list[Path]:
         """Returns all checkpoints, the newest first."""
-        return sorted(self._finished(), key=_step_of, reverse=True)
+        return sorted(self._finished(), key=step_of, reverse=True)
 
     def set_aside(self, checkpoint: Path) -> Path:
         """Renames a damaged checkpoint so that it no longer counts as one and its step can be saved again.
@@ -258,16 +272,18 @@ class CheckpointFolder:
     def _finished(self) -> list[Path]:
         return [path for path in self._folder.glob("step_*") if path.is_dir() and _FINISHED.fullmatch(path.name)]
 
-    def _remove_worst(self) -> None:
-        if self._keep_top_k is None:
+    def _remove_others(self) -> None:
+        """Removes what neither ``keep_top_k`` nor ``ft_keep_latest_k`` keeps, except the newest."""
+        if self._keep_top_k is None and self._ft_keep_latest_k is None:
             return
-        newest, *older = self.newest_first()
-        for worst in sorted(older, key=self._rank, reverse=True)[self._keep_top_k - 1 :]:
-            logger.info(
-                "Removing the checkpoint %s: checkpointing.keep_top_k keeps %d others.", worst, self._keep_top_k
-            )
-            shutil.rmtree(worst)
-        assert newest.exists()
+        newest_first = self.newest_first()
+        ranked = [checkpoint for checkpoint in newest_first if step_of(checkpoint) % self._save_period == 0]
+        best = sorted(ranked, key=self._rank, reverse=True)[: self._keep_top_k]
+        newest = newest_first[: max(1, self._ft_keep_latest_k or 0)]
+        for other in newest_first:
+            if other not in best and other not in newest:
+                logger.info("Removing the checkpoint %s, which is neither among the best nor among the newest.", other)
+                shutil.rmtree(other)
 
     def _rank(self, checkpoint: Path) -> tuple[float, int]:
         """Returns a sort key, larger for better checkpoints; those whose metric is absent or NaN are the worst."""
@@ -277,8 +293,8 @@ class CheckpointFolder:
             logger.warning("Checkpoint %s is damaged: %s. It counts as the worst.", checkpoint, error)
             value = None
         if value is None or math.isnan(value):
-            return float("-inf"), _step_of(checkpoint)
-        return value if self._higher_is_better else -value, _step_of(checkpoint)
+            return float("-inf"), step_of(checkpoint)
+        return value if self._higher_is_better else -value, step_of(checkpoint)
 
 
 class NoCheckpoints:
@@ -306,7 +322,8 @@ class NoCheckpoints:
 Checkpoints = CheckpointFolder | NoCheckpoints
 
 
-def _step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
+    """Returns the number of steps in the name of a checkpoint's folder."""
     match = _FINISHED.fullmatch(checkpoint.name)
     assert match is not None
     return int(match.group(1))

@@ -229,6 +229,8 @@ class Job:
             None if metric is None else logged_name(metric),
             section["higher_is_better"],
             section["keep_top_k"],
+            section["save_period"],
+            section["ft_keep_latest_k"],
         )
 
     def _train(

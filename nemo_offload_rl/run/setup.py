@@ -285,6 +285,7 @@ def make_schedule(
         val_at_start=section["val_at_start"],
         val_at_end=section["val_at_end"],
         save_period=checkpointing["save_period"],
+        ft_save_period=checkpointing["ft_save_period"],
         must_save_by_s=None if limit is None else duration_s(limit),
         target=None if metric is None or threshold is None else StopTarget(logged_name(metric), threshold),
     )

@@ -73,6 +73,7 @@ class Schedule:
         target: the validation metric and value at which to end early; None to run all steps.
         must_save_by_s: seconds, from the first step of this command, within which the run has to save and end; None for
             no limit.
+        ft_save_period: steps between further checkpoints, from which a run that has failed resumes; None for none.
     """
 
     max_num_steps: int
@@ -84,6 +85,12 @@ class Schedule:
     save_period: int
     target: StopTarget | None
     must_save_by_s: float | None = None
+    ft_save_period: int | None = None
+
+    def is_save_due(self, step: int) -> bool:
+        """Returns whether a checkpoint is due after `step` steps."""
+        periods = (self.save_period, self.ft_save_period)
+        return any(period is not None and step % period == 0 for period in periods)
 
     @property
     def num_steps(self) -> int:
@@ -275,7 +282,7 @@ class Run:
         if self._unfinished is not None and self._unfinished.writer.is_written():
             self._finish_save()
         self._outputs.log(self.state.step, metrics)  # before saving: a checkpoint's steps are all in the log
-        if self.state.step % self._schedule.save_period == 0 or self._reason_to_stop() is not None:
+        if self._schedule.is_save_due(self.state.step) or self._reason_to_stop() is not None:
             self._save()
         metrics["timing/train/total_step_time"] = time.perf_counter() - start
         self._finish()

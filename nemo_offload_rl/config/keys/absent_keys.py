@@ -49,6 +49,8 @@ IF_ABSENT: Mapping[str, Any] = {
     "logger.gpu_monitoring": {"collection_interval": 10, "flush_interval": 10},
     "logger.gpu_monitoring.collection_interval": 10,
     "logger.gpu_monitoring.flush_interval": 10,
+    "checkpointing.ft_save_period": None,
+    "checkpointing.ft_keep_latest_k": None,
     "checkpointing.on_damaged": "error",
     "checkpointing.grace_period_s": None,
     "checkpointing.checkpoint_must_save_by": None,

@@ -15,6 +15,17 @@ def time_limits_are_durations(text: str | None) -> Verdict:
     return f"must be days:hours:minutes:seconds above 0, such as '00:03:45:00'; found {show(text)}"
 
 
+@note("checkpointing.ft_save_period?", "checkpointing.ft_keep_latest_k?", "checkpointing.keep_top_k")
+def number_of_checkpoints_is_limited(period: int | None, num_newest: int | None, num_best: int | None) -> Verdict:
+    """Notes that every fault-tolerance checkpoint stays on the disk."""
+    if period is None or num_newest is not None or num_best is not None:
+        return None
+    return (
+        f"is {period}, and every one of these checkpoints is kept, since checkpointing.ft_keep_latest_k and "
+        "checkpointing.keep_top_k are null"
+    )
+
+
 @note(f"{MUST_SAVE_BY}?", "checkpointing.enabled")
 def time_limits_save_with_checkpoints(text: str | None, enabled: bool) -> Verdict:
     """Notes that a time limit without checkpoints ends the run, as in NeMo-RL, but saves nothing."""

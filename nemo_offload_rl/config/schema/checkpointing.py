@@ -4,7 +4,13 @@ from typing import Literal, NotRequired, TypedDict
 
 from pydantic import with_config
 
-from nemo_offload_rl.config.schema.value_types import STRICT, NonEmptyStr, PositiveFloat, PositiveInt
+from nemo_offload_rl.config.schema.value_types import (
+    STRICT,
+    NonEmptyStr,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 
 @with_config(STRICT)
@@ -19,10 +25,19 @@ class CheckpointingConfig(TypedDict):
     metric_name: NonEmptyStr | None
     # Whether a larger value of that metric is better: true for val:accuracy, false for val:val_loss.
     higher_is_better: bool
-    # Number of checkpoints to keep; null keeps all. 1 or more; recommended 3.
-    keep_top_k: PositiveInt | None
+    # Number of checkpoints to keep of the steps that save_period divides: the best by metric_name, the newer of equals.
+    # One whose metric is absent or NaN ranks below all others. The newest checkpoint stays beside them, whatever its
+    # step. 0 or more; null keeps all of these steps; recommended 3.
+    keep_top_k: NonNegativeInt | None
     # Steps between checkpoints. 1 or more; recommended a multiple of the validation period.
     save_period: PositiveInt
+    # Steps between further checkpoints, for runs that may fail: after a failure, fewer steps are lost. keep_top_k ranks
+    # only those that save_period divides, too; of the others, ft_keep_latest_k are kept. 1 or more. Null or absent:
+    # none.
+    ft_save_period: NotRequired[PositiveInt | None]
+    # Number of newest checkpoints to keep besides those of keep_top_k, whatever their step and metric. 0 or more;
+    # recommended 1 or 2 with ft_save_period. Null or absent: the newest, or all if keep_top_k is null.
+    ft_keep_latest_k: NotRequired[NonNegativeInt | None]
     # Save optimizer state too, without which a run cannot resume. Recommended: true.
     save_optimizer: bool
     # What a run does when the newest checkpoint is damaged, that is, differs from what was written: error (the run ends

@@ -808,6 +808,10 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
             ["checkpointing.enabled=false", "checkpointing.checkpoint_must_save_by='00:03:45:00'"],
             "checkpoint_must_save_by 00:03:45:00 ends the run without a checkpoint, since checkpointing.enabled is",
         ),
+        (
+            ["checkpointing.ft_save_period=2", "checkpointing.keep_top_k=null"],
+            "checkpointing.ft_save_period is 2, and every one of these checkpoints is kept, since",
+        ),
         (["checkpointing.save_period=7"], "checkpointing.save_period 7 is not a multiple of val_period (10)"),
     ],
 )

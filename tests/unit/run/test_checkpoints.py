@@ -20,8 +20,8 @@ from nemo_offload_rl.storage.manifest import find_damage, read_manifest
 ACCURACY = "validation/accuracy"
 
 
-def folder(path, metric=ACCURACY, higher_is_better=True, keep_top_k=2) -> CheckpointFolder:
-    return CheckpointFolder(path, metric, higher_is_better, keep_top_k)
+def folder(path, metric=ACCURACY, higher_is_better=True, keep_top_k=2, **newest) -> CheckpointFolder:
+    return CheckpointFolder(path, metric, higher_is_better, keep_top_k, **newest)
 
 
 def save(checkpoints, step, **metrics):
@@ -56,15 +56,44 @@ def test_the_best_and_the_newest_are_kept(tmp_path):
     checkpoints = folder(tmp_path)
     for step, accuracy in ((1, 0.9), (2, 0.3), (3, 0.5), (4, 0.1)):
         save(checkpoints, step, accuracy=accuracy)
-    assert steps(tmp_path) == [1, 4]
+    assert steps(tmp_path) == [1, 3, 4]
     assert checkpoints.newest_first()[0] == tmp_path / "step_4"
+
+
+def test_the_best_is_kept_also_where_one_is_kept(tmp_path):
+    checkpoints = folder(tmp_path, keep_top_k=1)
+    for step, accuracy in ((1, 0.9), (2, 0.3), (3, 0.9), (4, 0.1), (5, 0.2)):
+        save(checkpoints, step, accuracy=accuracy)
+    assert steps(tmp_path) == [3, 5]
+    assert [path.name for path in tmp_path.iterdir() if read_metrics_of(path)[ACCURACY] == 0.9] == ["step_3"]
+
+
+# Steps 1 to 8, of which 3 divides two; the accuracy falls, except at step 6. Worked out from NeMo-RL's definition.
+@pytest.mark.parametrize(
+    ("keep_top_k", "ft_keep_latest_k", "kept"),
+    [
+        (1, None, [6, 8]),
+        (2, None, [3, 6, 8]),
+        (0, None, [8]),
+        (1, 3, [6, 7, 8]),
+        (1, 0, [6, 8]),
+        (None, 2, [3, 6, 7, 8]),
+        (None, 0, [3, 6, 8]),
+        (None, None, [1, 2, 3, 4, 5, 6, 7, 8]),
+    ],
+)
+def test_steps_between_periods_are_kept_only_as_the_newest(tmp_path, keep_top_k, ft_keep_latest_k, kept):
+    checkpoints = folder(tmp_path, keep_top_k=keep_top_k, save_period=3, ft_keep_latest_k=ft_keep_latest_k)
+    for step in range(1, 9):
+        save(checkpoints, step, accuracy=0.9 if step == 6 else 0.8 - step / 10)
+    assert steps(tmp_path) == kept
 
 
 def test_lower_can_be_better(tmp_path):
     checkpoints = folder(tmp_path, "validation/val_loss", higher_is_better=False, keep_top_k=3)
     for step, loss in ((1, 0.9), (2, 0.3), (3, 0.5), (4, 0.7), (10, 0.8)):
         save(checkpoints, step, val_loss=loss)
-    assert steps(tmp_path) == [2, 3, 10]
+    assert steps(tmp_path) == [2, 3, 4, 10]
     assert checkpoints.newest_first()[0].name == "step_10"
 
 
@@ -72,12 +101,14 @@ def test_one_without_the_metric_ranks_last_and_the_older_of_equals_goes_first(tm
     checkpoints = folder(tmp_path, keep_top_k=3)
     for step, metrics in ((1, {"accuracy": 0.0}), (2, {}), (3, {"accuracy": 0.0}), (4, {"accuracy": 0.0}), (5, {})):
         save(checkpoints, step, **metrics)
-    assert steps(tmp_path) == [3, 4, 5]
+    assert steps(tmp_path) == [1, 3, 4, 5]
+    save(checkpoints, 6, accuracy=0.0)
+    assert steps(tmp_path) == [3, 4, 6]
 
 
 @pytest.mark.parametrize("higher_is_better", [True, False])
 def test_one_whose_metric_is_nan_ranks_last(tmp_path, higher_is_better):
-    checkpoints = folder(tmp_path, higher_is_better=higher_is_better, keep_top_k=3)
+    checkpoints = folder(tmp_path, higher_is_better=higher_is_better, keep_top_k=2)
     sign = 1 if higher_is_better else -1
     for step, accuracy in enumerate((0.5, 0.9, float("nan"), 0.1, 0.2), start=1):
         save(checkpoints, step, accuracy=sign * accuracy)

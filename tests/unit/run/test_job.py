@@ -120,6 +120,13 @@ def test_a_run_leaves_its_metrics_log_picture_model_and_checkpoints(tmp_path, se
     assert "│ train     │ optimizer state │ 4.000 │" in shown(session)
 
 
+def test_checkpoints_for_failures_are_saved_and_kept_as_the_recipe_says(tmp_path, session):
+    keys = ["save_period=4", "keep_top_k=1", "higher_is_better=true", "ft_save_period=3", "ft_keep_latest_k=2"]
+    make_job(tmp_path, *(f"checkpointing.{key}" for key in keys), "sft.max_num_steps=10").run(session)
+    # Saved: 3, 4, 6, 8, 9 and 10, the last. The validation loss falls, so that of 4 and 8 the first is the highest.
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step_4", "step_9", "step_10"}
+
+
 def test_a_run_that_starts_again_has_what_is_left_of_the_time_of_the_command(tmp_path, session):
     now = [0.0]
     session = replace(session, limit=TimeLimit(lambda: now[0]))

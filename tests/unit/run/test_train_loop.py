@@ -114,6 +114,11 @@ def test_steps_validations_and_checkpoints_are_where_the_schedule_has_them(tmp_p
     assert "validation/accuracy" not in outputs.rows[5]
 
 
+def test_further_checkpoints_have_a_period_of_their_own(tmp_path):
+    run(tmp_path, ft_save_period=4)
+    assert saved(tmp_path) == [3, 4, 6, 8, 9, 10]
+
+
 def test_timings_are_logged(tmp_path):
     row = run(tmp_path)[2].rows[4]
     assert row["timing/train/training"] >= 0
