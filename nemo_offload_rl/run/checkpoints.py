@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 from nemo_offload_rl.data.loader import START, DataPosition
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import sync, translate_disk_full, write_whole
-from nemo_offload_rl.storage.manifest import MANIFEST_FILE, DamagedError, write_manifest
+from nemo_offload_rl.storage.manifest import MANIFEST_FILE, CheckpointError, UnreadableError, write_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class RunState:
         """Reads the state of a checkpoint folder.
 
         Raises:
-            DamagedError: the state file is missing or damaged.
+            UnreadableError: the state file is missing or has unexpected content.
         """
         return _read(
             folder,
@@ -81,7 +81,7 @@ def read_metrics_of(folder: Path) -> dict[str, float]:
     """Returns the metrics that were saved with a checkpoint.
 
     Raises:
-        DamagedError: the state file is missing or damaged.
+        UnreadableError: the state file is missing or has unexpected content.
     """
     return _read(folder, lambda content: {name: float(value) for name, value in content["metrics"].items()})
 
@@ -90,7 +90,7 @@ def was_written_with_manifest(folder: Path) -> bool:
     """Returns whether a checkpoint folder must have a manifest; earlier versions wrote none.
 
     Raises:
-        DamagedError: the state file is missing or damaged.
+        UnreadableError: the state file is missing or has unexpected content.
     """
     return _read(folder, lambda content: "manifest" in content)
 
@@ -99,14 +99,14 @@ def _read[T](folder: Path, take: Callable[[dict[str, Any]], T]) -> T:
     """Returns the values that `take` reads from a folder's state file.
 
     Raises:
-        DamagedError: the state file is missing or damaged.
+        UnreadableError: the state file is missing or has unexpected content.
     """
     try:
         return take(json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
     except FileNotFoundError as error:
-        raise DamagedError(f"{STATE_FILE} is missing") from error
+        raise UnreadableError(f"{STATE_FILE} is missing") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{STATE_FILE} is not what was written ({type(error).__name__}: {error})") from error
+        raise UnreadableError(f"{STATE_FILE} is not what a run writes ({type(error).__name__}: {error})") from error
 
 
 # Fills a checkpoint folder; returns, by name, the files that were hashed while they were written.
@@ -251,6 +251,18 @@ class CheckpointFolder:
         """Returns all checkpoints, the newest first."""
         return sorted(self._finished(), key=step_of, reverse=True)
 
+    def require_folders(self) -> None:
+        """Checks that no file has the name of a checkpoint's folder, which the run could then not save.
+
+        Raises:
+            CheckpointError: a file, or a link to nothing, has.
+        """
+        for path in sorted(self._folder.glob("step_*")):
+            if _FINISHED.fullmatch(path.name) and not path.is_dir():
+                raise CheckpointError(
+                    f"{path} is no folder, but a checkpoint of step {step_of(path)} has that name; rename or remove it."
+                )
+
     def set_aside(self, checkpoint: Path) -> Path:
         """Renames a damaged checkpoint so that it no longer counts as one and its step can be saved again.
 
@@ -289,8 +301,8 @@ class CheckpointFolder:
         """Returns a sort key, larger for better checkpoints; those whose metric is absent or NaN are the worst."""
         try:
             value = None if self._metric is None else read_metrics_of(checkpoint).get(self._metric)
-        except DamagedError as error:
-            logger.warning("Checkpoint %s is damaged: %s. It counts as the worst.", checkpoint, error)
+        except UnreadableError as error:
+            logger.warning("Checkpoint %s counts as the worst: %s.", checkpoint, error)
             value = None
         if value is None or math.isnan(value):
             return float("-inf"), step_of(checkpoint)
@@ -310,6 +322,9 @@ class NoCheckpoints:
     def newest_first(self) -> list[Path]:
         """Returns an empty list."""
         return []
+
+    def require_folders(self) -> None:
+        """Does nothing."""
 
     def set_aside(self, checkpoint: Path) -> Path:
         """Is never called, since there are no checkpoints."""

@@ -19,7 +19,7 @@ from rich.logging import RichHandler
 from nemo_offload_rl.config import ValidatedRecipe, resolve_absent_keys
 from nemo_offload_rl.storage.disk import disk_full, is_disk_full, write_whole
 from nemo_offload_rl.storage.lock import FolderLock
-from nemo_offload_rl.storage.manifest import DamagedError
+from nemo_offload_rl.storage.manifest import UnreadableError
 
 RECIPE_FILE = "recipe.yaml"
 LOG_FILE = "run.log"
@@ -48,7 +48,7 @@ def read_recipe(folder: Path) -> dict[str, Any] | None:
     """Returns the recipe that ``write_recipe`` has written, or None where the folder has none.
 
     Raises:
-        DamagedError: the file is not a valid recipe.
+        UnreadableError: the file is not a valid recipe.
     """
     path = folder / RECIPE_FILE
     if not path.exists():
@@ -56,9 +56,9 @@ def read_recipe(folder: Path) -> dict[str, Any] | None:
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DamagedError(f"{RECIPE_FILE} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise UnreadableError(f"{RECIPE_FILE} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):
-        raise DamagedError(f"{RECIPE_FILE} is not what was written (no mapping)")
+        raise UnreadableError(f"{RECIPE_FILE} is not what a run writes (no mapping)")
     resolve_absent_keys(recipe)  # an earlier version wrote fewer keys
     return recipe
 

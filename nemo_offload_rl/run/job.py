@@ -135,7 +135,7 @@ class Job:
         """Checks the checkpoint to resume from, as far as the driver alone can, and the lock on its run folder.
 
         Raises:
-            DamagedCheckpointError: the checkpoint cannot be used.
+            CheckpointError: the checkpoint cannot be used, or a file has the name of one.
             LockedError: another run holds its run folder.
         """
         newest = self._choose(self._checkpoints(), damage_seen_by_driver, console)
@@ -148,7 +148,7 @@ class Job:
         """Runs in a new folder under logger.log_dir, or resumes from the newest checkpoint; see `run_folder_of`.
 
         Raises:
-            DamagedCheckpointError: that checkpoint cannot be used.
+            CheckpointError: that checkpoint cannot be used.
             DiskFullError: there is no space for the metrics so far, or for the export.
             LockedError: another run holds that folder.
         """
@@ -180,7 +180,7 @@ class Job:
             name: the run's name in messages.
 
         Raises:
-            DamagedCheckpointError: that checkpoint cannot be used.
+            CheckpointError: that checkpoint cannot be used.
             DiskFullError: there is no space for the export.
             LockedError: another run holds the folder.
         """

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_offload_rl.metrics.logger import METRICS_FILE
-from nemo_offload_rl.run.checkpoints import Checkpoints, RunState, was_written_with_manifest
+from nemo_offload_rl.run.checkpoints import STATE_FILE, Checkpoints, RunState, step_of, was_written_with_manifest
 from nemo_offload_rl.run.folder import new_run_folder, read_recipe
 from nemo_offload_rl.storage.disk import translate_disk_full
 from nemo_offload_rl.storage.manifest import (
     MANIFEST_FILE,
+    CheckpointError,
     DamagedCheckpointError,
     DamagedError,
+    UnreadableError,
     find_damage,
     read_manifest,
     show_damage,
@@ -34,7 +36,8 @@ def choose(
     Args:
         checkpoints: the run's checkpoints.
         on_damaged: whether a damaged checkpoint is an error, or is set aside for the one before it.
-        look: verifies a checkpoint and returns a line for each damaged file.
+        look: verifies a checkpoint and returns a line for each damaged file; raises UnreadableError if the checkpoint
+            cannot be used for another reason.
         say: prints a line for the user.
 
     Returns:
@@ -42,10 +45,18 @@ def choose(
 
     Raises:
         DamagedCheckpointError: the newest is damaged and that is an error, or all checkpoints are damaged.
+        CheckpointError: the newest undamaged one cannot be used, or a file has the name of a checkpoint.
     """
+    checkpoints.require_folders()
     damaged: list[tuple[Path, list[str]]] = []
     for checkpoint in checkpoints.newest_first():
-        lines = look(checkpoint)
+        try:
+            lines = look(checkpoint)
+        except UnreadableError as error:
+            raise CheckpointError(
+                f"Checkpoint {checkpoint} cannot be resumed: {error}; move it to another folder to resume from the one "
+                "before it, or to start from the beginning if there is none."
+            ) from error
         if not lines:
             for other, found in damaged:
                 aside = checkpoints.set_aside(other)
@@ -54,7 +65,7 @@ def choose(
         damaged.append((checkpoint, lines))
         if on_damaged == "error":
             older = checkpoints.newest_first()[len(damaged) :]
-            whole = next((other for other in older if not damage_seen_by_driver(other)), None)
+            whole = next((other for other in older if _is_usable(other)), None)
             raise DamagedCheckpointError(f"{_says(checkpoint, lines)}. {_remedy(checkpoint, whole)}")
     if damaged:
         listed = "; ".join(_says(checkpoint, lines) for checkpoint, lines in damaged)
@@ -63,20 +74,33 @@ def choose(
 
 
 def damage_seen_by_driver(checkpoint: Path) -> list[str]:
-    """Checks the sizes of a checkpoint's files and the contents of the driver's own; returns a line per problem."""
+    """Checks the sizes of a checkpoint's files and the contents of the driver's own; returns a line per damaged file.
+
+    Raises:
+        UnreadableError: its files are as they were written, or there is no manifest to tell, but it cannot be used.
+    """
     try:
         manifest = read_manifest(checkpoint)
-        if manifest is not None and (
-            lines := manifest.wrong_sizes(checkpoint) or find_damage(checkpoint, manifest.of_driver())
-        ):
-            return lines
-        if manifest is None and was_written_with_manifest(checkpoint):
-            return [f"{MANIFEST_FILE} is missing"]
-        RunState.read(checkpoint)
-        read_recipe(checkpoint)
     except DamagedError as error:
         return [str(error)]
+    if manifest is None and was_written_with_manifest(checkpoint):
+        return [f"{MANIFEST_FILE} is missing"]
+    if manifest is not None and (
+        lines := manifest.wrong_sizes(checkpoint) or find_damage(checkpoint, manifest.of_driver())
+    ):
+        return lines
+    read_recipe(checkpoint)
+    step = RunState.read(checkpoint).step
+    if step != step_of(checkpoint):  # the run would fail at the step of the name, whose folder exists
+        raise UnreadableError(f"its {STATE_FILE} is of step {step}")
     return []
+
+
+def _is_usable(checkpoint: Path) -> bool:
+    try:
+        return not damage_seen_by_driver(checkpoint)
+    except UnreadableError:
+        return False
 
 
 def run_folder_of(checkpoint: Path, config: Mapping[str, Any]) -> Path | None:

@@ -62,7 +62,7 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
     from nemo_offload_rl.environments import RewardError
     from nemo_offload_rl.run.folder import lock_folders
     from nemo_offload_rl.storage.lock import LockedError
-    from nemo_offload_rl.storage.manifest import DamagedCheckpointError
+    from nemo_offload_rl.storage.manifest import CheckpointError
 
     errors, console = Console(stderr=True), Console()
     with ExitStack() as stack:
@@ -72,7 +72,7 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
             job, warm_start = _prepare(recipe)
             job.check_checkpoint(console)
         except (
-            RecipeError, LockedError, DataError, RewardError, ModelFolderError, DamagedCheckpointError,
+            RecipeError, LockedError, DataError, RewardError, ModelFolderError, CheckpointError,
             _WrongAlgorithmError, _RelativeFolderError,
         ) as error:  # fmt: skip
             _print_error(errors, error)
@@ -127,7 +127,7 @@ def _attempt(
     from nemo_offload_rl.run.train_loop import StopReason
     from nemo_offload_rl.storage.disk import DiskFullError
     from nemo_offload_rl.storage.lock import LockedError
-    from nemo_offload_rl.storage.manifest import DamagedCheckpointError
+    from nemo_offload_rl.storage.manifest import CheckpointError
     from nemo_offload_rl.worker.errors import WorkerError
 
     with ExitStack() as stack:
@@ -144,8 +144,8 @@ def _attempt(
         stack.callback(interrupt.close)
         try:
             ending = _run_jobs(job, warm_start, release_warm_start, Session(cluster, interrupt, console, limit))
-        # The run folder is locked; the checkpoint is damaged; the disk is full; a row, or a reward, cannot be used.
-        except (LockedError, DamagedCheckpointError, DiskFullError, DataError, RewardError) as error:
+        # The run folder is locked; the checkpoint cannot be used; the disk is full; a row, or a reward, cannot be used.
+        except (LockedError, CheckpointError, DiskFullError, DataError, RewardError) as error:
             _print_error(errors, error)
             _print_error(errors, interrupt.progress)
             return EXIT_FAILED

@@ -19,12 +19,20 @@ from nemo_offload_rl.storage.disk import write_whole
 MANIFEST_FILE = "manifest.json"
 
 
-class DamagedError(ValueError):
-    """Says that a file is damaged or missing; the message names it and says what is wrong."""
+class UnreadableError(ValueError):
+    """Says that a file of a checkpoint is missing or has unexpected content; the message names it."""
 
 
-class DamagedCheckpointError(ValueError):
-    """Says that a checkpoint cannot be used; the message names the file, what is wrong with it, and what to do."""
+class DamagedError(UnreadableError):
+    """Says that a file is not as it was written; the message names it and says what is wrong."""
+
+
+class CheckpointError(ValueError):
+    """Says that a checkpoint cannot be used; the message names it, what is wrong with it, and what to do."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """Says that files of a checkpoint are not as they were written; no other reason is called damage."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
     Raises:
         DamagedError: the manifest is damaged.
+        UnreadableError: another version wrote it, with other checksums.
     """
     path = folder / MANIFEST_FILE
     if not path.exists():
@@ -103,7 +112,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     if not is_whole:
         raise DamagedError(f"{MANIFEST_FILE} is not what was written (its own checksum differs)")
     if algorithm != ALGORITHM:
-        raise DamagedError(f"{MANIFEST_FILE} has {algorithm} checksums, but this version reads only {ALGORITHM}")
+        raise UnreadableError(f"{MANIFEST_FILE} has {algorithm} checksums, but this version reads only {ALGORITHM}")
     return Manifest(files)
 
 
@@ -131,11 +140,14 @@ def require_whole(checkpoint: Path) -> None:
 
     Raises:
         DamagedCheckpointError: a file is damaged.
+        CheckpointError: another version wrote its manifest.
     """
     try:
         manifest = read_manifest(checkpoint)
     except DamagedError as error:
         raise DamagedCheckpointError(f"Checkpoint {checkpoint} is damaged: {error}.") from error
+    except UnreadableError as error:
+        raise CheckpointError(f"Checkpoint {checkpoint} cannot be used: {error}.") from error
     lines = [] if manifest is None else find_damage(checkpoint, manifest.files)
     if lines:
         raise DamagedCheckpointError(f"Checkpoint {checkpoint} is damaged: {show_damage(lines)}.")

@@ -199,7 +199,7 @@ def test_one_whose_state_cannot_be_read_counts_as_the_worst(tmp_path, caplog):
     for step in (2, 3):
         save(checkpoints, step, accuracy=0.1)
     assert steps(tmp_path) == [2, 3]
-    assert "training_state.json is not what was written (JSONDecodeError" in caplog.text
+    assert "training_state.json is not what a run writes (JSONDecodeError" in caplog.text
 
 
 def test_other_files_and_folders_are_left_alone(tmp_path):

@@ -32,7 +32,7 @@ from nemo_offload_rl.run.job import Ending, Job, Session, run_warm_start
 from nemo_offload_rl.run.train_loop import StopReason, TimeLimit
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.lock import FolderLock, LockedError
-from nemo_offload_rl.storage.manifest import DamagedCheckpointError
+from nemo_offload_rl.storage.manifest import CheckpointError, DamagedCheckpointError, write_manifest
 
 RECIPE = Path(__file__).parents[3] / "examples" / "configs" / "sft_tiny_cpu.yaml"
 
@@ -465,7 +465,8 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_warning(runs, two_c
 
 
 def test_garbage_in_a_checkpoint_of_an_earlier_version_is_said_in_a_sentence(two_checkpoints, session):
-    job, newest = make_job(two_checkpoints), two_checkpoints / "checkpoints" / "step_4"
+    job = make_job(two_checkpoints, "++checkpointing.on_damaged=previous")
+    newest = two_checkpoints / "checkpoints" / "step_4"
     as_before_manifests(newest)
     garbage = ["", "{", "null", "[1]", "\x00"]
     for name, contents in {
@@ -475,10 +476,71 @@ def test_garbage_in_a_checkpoint_of_an_earlier_version_is_said_in_a_sentence(two
         before = (newest / name).read_bytes()
         for content in contents:
             (newest / name).write_text(content)
-            with pytest.raises(DamagedCheckpointError, match=rf"step_4 is damaged: {name} is no.* step_2,") as caught:
+            with pytest.raises(CheckpointError, match=rf"step_4 cannot be resumed: {name} is no.*; move it") as caught:
                 job.check_checkpoint(session.console)
             assert "\n" not in str(caught.value)
+            assert not isinstance(caught.value, DamagedCheckpointError)
         (newest / name).write_bytes(before)
+
+
+def test_files_that_are_as_they_were_written_but_of_no_use_are_not_called_damaged(two_checkpoints, session):
+    newest = two_checkpoints / "checkpoints" / "step_4"
+    state = newest / "training_state.json"
+    state.write_text(json.dumps({"step": 4, "manifest": "manifest.json"}))  # as another version might
+    write_manifest(newest, {})
+    with pytest.raises(CheckpointError, match=r"step_4 cannot be resumed: training_state.json .*KeyError") as caught:
+        make_job(two_checkpoints, "++checkpointing.on_damaged=previous").run(session)
+    assert not isinstance(caught.value, DamagedCheckpointError)
+    assert {path.name for path in newest.parent.iterdir()} == {"step_2", "step_4"}
+
+
+def test_an_error_of_loading_sets_no_checkpoint_aside(two_checkpoints, session):
+    job = make_job(two_checkpoints, "++checkpointing.on_damaged=previous", "sft.max_num_steps=6")
+
+    def build(policy, cluster):
+        algorithm = job.preparation.build(policy, cluster)
+        algorithm.load = lambda folder: (_ for _ in ()).throw(CheckpointError(f"Checkpoint {folder} cannot be loaded"))
+        return algorithm
+
+    with pytest.raises(CheckpointError, match="step_4 cannot be loaded"):
+        replace(job, preparation=replace(job.preparation, build=build)).run(session)
+    assert {path.name for path in (two_checkpoints / "checkpoints").iterdir()} == {"step_2", "step_4"}
+
+
+def name_a_file(checkpoints):
+    (checkpoints / "step_6").write_text("a file")
+
+
+def name_nothing(checkpoints):
+    (checkpoints / "step_6").symlink_to("nothing")
+
+
+def name_another_step(checkpoints):
+    (checkpoints / "step_4").rename(checkpoints / "step_6")
+
+
+def name_an_empty_folder(checkpoints):
+    (checkpoints / "step_6").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (name_a_file, "step_6 is no folder, but a checkpoint of step 6 has that name"),
+        (name_nothing, "step_6 is no folder, but a checkpoint of step 6 has that name"),
+        (name_another_step, r"step_6 cannot be resumed: its training_state.json is of step 4; move it"),
+        (name_an_empty_folder, r"step_6 cannot be resumed: training_state.json is missing; move it"),
+    ],
+)
+def test_a_name_that_a_later_checkpoint_needs_is_refused_at_the_start(two_checkpoints, session, spoil, what):
+    spoil(two_checkpoints / "checkpoints")
+    before = sorted((two_checkpoints / "checkpoints").iterdir())
+    for on_damaged in ("error", "previous"):
+        job = make_job(two_checkpoints, "sft.max_num_steps=8", f"++checkpointing.on_damaged={on_damaged}")
+        with pytest.raises(CheckpointError, match=what) as caught:
+            job.check_checkpoint(session.console)
+        assert "\n" not in str(caught.value)
+    assert sorted((two_checkpoints / "checkpoints").iterdir()) == before
 
 
 def test_metrics_and_the_last_state_that_found_no_space_are_told_at_the_end(tmp_path, session, drawn):
