@@ -382,7 +382,7 @@ class MegatronPolicyWorker:
             num_skipped: steps of the run up to the checkpoint that were skipped, which policy.max_skipped_steps limits.
 
         Raises:
-            DamagedCheckpointError: it cannot be read.
+            CheckpointError: it cannot be read, or is of another model.
             ValueError: it has another TP, PP or EP size, or no optimizer state although this policy trains.
         """
         self._catch_up()

@@ -1,13 +1,15 @@
 """Saves and loads a rank's training state through megatron-core's dist_checkpointing.
 
 The optimizer is written as `dp_reshardable`: `fully_reshardable` comes back silently wrong in megatron-core 0.19.2
-when DDP has several buckets. The caller gives a folder of its own and renames it when every rank is done.
+when DDP has several buckets. Any number of data-parallel ranks can read it, if DDP divides the parameters into the same
+buckets. The caller gives a folder of its own and renames it when every rank is done.
 """
 
 import dataclasses
 import json
+import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy
@@ -28,13 +32,16 @@ from nemo_offload_rl.mcore.checkpoint.hyperparameters import keep_hyperparameter
 from nemo_offload_rl.mcore.checkpoint.save_plans import PlanEverySave, SavePlanning
 from nemo_offload_rl.mcore.checkpoint.saved_masters import converting, read_as_saved
 from nemo_offload_rl.mcore.distributed.parallel import ParallelSizes
+from nemo_offload_rl.mcore.distributed.together import gather
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers
 from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state, torch_adams
 from nemo_offload_rl.mcore.patches.cpu_optimizer import reload_masters
 from nemo_offload_rl.mcore.weights.export import HF_CONFIG_DIR, hf_config_of
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import write_whole
-from nemo_offload_rl.storage.manifest import DamagedCheckpointError
+from nemo_offload_rl.storage.manifest import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 LAYOUT_FILE = "layout.json"
 PLAN_EVERY_SAVE = PlanEverySave()
@@ -47,6 +54,12 @@ def _rng_state() -> dict[str, Any]:
         "cuda": torch.cuda.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
+
+
+def _restore_rng(rng: dict[str, Any]) -> None:
+    torch.set_rng_state(rng["cpu"])
+    torch.cuda.set_rng_state(rng["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(rng["tracker"])
 
 
 def _sharded_rng(rng: dict[str, Any] | None) -> ShardedObject:
@@ -78,16 +91,17 @@ def _restore_torch_steps(state: TrainingState) -> None:
 
 
 def _sharded_state(state: TrainingState, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
+    metadata = dict(METADATA)  # megatron-core adds the data-parallel group, which the process's next policy has not
     chunks = unwrap_model(state.model)
     keys = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     sharded: dict[str, Any] = {
-        key: chunk.sharded_state_dict(metadata=METADATA) for key, chunk in zip(keys, chunks, strict=True)
+        key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in zip(keys, chunks, strict=True)
     }
     if with_optimizer:
         assert state.optimizer is not None and state.scheduler is not None
         init_optimizer_state(state.optimizer)  # megatron-core asserts that torch's Adam has its state
         model_only = sharded["model"] if len(chunks) == 1 else dict(sharded)
-        sharded["optimizer"] = state.optimizer.sharded_state_dict(model_only, is_loading=is_loading, metadata=METADATA)
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(model_only, is_loading=is_loading, metadata=metadata)
         sharded["scheduler"] = state.scheduler.state_dict()
         sharded["rng_state"] = _sharded_rng(_rng_state())
     return sharded
@@ -200,25 +214,28 @@ def finish_files(
     )
 
 
-def _damaged(folder: Path, what: str, error: BaseException) -> DamagedCheckpointError:
+def _unreadable(folder: Path, what: str, error: BaseException) -> CheckpointError:
     reason = (str(error).strip().splitlines() or ["no details"])[0]
-    return DamagedCheckpointError(f"Checkpoint {folder} is damaged: {what} ({type(error).__name__}: {reason}).")
+    return CheckpointError(f"Checkpoint {folder} cannot be loaded: {what} ({type(error).__name__}: {reason}).")
 
 
 def _require_json(folder: Path, name: str) -> None:
     try:
         content = json.loads((folder / name).read_text())
     except (OSError, ValueError) as error:
-        raise _damaged(folder, f"{name} cannot be read", error) from error
+        raise _unreadable(folder, f"{name} cannot be read", error) from error
     if not isinstance(content, dict):
-        raise DamagedCheckpointError(f"Checkpoint {folder} is damaged: {name} does not hold a JSON object.")
+        raise CheckpointError(f"Checkpoint {folder} cannot be loaded: {name} does not hold a JSON object.")
 
 
-def check_layout(folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) -> None:
+def check_layout(folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) -> int:
     """Check that a run with these parallel sizes can read a checkpoint.
 
+    Returns:
+        The number of ranks that wrote it.
+
     Raises:
-        DamagedCheckpointError: its layout cannot be read.
+        CheckpointError: its layout cannot be read.
         ValueError: if it is no checkpoint; or, where the optimizer is wanted, if it has none or another TP, PP or EP
         size.
     """
@@ -233,11 +250,11 @@ def check_layout(folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) ->
     layout = json.loads(path.read_text())
     try:
         found = {key: layout["parallel"][key] for key in wanted}
-        has_optimizer = layout["with_optimizer"]
-    except (KeyError, TypeError) as error:
-        raise _damaged(folder, f"{LAYOUT_FILE} does not have the expected keys", error) from error
+        has_optimizer, num_ranks = layout["with_optimizer"], int(layout["world_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _unreadable(folder, f"{LAYOUT_FILE} does not have the expected keys", error) from error
     if not with_optimizer:  # weights alone can be read in any layout
-        return
+        return num_ranks
     wrong = {key: (found[key], value) for key, value in wanted.items() if found[key] != value}
     if wrong:
         listed = ", ".join(
@@ -252,13 +269,48 @@ def check_layout(folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) ->
             f"Checkpoint {folder} has no optimizer state (checkpointing.save_optimizer was false), so training cannot "
             "resume from it; start a new run from an export (nemo-offload-rl export)."
         )
+    return num_ranks
+
+
+def _require_same_shapes(sharded: dict[str, Any], saved: Mapping[str, STORAGE_TYPES], folder: Path) -> None:
+    """Check that a checkpoint has all tensors that are to be read, in their shapes; collective.
+
+    The shapes of optimizer state are those of DDP's buckets: another division would otherwise be read as this run's.
+
+    Raises:
+        CheckpointError: on every rank, if one misses a tensor.
+    """
+    model = {part: state for part, state in sharded.items() if part.startswith("model")}
+    of_ranks = gather((_difference(model, saved), _difference(sharded.get("optimizer", {}), saved)))
+    of_model, of_optimizer = (next((one for one in found if one), None) for found in zip(*of_ranks, strict=True))
+    if of_model:
+        raise CheckpointError(f"Checkpoint {folder} cannot be loaded: it is of another model, {of_model}.")
+    if of_optimizer:
+        raise CheckpointError(
+            f"Checkpoint {folder} cannot be resumed: its optimizer state is divided otherwise than this run's, "
+            f"{of_optimizer}; resume with the precision, optimizer and distributed_data_parallel_config that it was "
+            "written with (for more than 40 data-parallel ranks set bucket_size there, since its default grows with "
+            "their number), or start a new run from an export (nemo-offload-rl export)."
+        )
+
+
+def _difference(sharded: Any, saved: Mapping[str, STORAGE_TYPES]) -> str | None:
+    for entry in nested_values(sharded):
+        if isinstance(entry, ShardedTensor) and not entry.allow_shape_mismatch:
+            found = saved.get(entry.key)
+            if not isinstance(found, TensorStorageMetadata):
+                return f"without the tensor {entry.key} of this run"
+            if tuple(found.size) != tuple(entry.global_shape):
+                return f"in which {entry.key} has the shape {[*found.size]}, and {[*entry.global_shape]} in this run"
+    return None
 
 
 def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) -> None:
     """Read a training state in place; collective over all ranks.
 
     The learning-rate schedule and other hyperparameters stay those of this run's recipe; of the checkpoint's schedule
-    only the step count is read.
+    only the step count is read. Random states belong to ranks, and stay as they are if another number of ranks wrote
+    the checkpoint.
 
     Args:
         state: built with the same model and parallel sizes.
@@ -267,19 +319,30 @@ def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
         with_optimizer: also read optimizer, scheduler and random states.
 
     Raises:
-        DamagedCheckpointError: a file cannot be read; only the manifest's checksums find other damage.
+        CheckpointError: a file cannot be read, or is of another model; only the manifest's checksums find damage.
         ValueError: see `check_layout` and `keep_hyperparameters`.
     """
-    check_layout(folder, sizes, with_optimizer=with_optimizer)
+    num_ranks = check_layout(folder, sizes, with_optimizer=with_optimizer)
     sharded = _sharded_state(state, with_optimizer=with_optimizer, is_loading=True)
+    if with_optimizer and num_ranks != torch.distributed.get_world_size():
+        del sharded["rng_state"]
+        if torch.distributed.get_rank() == 0:
+            logger.info(
+                "Checkpoint %s is of another number of ranks (%d, now %d): their random states are not restored.",
+                folder,
+                num_ranks,
+                torch.distributed.get_world_size(),
+            )
     try:
-        has_other_masters = with_optimizer and read_as_saved(sharded["optimizer"], folder)
+        saved = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+        _require_same_shapes(sharded, saved, folder)
+        has_other_masters = with_optimizer and read_as_saved(sharded["optimizer"], saved)
         loaded = dist_checkpointing.load(sharded, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
     except CheckpointException as error:  # of torch's reader, with each rank's error
         met = next((found[0] for found in error.failures.values()), error)
-        raise _damaged(folder, "it cannot be read, or is of another model", met) from error
+        raise _unreadable(folder, "its files cannot be read", met) from error
     except (CheckpointingException, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise _damaged(folder, "it cannot be read, or is of another model", error) from error
+        raise _unreadable(folder, "its files cannot be read", error) from error
     chunks = unwrap_model(state.model)
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{index}"])
@@ -293,9 +356,7 @@ def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
         _restore_torch_steps(state)
         state.scheduler.num_steps = 0  # megatron-core adds the steps of the checkpoint to this count
         state.scheduler.load_state_dict(loaded["scheduler"])
-        rng = loaded["rng_state"]
-        torch.set_rng_state(rng["cpu"])
-        torch.cuda.set_rng_state(rng["cuda"])
-        tensor_parallel.get_cuda_rng_tracker().set_states(rng["tracker"])
+        if "rng_state" in sharded:
+            _restore_rng(loaded["rng_state"])
     elif state.optimizer is not None:
         reload_masters(state.optimizer)

@@ -5,8 +5,7 @@ parameter lacks, and megatron-core saves those; every other optimizer keeps and 
 """
 
 import contextlib
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
 from nemo_offload_rl.mcore.distributed.together import gather
 from nemo_offload_rl.memory.units import MIB
@@ -48,17 +46,16 @@ def split_masters(masters: Tensor, params: Tensor) -> Tensor:
     return remainders
 
 
-def read_as_saved(sharded: Any, folder: Path) -> bool:
+def read_as_saved(sharded: Any, saved: Mapping[str, STORAGE_TYPES]) -> bool:
     """Make masters in another format than this run's load as they were saved, into CPU memory.
 
     Args:
         sharded: the optimizer's sharded state to load into; entries of such masters get tensors of the saved dtype.
-        folder: the checkpoint's folder.
+        saved: what the checkpoint holds, by name.
 
     Returns:
         Whether this rank has any.
     """
-    saved = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     has_other = False
     for entry in nested_values(sharded):
         if isinstance(entry, ShardedTensor) and entry.key.endswith(".param") and entry.data is not None:

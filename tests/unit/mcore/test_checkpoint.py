@@ -11,12 +11,12 @@ import torch
 import xxhash
 from support.limits import files_of_at_most
 from support.ranks import free_port, run_ranks, worker_of_rank
-from support.tiny import random_batch, tiny_policy
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.storage.disk import DiskFullError
-from nemo_offload_rl.storage.manifest import read_manifest, write_manifest
+from nemo_offload_rl.storage.manifest import CheckpointError, read_manifest, write_manifest
 
 
 def train(worker, seeds):
@@ -60,6 +60,33 @@ def test_a_checkpoint_without_optimizer_cannot_be_resumed(make_worker, tmp_path)
 def test_an_unfinished_checkpoint_is_refused(make_worker, tmp_path):
     with pytest.raises(ValueError, match=r"it has no layout\.json"):
         make_worker().load_checkpoint(str(tmp_path))
+
+
+MODEL, DIVISION = "cannot be loaded: it is of another model, ", "cannot be resumed: its optimizer state is divided oth"
+OTHERS = [
+    ({"hf_config": TINY_QWEN3 | {"num_hidden_layers": 2}}, {}, MODEL + r"in which \S+ has the shape \[4, .* \[2, "),
+    (
+        {"hf_config": TINY_QWEN3 | {"hidden_size": 32}},
+        {},
+        MODEL + r"in which \S+ has the shape \[4, 64\], and \[4, 32",
+    ),
+    ({"hf_config": TINY_QWEN3_MOE}, {}, MODEL + r"without the tensor decoder\.layers\.mlp\.router\.weight"),
+    ({"precision": "bfloat16"}, {}, DIVISION),
+    ({}, {"optimizer": {"use_distributed_optimizer": False}}, DIVISION),
+    ({}, {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 20_000}}, DIVISION),
+]
+
+
+def test_a_checkpoint_of_another_model_or_division_is_named(make_worker, tmp_path):
+    make_worker().save_checkpoint(str(tmp_path), save_optimizer=True)
+    for model, sections, what in OTHERS:
+        policy = tiny_policy(**model)
+        for section, values in sections.items():
+            policy["megatron_cfg"][section] |= values
+        with pytest.raises(CheckpointError, match=what) as caught:
+            make_worker(policy).load_checkpoint(str(tmp_path))
+        assert "damaged" not in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_weights_alone_load_into_a_policy_that_does_not_train(make_worker, tmp_path):
@@ -271,12 +298,13 @@ def test_what_cannot_be_read_is_said_in_a_sentence(saved_checkpoint, name, damag
     changed = {"missing": None, "empty": b"", "half": content[: len(content) // 2], "other": b"[1, 2]"}[damage]
     path.unlink() if changed is None else path.write_bytes(changed)
     try:
-        with pytest.raises(ValueError, match=r"is damaged: |is not a complete policy checkpoint") as caught:
+        with pytest.raises(ValueError, match=r"cannot be loaded: |is not a complete policy checkpoint") as caught:
             worker.load_checkpoint(str(folder))
     finally:
         path.write_bytes(content)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert "damaged" not in str(caught.value)  # that is for the manifest to say
 
 
 @pytest.fixture(scope="module")
