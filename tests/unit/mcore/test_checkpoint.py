@@ -44,10 +44,11 @@ def test_another_layout_is_refused(make_worker, tmp_path):
     worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
     layout = tmp_path / "policy" / "layout.json"
     found = json.loads(layout.read_text())
-    found["parallel"]["tensor"] = 2
-    layout.write_text(json.dumps(found))
-    with pytest.raises(ValueError, match="tensor parallel size 2 in the checkpoint and 1 in this run"):
-        worker.load_checkpoint(str(tmp_path / "policy"))
+    for size, here in found["parallel"].items():
+        layout.write_text(json.dumps(found | {"parallel": found["parallel"] | {size: 2}, "world_size": 2}))
+        with pytest.raises(ValueError, match=f"{size} parallel size 2 in the checkpoint and {here} in this run"):
+            worker.load_checkpoint(str(tmp_path / "policy"))
+    assert found["parallel"].keys() == {"tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "context"}
 
 
 def test_a_checkpoint_without_optimizer_cannot_be_resumed(make_worker, tmp_path):

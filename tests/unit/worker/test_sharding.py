@@ -33,6 +33,14 @@ def test_each_chunk_of_a_global_batch_is_dealt_out_contiguously():
     assert _rows(shard_for_training(_batch(4), gbs=4, mbs=1, dp_size=1)) == [[0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 6])
+def test_each_step_has_the_same_rows_on_any_number_of_ranks(dp_size):
+    shards = _rows(shard_for_training(_batch(36), gbs=12, mbs=1, dp_size=dp_size))
+    share = 12 // dp_size
+    steps = [[row for shard in shards for row in shard[step * share : (step + 1) * share]] for step in range(3)]
+    assert steps == [list(range(0, 12)), list(range(12, 24)), list(range(24, 36))]
+
+
 @pytest.mark.parametrize(
     ("num_rows", "gbs", "mbs", "dp_size", "message"),
     [
