@@ -5,11 +5,13 @@ Each rank has a GPU, or both share the only one (see `support.ranks`).
 
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import megatron.core.optimizer
 import pytest
 import torch
+from support.other_ranks import KINDS, Part, differing, rejoined, run_part
 from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
@@ -93,3 +95,27 @@ def test_phases_between_steps_change_no_number(layout, monkeypatch):
     for rank, (plain, offloaded) in enumerate(found):
         assert len(plain) == num_steps(layout)
         assert offloaded == plain, f"rank {rank}"
+
+
+def parts(folder: Path, rank: int, world_size: int, ports: list[int], **steps: int) -> dict[str, Part]:
+    """Runs steps of a run of each kind that one rank can run, too."""
+    kinds = [kind for kind in KINDS if kind not in ("tp2", "moe ep2")]
+    return {
+        kind: run_part(kind, rank, world_size, port, folder / kind, **steps)
+        for kind, port in zip(kinds, ports, strict=True)
+    }
+
+
+def test_a_run_goes_on_with_other_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    num_ports = len(KINDS) - 2
+    on_two = run_ranks(partial(parts, tmp_path, first=0, last=4, save_at=2), 2, num_ports=num_ports)
+    on_one = run_ranks(partial(parts, tmp_path, first=2, last=3, save_at=3), 1, num_ports=num_ports)
+    again = run_ranks(partial(parts, tmp_path, first=3, last=4), 2, num_ports=num_ports)
+    for kind in on_one[0]:
+        (_, first, want), (got, second, third), (at_last, _, fourth) = (
+            rejoined([rank[kind] for rank in ranks]) for ranks in (on_two, on_one, again)
+        )
+        assert bool(first) == bool(second) == (kind != "undistributed")
+        assert differing(first, got) == differing(second, at_last) == [], kind
+        assert third + fourth == pytest.approx(want[2:], abs=0.01), kind
