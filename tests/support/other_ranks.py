@@ -24,10 +24,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "moe cpu optimizer": {"optimizer": CPU_OPTIMIZER},
     "precision aware": {"optimizer": {"use_precision_aware_optimizer": True}},
     "undistributed": {"optimizer": {"use_distributed_optimizer": False}, "ddp": {"overlap_param_gather": False}},
-    "tp2": {"megatron": {"tensor_model_parallel_size": 2}},
-    "moe ep2": {"megatron": {"expert_model_parallel_size": 2}},
 }
-"""How optimizer state is kept; gradients have several buckets in each."""
+"""Ways to keep optimizer state, in models that one rank holds whole; gradients have several buckets."""
+
+TWO_RANKS: dict[str, dict[str, Any]] = {
+    "moe tp2 ep2": {
+        "megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2}
+    },
+}
+"""Models that at least two ranks hold."""
 
 Shard = dict[str, np.ndarray]
 """A parameter's master and moments, of a range of its elements."""
@@ -56,7 +61,7 @@ def run_part(
     """Trains steps of a run, from a checkpoint or from the beginning; call it on every rank.
 
     Args:
-        kind: of `KINDS`.
+        kind: of `KINDS` or `TWO_RANKS`.
         rank: this process's rank.
         world_size: number of ranks.
         port: of rank 0's store.
@@ -69,7 +74,7 @@ def run_part(
 
     from nemo_offload_rl.residency.streamed import host_copies
 
-    keys = KINDS[kind]
+    keys = (KINDS | TWO_RANKS)[kind]
     hf_config = (TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3) | {"num_hidden_layers": 2}
     policy = tiny_policy(hf_config, "bfloat16", **keys.get("megatron", {}))
     policy["megatron_cfg"]["optimizer"] |= keys.get("optimizer", {})

@@ -98,17 +98,16 @@ def test_phases_between_steps_change_no_number(layout, monkeypatch):
 
 
 def parts(folder: Path, rank: int, world_size: int, ports: list[int], **steps: int) -> dict[str, Part]:
-    """Runs steps of a run of each kind that one rank can run, too."""
-    kinds = [kind for kind in KINDS if kind not in ("tp2", "moe ep2")]
+    """Runs steps of a run of each kind."""
     return {
         kind: run_part(kind, rank, world_size, port, folder / kind, **steps)
-        for kind, port in zip(kinds, ports, strict=True)
+        for kind, port in zip(KINDS, ports, strict=True)
     }
 
 
 def test_a_run_goes_on_with_other_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    num_ports = len(KINDS) - 2
+    num_ports = len(KINDS)
     on_two = run_ranks(partial(parts, tmp_path, first=0, last=4, save_at=2), 2, num_ports=num_ports)
     on_one = run_ranks(partial(parts, tmp_path, first=2, last=3, save_at=3), 1, num_ports=num_ports)
     again = run_ranks(partial(parts, tmp_path, first=3, last=4), 2, num_ports=num_ports)

@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
-from support.other_ranks import Part, differing, rejoined, run_part
+from support.other_ranks import TWO_RANKS, Part, differing, rejoined, run_part
 from support.ranks import run_ranks
 
-ON_ONE = ["resident", "streamed", "moe cpu optimizer", "undistributed"]
-ON_TWO = ["tp2", "moe ep2"]
+ON_ONE = ["resident", "streamed", "moe cpu optimizer"]
+ON_TWO = [*TWO_RANKS]
 
 
 def parts(kinds, rank, world_size, ports, **steps) -> dict[str, Part]:
@@ -47,6 +47,7 @@ def of_kind(ranks, kind):
     return rejoined([rank[kind] for rank in ranks])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("SAVE_BELOW", str(tmp_path))
     on_one = run_ranks(one_rank, 1, num_ports=len(ON_ONE))
@@ -59,10 +60,9 @@ def test_a_run_goes_on_with_other_ranks(tmp_path, monkeypatch):
         (_, first, want), (got, second, third), (at_last, _, fourth) = (
             of_kind(ranks, kind) for ranks in (on_one, on_two, again)
         )
-        assert bool(first) == bool(second) == (kind != "undistributed")
         assert differing(first, got) == differing(second, at_last) == [], kind
         assert third + fourth == pytest.approx(want[2:], abs=1e-3), kind
-    for ranks, more, kind in ((on_one, on_three, "resident"), (on_two, on_four, "tp2"), (on_two, on_four, "moe ep2")):
+    for ranks, more, kind in ((on_one, on_three, "resident"), (on_two, on_four, *ON_TWO)):
         (_, saved, want), (loaded, _, got) = of_kind(ranks, kind), of_kind(more, kind)
         assert differing(saved, loaded) == [], kind
         assert got == pytest.approx(want[2:3], abs=1e-3), kind
