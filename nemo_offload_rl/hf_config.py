@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from nemo_offload_rl.hub import cache_only, folder_hint, why_missing
 
 _read_from_hub: set[str] = set()
 """Names of models whose configs this process has read from the hub, and which are now in the hub's cache."""
+
+GENERATION_CONFIG_FILE = "generation_config.json"
 
 _WRITER = "auto_class_docstring"
 _IN_ROPE = ("rope_theta", "partial_rotary_factor")  # transformers keeps these in rope_parameters
@@ -77,6 +80,8 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
                 f"policy.hf_config.model_type is {model_type!r}, which the installed transformers does not know; give "
                 "one that it does, such as 'qwen2'."
             )
+        # Without the key, some families have a default, which is a token of their own first models' vocabulary.
+        fields.setdefault("eos_token_id", None)
         with _readable_errors("policy.hf_config"), _without_docstrings():
             config = AutoConfig.for_model(model_type, **fields)
     else:
@@ -109,6 +114,59 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
             )
         config.architectures = [causal_models()[config.model_type]]
     return config
+
+
+def generation_config(policy: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the contents of the model's generation_config.json, from its folder or the hub.
+
+    Returns:
+        None if the model has no such file, or random weights.
+
+    Raises:
+        ValueError: the file is not a JSON object, or its `eos_token_id` is not a token id, a list of them or null.
+    """
+    if policy.get("hf_config") is not None:
+        return None
+    from transformers.utils import cached_file
+
+    name = policy["model_name"]
+    try:
+        path = cached_file(name, GENERATION_CONFIG_FILE, local_files_only=cache_only(name))
+    except OSError:  # there is no such file, as transformers and vLLM also conclude
+        return None
+    where = f"The {GENERATION_CONFIG_FILE} of policy.model_name {name!r}"
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{where} is not valid JSON ({error}); copy the model again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} holds no JSON object; copy the model again.")
+    ends = content["eos_token_id"] if "eos_token_id" in content else None
+    if not all(type(token) is int for token in _as_list(ends)):
+        raise ValueError(f"{where} has eos_token_id {ends!r}, which must be a token id, a list of them, or null.")
+    return content
+
+
+def model_end_token_ids(policy: Mapping[str, Any]) -> list[int]:
+    """Returns the tokens that end the model's answers, sorted; those outside its vocabulary are left out.
+
+    As in transformers and vLLM, they are the `eos_token_id` of generation_config.json, or of config.json if there is
+    no such file. A model with random weights has those of `hf_config`.
+
+    Raises:
+        UnreachableModelError, ValueError: see `hf_config` and `generation_config`.
+    """
+    config, content = hf_config(policy), generation_config(policy)
+    if content is None:
+        content = {"eos_token_id": config.eos_token_id}
+    ends = content["eos_token_id"] if "eos_token_id" in content else None
+    return sorted({token for token in _as_list(ends) if 0 <= token < config.vocab_size})
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def _override(config: Any, overrides: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 from torch.utils.hooks import RemovableHandle
 
+from nemo_offload_rl.hf_config import generation_config
 from nemo_offload_rl.mcore.model.model_config import (
     has_pretrained_weights,
     make_bridge,
@@ -42,6 +43,8 @@ class TrainingState:
     """The model chunks, one a virtual pipeline stage, each wrapped in DistributedDataParallel."""
     optimizer: MegatronOptimizer | None
     scheduler: OptimizerParamScheduler | None
+    generation_config: Mapping[str, Any] | None
+    """The contents of the model's generation_config.json, which exports and checkpoints repeat; None without one."""
     vocab_size: int
     """Number of real tokens; the embedding may be padded beyond it."""
     gradient_hooks: list[RemovableHandle]
@@ -120,7 +123,17 @@ def build(
     if ddp.overlap_grad_reduce:
         config.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])
     watch = ParameterWatch(parameter for chunk in model for parameter in chunk.parameters())
-    return TrainingState(bridge, config, model, optimizer, scheduler, provider.vocab_size, gradient_hooks, watch)
+    return TrainingState(
+        bridge,
+        config,
+        model,
+        optimizer,
+        scheduler,
+        generation_config(policy),
+        provider.vocab_size,
+        gradient_hooks,
+        watch,
+    )
 
 
 def make_scheduler(megatron_cfg: Mapping[str, Any], optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

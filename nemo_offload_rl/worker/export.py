@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 
 from nemo_offload_rl.config import for_machine
+from nemo_offload_rl.hf_config import GENERATION_CONFIG_FILE
+from nemo_offload_rl.mcore.weights.export import HF_CONFIG_DIR
 from nemo_offload_rl.storage.disk import HF_WEIGHTS, replacing, translate_disk_full
 from nemo_offload_rl.storage.manifest import require_whole
 from nemo_offload_rl.worker.export_source import read_export_source
@@ -58,4 +60,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         finally:
             worker.shutdown()
         # with the modes of the user's umask, not of the checkpoint's files
+        written_by_run = source.policy / HF_CONFIG_DIR / GENERATION_CONFIG_FILE
+        if written_by_run.is_file():
+            shutil.copyfile(written_by_run, new / GENERATION_CONFIG_FILE)
         shutil.copytree(source.tokenizer, new, copy_function=shutil.copyfile, dirs_exist_ok=True)

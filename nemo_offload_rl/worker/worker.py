@@ -337,9 +337,10 @@ class MegatronPolicyWorker:
             return self._weight_export.send()
 
     def export_hf(self, folder: str) -> None:
-        """Write the policy as a Hugging Face folder (safetensors shards, config); collective."""
+        """Write the policy as a Hugging Face folder (safetensors shards, configs); collective."""
         self.offload_before_refit()
-        export.write_hf_folder(self.hf_weights(), self.state.bridge, Path(folder), write=self._rank == 0)
+        state, write = self.state, self._rank == 0
+        export.write_hf_folder(self.hf_weights(), state.bridge, state.generation_config, Path(folder), write=write)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Runs a shortened GRPO recipe as a user does."""
 
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -60,7 +61,9 @@ def test_stop_strings_end_the_answers_of_training_and_validation(tmp_path):
 def test_a_checkpoint_exports_to_a_folder_that_transformers_loads(grpo_run, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    checkpoint = grpo_run.folder / "checkpoints" / "step_4"
+    checkpoint = shutil.copytree(grpo_run.folder / "checkpoints" / "step_4", tmp_path / "step_4")
+    # As in a checkpoint of a model whose folder has this file.
+    (checkpoint / "policy/hf_config/generation_config.json").write_text('{"eos_token_id": [12, 13]}')
     arguments = [forked_python(), "-m", "nemo_offload_rl.cli", "export", checkpoint, tmp_path / "hf"]
     done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"wrote {tmp_path / 'hf'}\n", "")
@@ -69,6 +72,7 @@ def test_a_checkpoint_exports_to_a_folder_that_transformers_loads(grpo_run, tmp_
     ids = tokenizer("07+85=", return_tensors="pt").input_ids
     assert ids.shape == (1, 6)
     assert torch.isfinite(model(ids).logits).all()
+    assert model.generation_config.eos_token_id == [12, 13]
 
 
 def test_a_reward_that_is_no_number_ends_the_run_with_one_sentence(tmp_path):

@@ -93,7 +93,7 @@ LAYERS = {
     "mcore.distributed": layer(
         "mcore.patches", "memory.errors", "config.megatron", "placement.network", "storage", never="ray"
     ),
-    "mcore.weights": layer("mcore.patches", "mcore.distributed", "storage", never="ray"),
+    "mcore.weights": layer("mcore.patches", "mcore.distributed", "hf_config", "storage", never="ray"),
     "mcore.batches": layer("memory.units", "data.batch", never="ray"),
     "mcore.model": layer(
         "mcore.log_filters", "mcore.patches", "mcore.architectures", "mcore.distributed", "mcore.weights",
@@ -101,7 +101,9 @@ LAYERS = {
     ),
     "mcore.logprob": layer("mcore.patches", "mcore.batches", "mcore.model", "memory.units", never="ray"),
     "mcore.graphs": layer("mcore.patches", "mcore.batches", "memory", "config.megatron", never="ray"),
-    "mcore.build": layer("mcore.patches", "mcore.optimizer", "mcore.weights", "mcore.model", never="ray"),
+    "mcore.build": layer(
+        "mcore.patches", "mcore.optimizer", "mcore.weights", "mcore.model", "hf_config", never="ray"
+    ),
     "mcore.checkpoint": layer(
         "mcore.patches", "mcore.optimizer", "mcore.distributed", "mcore.weights", "mcore.build", "memory", "storage",
         never="ray"

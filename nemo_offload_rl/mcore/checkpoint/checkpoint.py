@@ -36,7 +36,7 @@ from nemo_offload_rl.mcore.distributed.together import gather
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers
 from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state, torch_adams
 from nemo_offload_rl.mcore.patches.cpu_optimizer import reload_masters
-from nemo_offload_rl.mcore.weights.export import HF_CONFIG_DIR, hf_config_of
+from nemo_offload_rl.mcore.weights.export import HF_CONFIG_DIR, hf_config_of, save_hf_config
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import write_whole
 from nemo_offload_rl.storage.manifest import CheckpointError
@@ -171,9 +171,10 @@ def require_optimizer(state: TrainingState, folder: Path, *, with_optimizer: boo
 
 
 def write_hf_config(state: TrainingState, strategy: HashingSaveStrategy, folder: Path) -> None:
-    """Write the model's Hugging Face config on rank 0; `finish_files` raises a disk error of it."""
+    """Write the model's Hugging Face configs on rank 0; `finish_files` raises a disk error of it."""
     if torch.distributed.get_rank() == 0:
-        strategy.keeping_errors(lambda: hf_config_of(state.bridge).save_pretrained(folder / HF_CONFIG_DIR))
+        config = hf_config_of(state.bridge)
+        strategy.keeping_errors(lambda: save_hf_config(config, state.generation_config, folder / HF_CONFIG_DIR))
 
 
 def finish_files(

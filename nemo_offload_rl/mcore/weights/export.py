@@ -6,7 +6,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from nemo_offload_rl.hf_config import GENERATION_CONFIG_FILE
 from nemo_offload_rl.mcore.distributed.together import gather, raise_together
 from nemo_offload_rl.storage.disk import as_by_umask, sync, system_error
 
@@ -25,6 +26,13 @@ def hf_config_of(bridge: Any) -> Any:
     """Returns the `PretrainedConfig` behind a bridge made from a config or from a folder."""
     source = bridge.hf_pretrained
     return source.config if hasattr(source, "config") else source
+
+
+def save_hf_config(config: Any, generation_config: Mapping[str, Any] | None, folder: Path) -> None:
+    """Write config.json and, unless it is None, generation_config.json with the contents of the source's file."""
+    config.save_pretrained(folder)
+    if generation_config is not None:
+        (folder / GENERATION_CONFIG_FILE).write_text(json.dumps(generation_config, indent=2) + "\n", encoding="utf-8")
 
 
 def _shards(named: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -42,13 +50,19 @@ def _shards(named: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterat
 
 
 def write_hf_folder(
-    named_weights: Iterable[tuple[str, torch.Tensor]], bridge: Any, folder: Path, *, write: bool
+    named_weights: Iterable[tuple[str, torch.Tensor]],
+    bridge: Any,
+    generation_config: Mapping[str, Any] | None,
+    folder: Path,
+    *,
+    write: bool,
 ) -> None:
-    """Write safetensors shards and config.json; a folder that exists is replaced only once the new one is complete.
+    """Write safetensors shards and configs; a folder that exists is replaced only once the new one is complete.
 
     Args:
         named_weights: Hugging Face names and whole tensors; every rank iterates to the end, since it is collective.
         bridge: the `AutoBridge` the weights come from.
+        generation_config: see `save_hf_config`.
         folder: the target folder; other files in it (a tokenizer) are kept.
         write: whether this rank writes.
 
@@ -59,7 +73,7 @@ def write_hf_folder(
     error = None
     if write:
         try:
-            _write(named_weights, bridge, folder)
+            _write(named_weights, bridge, generation_config, folder)
         except OSError as met:
             error = met
     for _ in named_weights:  # on ranks that do not write, and the rest after a failed write
@@ -67,23 +81,33 @@ def write_hf_folder(
     raise_together(gather(error), folder)
 
 
-def _write(named_weights: Iterable[tuple[str, torch.Tensor]], bridge: Any, folder: Path) -> None:
+def _write(
+    named_weights: Iterable[tuple[str, torch.Tensor]],
+    bridge: Any,
+    generation_config: Mapping[str, Any] | None,
+    folder: Path,
+) -> None:
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
     try:
         partial.mkdir(parents=True)
-        _fill(named_weights, hf_config_of(bridge), partial)
+        _fill(named_weights, hf_config_of(bridge), generation_config, partial)
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob("model*.safetensors*"):
-            stale.unlink()
+        for stale in (*folder.glob("model*.safetensors*"), folder / GENERATION_CONFIG_FILE):
+            stale.unlink(missing_ok=True)
         for path in partial.iterdir():
             os.replace(path, folder / path.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _fill(named_weights: Iterable[tuple[str, torch.Tensor]], config: Any, partial: Path) -> None:
+def _fill(
+    named_weights: Iterable[tuple[str, torch.Tensor]],
+    config: Any,
+    generation_config: Mapping[str, Any] | None,
+    partial: Path,
+) -> None:
     tied = bool(getattr(config, "tie_word_embeddings", False))
     wanted = ((name, tensor) for name, tensor in named_weights if not (tied and name == "lm_head.weight"))
     paths, where, total = [], {}, 0
@@ -96,7 +120,7 @@ def _fill(named_weights: Iterable[tuple[str, torch.Tensor]], config: Any, partia
         total += sum(tensor.nbytes for tensor in shard.values())
         dtype = next(iter(shard.values())).dtype
     config.dtype = dtype
-    config.save_pretrained(partial)
+    save_hf_config(config, generation_config, partial)
     if len(paths) == 1:
         paths[0].rename(partial / "model.safetensors")
     else:

@@ -1,3 +1,5 @@
+import json
+
 import torch
 from safetensors import safe_open
 from support.tiny import TINY_QWEN3, random_batch, tiny_policy
@@ -30,6 +32,22 @@ def test_an_export_loads_in_transformers_and_trains_on_from_there(make_worker, t
 
     again = make_worker(tiny_policy() | {"hf_config": None, "model_name": str(tmp_path / "hf")})
     assert torch.equal(again.get_logprobs(data, mbs=4)["logprobs"], want)
+
+
+def test_exports_and_checkpoints_have_the_models_own_ends_and_sampling_settings(make_worker, tmp_path):
+    make_worker().export_hf(str(tmp_path / "random"))
+    assert not (tmp_path / "random" / "generation_config.json").exists()  # config.json has all that it has
+    # transformers would not write these settings, of which one contradicts another.
+    settings = {"eos_token_id": [12, 3], "do_sample": False, "temperature": 0.6, "top_k": 20}
+    (tmp_path / "random" / "generation_config.json").write_text(json.dumps(settings))
+    worker = make_worker(tiny_policy() | {"hf_config": None, "model_name": str(tmp_path / "random")})
+    (tmp_path / "random" / "generation_config.json").unlink()  # a warm start deletes the folder when it has been read
+    worker.export_hf(str(tmp_path / "hf"))
+    worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=False)
+    for folder in (tmp_path / "hf", tmp_path / "policy" / "hf_config"):
+        assert json.loads((folder / "generation_config.json").read_text()) == settings
+    make_worker().export_hf(str(tmp_path / "hf"))
+    assert not (tmp_path / "hf" / "generation_config.json").exists()
 
 
 class Loaded:
