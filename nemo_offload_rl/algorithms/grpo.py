@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,13 +21,13 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.problem import Conversation
-from nemo_offload_rl.data.tokenizer import check_stop_strings, check_token_ids
 from nemo_offload_rl.environments import Judge, make_math_reward, make_reward
 from nemo_offload_rl.generation.interface import GenerationInterface, SamplingParams
 from nemo_offload_rl.metrics.names import memory_metrics
 from nemo_offload_rl.metrics.samples import JudgedAnswer, best_and_worst
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.run.algorithm import Algorithm
+from nemo_offload_rl.run.answer_sampling import check_words, make_sampling
 from nemo_offload_rl.run.policy_interface import Policy
 from nemo_offload_rl.run.setup import (
     Preparation,
@@ -41,10 +41,7 @@ from nemo_offload_rl.run.setup import (
 from nemo_offload_rl.run.weight_sync import WeightSync
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from nemo_offload_rl.config.schema import GRPOMasterConfig
-    from nemo_offload_rl.config.schema.generation import GenerationConfig
     from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
     from nemo_offload_rl.placement.cluster import Cluster
 
@@ -253,7 +250,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
     notes = check_rows(partial(prompts.check_rows, with_answers=False), train.problems, validation)
     reward = _make_reward(config)
     loss_fn = ClippedPGLoss(**fields_from(ClippedPGLoss, config["loss_fn"]))
-    sampling, validation_sampling = _make_sampling(policy_config["generation"], tokenizer, section["seed"])
+    check_words(policy_config["generation"], tokenizer)
     steps_per_epoch = train.batches_per_epoch(groups.prompts_per_batch)
     schedule = make_schedule(section, config["checkpointing"], steps_per_epoch=steps_per_epoch)
 
@@ -262,6 +259,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
         from nemo_offload_rl.refit import make_transport
         from nemo_offload_rl.worker.group import PolicyWorkerGroup
 
+        sampling, validation_sampling = make_sampling(fitted_policy, tokenizer, section["seed"])
         generation = make_generation(fitted_policy, cluster)
         policy = PolicyWorkerGroup(
             fitted_policy,
@@ -302,32 +300,6 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
         )
 
     return Preparation(build, schedule, tokenizer, notes)
-
-
-def _make_sampling(
-    section: GenerationConfig, tokenizer: PreTrainedTokenizerFast, seed: int
-) -> tuple[SamplingParams, SamplingParams]:
-    """Returns the sampling parameters of training and of validation.
-
-    Raises:
-        DataError: the tokenizer lacks a stop token, or cannot encode a stop string.
-    """
-    stop_token_ids, stop_strings = section["stop_token_ids"], section["stop_strings"] or []
-    check_token_ids(tokenizer, stop_token_ids or [], "policy.generation.stop_token_ids")
-    check_stop_strings(tokenizer, stop_strings, "policy.generation.stop_strings")
-    training = SamplingParams(
-        max_new_tokens=section["max_new_tokens"],
-        temperature=section["temperature"],
-        top_p=section["top_p"],
-        top_k=section["top_k"],
-        stop_token_ids=(tokenizer.eos_token_id,) if stop_token_ids is None else tuple(stop_token_ids),
-        seed=seed,
-        stop_strings=tuple(stop_strings),
-    )
-    validation = replace(
-        training, temperature=section["val_temperature"], top_p=section["val_top_p"], top_k=section["val_top_k"]
-    )
-    return training, validation
 
 
 def _make_reward(config: GRPOMasterConfig) -> Judge:

@@ -72,8 +72,12 @@ def check_token_ids(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]
         )
 
 
-def fast_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+def fast_tokenizer(tokenizer: PreTrainedTokenizerFast, key: str = "policy.generation.stop_strings") -> Tokenizer:
     """Returns the `tokenizers.Tokenizer` behind a tokenizer of transformers.
+
+    Args:
+        tokenizer: the policy's tokenizer.
+        key: the recipe's key that needs it, for the message.
 
     Raises:
         DataError: the tokenizer is implemented in Python and has none.
@@ -81,9 +85,9 @@ def fast_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)  # a tokenizer in Python has none
     if backend is None:
         raise DataError(
-            f"policy.generation.stop_strings needs a fast tokenizer, but policy.tokenizer.name is a "
-            f"{type(tokenizer).__name__}, which is implemented in Python; give one with a tokenizer.json, or use "
-            "stop_token_ids."
+            f"{key} needs a fast tokenizer, but policy.tokenizer.name is a "
+            f"{type(tokenizer).__name__}, which is implemented in Python; give one with a tokenizer.json, or "
+            "delete the key."
         )
     return backend
 
@@ -101,7 +105,7 @@ def check_stop_strings(tokenizer: PreTrainedTokenizerFast, stop_strings: Sequenc
     """
     if not stop_strings:
         return
-    fast_tokenizer(tokenizer)
+    fast_tokenizer(tokenizer, key)
     vocabulary = ClosedVocabulary.of(tokenizer)
     for text in stop_strings if vocabulary is not None else ():
         if vocabulary is not None and (word := vocabulary.unknown_word(text)) is not None:
@@ -109,6 +113,30 @@ def check_stop_strings(tokenizer: PreTrainedTokenizerFast, stop_strings: Sequenc
                 f"{key} has {text!r}, in which {word!r} is no token of policy.tokenizer.name; no answer would end with "
                 "it."
             )
+
+
+def check_bad_words(tokenizer: PreTrainedTokenizerFast, words: Sequence[str], key: str) -> None:
+    """Checks that the tokenizer can encode banned words, alone and behind a space, as both are banned.
+
+    Args:
+        tokenizer: the policy's tokenizer.
+        words: the banned words.
+        key: the recipe's key with the words, for the message.
+
+    Raises:
+        DataError: a word has no token or an unknown one, or the tokenizer is not a fast tokenizer.
+    """
+    if not words:
+        return
+    backend, vocabulary = fast_tokenizer(tokenizer, key), ClosedVocabulary.of(tokenizer)
+    for text in (space + word.lstrip() for word in words for space in ("", " ")):
+        if vocabulary is not None and (unknown := vocabulary.unknown_word(text)) is not None:
+            raise DataError(
+                f"{key} has {text.lstrip()!r}, but in {text!r}, which it stands for, {unknown!r} is no token of "
+                "policy.tokenizer.name; delete the word."
+            )
+        if not backend.encode(text, add_special_tokens=False).ids:
+            raise DataError(f"{key} has {text!r}, of which policy.tokenizer.name makes no token; delete it.")
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -21,11 +21,13 @@ class SamplingParams:
         temperature: Divides the logits; 0 takes the most probable token.
         top_p: Keeps the fewest most probable tokens whose probabilities sum to at least this; in (0, 1], 1 keeps all.
         top_k: Keeps this many most probable tokens, before top_p; None keeps all.
-        stop_token_ids: Tokens that end a sequence; they are part of its output.
+        stop_token_ids: All tokens that end a sequence, the model's own ends among them; they are part of its output.
         seed: With a request's step and a row's prompt and sample id, the only source of randomness.
         stop_strings: Texts that end a sequence as soon as its text has one; the token that completes it is the last.
             Only the answer's text counts, with special tokens as they are written. Needs an engine that was built from
             a recipe with stop strings.
+        bad_words: Texts that a sequence must not contain (see `bad_words.bad_word_ids`). Needs an engine that was built
+            from a recipe with bad words.
     """
 
     max_new_tokens: int
@@ -35,6 +37,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
     seed: int
     stop_strings: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -47,6 +50,8 @@ class SamplingParams:
             raise ValueError(f"top_k is {self.top_k}; it must be at least 1, or null to keep every token.")
         if "" in self.stop_strings:
             raise ValueError("stop_strings has an empty string, which every text contains; leave it out.")
+        if not all(word.strip() for word in self.bad_words):
+            raise ValueError("bad_words has an empty word, which every text contains; leave it out.")
 
 
 @dataclass
@@ -82,9 +87,9 @@ class GenerationOutput:
 
     Attributes:
         output_ids: New tokens, including the stop token, or the whole token that completes a stop string.
-        logprobs: Log-prob of each new token under the temperature-scaled distribution (temperature 1 if greedy). Those
-            of `transformers` are before top_k and top_p, those of `vllm` after them; training's own log-probs follow
-            the engine (`worker.sampling`).
+        logprobs: Log-prob of each new token under the temperature-scaled distribution (temperature 1 if greedy) of the
+            tokens that complete no bad word. Those of `transformers` are before top_k and top_p, those of `vllm` after
+            them; training's own log-probs follow the engine (`worker.sampling`), but for bad words.
         finish_reasons: "stop" after a stop token or a stop string, even at the limit; otherwise "length".
     """
 

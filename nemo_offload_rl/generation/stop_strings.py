@@ -14,10 +14,10 @@ _INCOMPLETE = "\ufffd"
 _TEXT_HAS_CHANGED = "Invalid prefix"
 
 
-def stop_strings_of(policy: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the stop strings of a recipe's `policy` section."""
+def needs_tokenizer(policy: Mapping[str, Any]) -> bool:
+    """Returns whether the engine of a recipe's `policy` section needs a tokenizer: for stop strings or bad words."""
     generation = policy["generation"]
-    return tuple(generation["stop_strings"] or ()) if "stop_strings" in generation else ()
+    return any(name in generation and generation[name] for name in ("stop_strings", "bad_words"))
 
 
 class AnswerText:

@@ -9,7 +9,7 @@ import ray
 
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
-from nemo_offload_rl.generation.stop_strings import stop_strings_of
+from nemo_offload_rl.generation.stop_strings import needs_tokenizer
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
@@ -93,8 +93,7 @@ class TransformersGeneration(ActorEngines):
             precision: "bfloat16" or "float32".
             generation_batch_size: Largest number of rows in one batch of a replica.
             max_sequence_length: Largest number of tokens of a prompt and its continuation together.
-            tokenizer_name: `policy.tokenizer.name`, for decoding answers to find stop strings; None if the recipe has
-                none.
+            tokenizer_name: `policy.tokenizer.name`, for stop strings and bad words; None if the recipe has neither.
         """
         has_node = len(bundles_by_engine[0]) == cluster.engine_bundles_per_node
         num_threads = cluster.threads_per_node if has_node else cluster.threads_per_engine_bundle
@@ -152,7 +151,7 @@ def _start(
         precision=policy_config["precision"],
         generation_batch_size=policy_config["generation_batch_size"],
         max_sequence_length=policy_config["max_total_sequence_length"],
-        tokenizer_name=policy_config["tokenizer"]["name"] if stop_strings_of(policy_config) else None,
+        tokenizer_name=policy_config["tokenizer"]["name"] if needs_tokenizer(policy_config) else None,
     )
 
 

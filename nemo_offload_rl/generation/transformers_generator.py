@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import DynamicCache, PreTrainedModel
 
+from nemo_offload_rl.generation.bad_words import bad_word_ids, without_bad_words
 from nemo_offload_rl.generation.hf_model import optional_names, weights_by_name
 from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, SamplingParams, WakeUpTag
 from nemo_offload_rl.generation.sampling import choose_tokens, row_uniforms
@@ -62,7 +63,7 @@ class TransformersGenerator:
             generation_batch_size: Largest number of rows in one batch.
             max_sequence_length: Largest number of tokens of a prompt and its continuation together.
             has_weights: Whether the model's weights are already initialized; if not, `generate` requires a refit first.
-            tokenizer: Decodes answers for requests with stop strings; None if no request has any.
+            tokenizer: For requests with stop strings or bad words; None if no request has any.
 
         Raises:
             ValueError: If a size is not positive.
@@ -191,11 +192,14 @@ class TransformersGenerator:
         lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
         texts = self._texts(prompts, sampling)
+        bad_words = bad_word_ids(self._require_tokenizer(), sampling.bad_words) if sampling.bad_words else []
         active = torch.ones(num_rows, dtype=torch.bool, device=device)
 
         batch = self._prefill(prompts)
         for position in range(max_tokens):
             rows = batch.rows
+            if bad_words:
+                batch.logits = without_bad_words(batch.logits, tokens[rows, :position], bad_words)
             tokens[rows, position], logprobs[rows, position] = choose_tokens(
                 batch.logits,
                 uniforms[rows, position],
@@ -220,9 +224,15 @@ class TransformersGenerator:
         """Returns an `AnswerText` for each row; an empty list for requests without stop strings."""
         if not sampling.stop_strings:
             return []
+        tokenizer = self._require_tokenizer()
+        return [AnswerText(tokenizer, sampling.stop_strings, prompt) for prompt in prompts]
+
+    def _require_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise RuntimeError("A request has stop strings, but the recipe had none when the engine was built.")
-        return [AnswerText(self._tokenizer, sampling.stop_strings, prompt) for prompt in prompts]
+            raise RuntimeError(
+                "A request has stop strings or bad words, but the recipe had none when the engine was built."
+            )
+        return self._tokenizer
 
     def _prefill(self, prompts: list[list[int]]) -> _Batch:
         """Runs each distinct prompt once, left-padded, and copies its cache to every row that has it."""

@@ -7,7 +7,7 @@ from typing import Any
 from nemo_offload_rl.config.megatron.device_split import engine_devices, engine_replicas
 from nemo_offload_rl.generation.interface import GenerationRequest
 from nemo_offload_rl.generation.sampling import row_seed
-from nemo_offload_rl.generation.stop_strings import stop_strings_of
+from nemo_offload_rl.generation.stop_strings import needs_tokenizer
 
 WORKER_EXTENSION = "nemo_offload_rl.generation.vllm_worker.RefitExtension"
 
@@ -54,7 +54,7 @@ def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = 
 
     Args:
         policy: The recipe's `policy`, validated, with `backend: vllm`.
-        folder: Folder with the model's config.json, and with stop strings the tokenizer.
+        folder: Folder with the model's config.json, and with stop strings or bad words the tokenizer.
         sleeps: Whether the engine frees its GPUs for the policy between generations.
     """
     generation = policy["generation"]
@@ -62,7 +62,7 @@ def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = 
     replicas, has_one_gpu = engine_replicas(section), engine_devices(section) == 1
     arguments: dict[str, Any] = {
         "model": str(folder),
-        "skip_tokenizer_init": not stop_strings_of(policy),
+        "skip_tokenizer_init": not needs_tokenizer(policy),
         "load_format": "dummy",
         "dtype": section["precision"],
         "tensor_parallel_size": section["tensor_parallel_size"],
@@ -74,7 +74,7 @@ def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = 
         "enforce_eager": section["enforce_eager"],
         "logprobs_mode": "processed_logprobs",
         "enable_sleep_mode": sleeps,
-        "generation_config": "vllm",  # ignore the model's own sampling settings
+        "generation_config": "vllm",  # each request has all sampling settings
         "seed": 0,  # unused: each row has its own seed
         "worker_extension_cls": WORKER_EXTENSION,
         # As under torchrun, each GPU's process runs an engine of its own with all requests: it is placed with the
@@ -109,7 +109,8 @@ def sampling_arguments(request: GenerationRequest, row: int, max_sequence_length
         "top_k": 0 if greedy or sampling.top_k is None else sampling.top_k,
         "seed": None if greedy else row_seed(sampling.seed, request.step, prompt, request.sample_ids[row]),
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": True,  # only the given stop tokens end a sequence
+        "ignore_eos": True,  # the stop tokens include the model's own ends, as far as the recipe wants them
+        "bad_words": list(sampling.bad_words),
         "logprobs": 0,  # only for the sampled token
         **_stop_arguments(sampling.stop_strings),
     }

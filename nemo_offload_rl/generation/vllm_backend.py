@@ -17,7 +17,7 @@ import torch
 from nemo_offload_rl.config.megatron.device_split import engine_devices, engine_replicas
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
-from nemo_offload_rl.generation.stop_strings import stop_strings_of
+from nemo_offload_rl.generation.stop_strings import needs_tokenizer
 from nemo_offload_rl.generation.vllm_arguments import engine_arguments, engine_environment, is_built_beside_policy
 from nemo_offload_rl.hub import go_offline
 from nemo_offload_rl.placement.cluster import Cluster
@@ -139,13 +139,13 @@ class VllmActor(WeightLoader):
             self._generator.finish_generation()
 
     def _write_model_folder(self, policy: Mapping[str, Any]) -> None:
-        """Writes what vLLM reads, now and later, to a folder: the config and, with stop strings, the tokenizer."""
+        """Writes what vLLM reads, now and later, to a folder: the config and, if it needs one, the tokenizer."""
         from nemo_offload_rl.data.tokenizer import load_tokenizer, save_tokenizer
         from nemo_offload_rl.hf_config import hf_config
 
         self._folder = tempfile.TemporaryDirectory()
         hf_config(policy).save_pretrained(self._folder.name)
-        if stop_strings_of(policy):
+        if needs_tokenizer(policy):
             save_tokenizer(load_tokenizer(policy["tokenizer"]["name"]), Path(self._folder.name))
 
     def _join(self, meeting: Meeting, rank: int, num_processes: int) -> None:

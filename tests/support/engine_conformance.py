@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nemo_offload_rl.generation.interface import GenerationInterface, GenerationRequest, SamplingParams
@@ -50,15 +50,19 @@ Weights = Mapping[str, torch.Tensor]
 
 
 def save_numbers_tokenizer(folder: Path) -> None:
-    """Writes a tokenizer that spells token 12 as <12>."""
+    """Writes a tokenizer that spells token 12 as <12>, and encodes anything else as <0>, its end of sequence."""
     words = {f"<{number}>": number for number in range(QWEN3["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(words))
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<0>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\d+>"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<0>", pad_token="<0>").save_pretrained(folder)
 
 
 def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
-    """Returns a recipe's policy section as far as engines read it; stop strings need the folder of a tokenizer."""
+    """Returns a recipe's policy section as far as engines read it; stop strings need the folder of a tokenizer.
+
+    Each token is an end of the model's own, at which no engine may stop unless a request names it.
+    """
     section = {
         "tensor_parallel_size": 1,
         "expert_parallel_size": 1,
@@ -70,7 +74,7 @@ def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
     }
     return {
         "model_name": "a label",
-        "hf_config": QWEN3,
+        "hf_config": QWEN3 | {"eos_token_id": list(range(QWEN3["vocab_size"]))},
         "precision": "float32",
         "generation_batch_size": 8,
         "max_total_sequence_length": MAX_LENGTH,
@@ -154,6 +158,44 @@ def a_stop_token_ends_its_row(engine: GenerationInterface) -> None:
     assert output.output_ids == [free[: free.index(stop) + 1]]
     assert output.finish_reasons == ["stop"]
     assert len(output.logprobs[0]) == len(output.output_ids[0])
+
+
+def each_of_several_stop_tokens_ends_its_row(engine: GenerationInterface) -> None:
+    """Checks rows of which each ends at another one of two stop tokens, and nowhere before."""
+    prompts = [PROMPTS[0], PROMPTS[3]]
+    free = engine.generate(request(GREEDY, prompts)).output_ids
+    stops = tuple(row[3] for row in free)
+    assert stops[0] != stops[1]
+    output = engine.generate(request(dataclasses.replace(GREEDY, stop_token_ids=stops), prompts))
+    for row, tokens in zip(free, output.output_ids, strict=True):
+        assert tokens == row[: next(index for index, token in enumerate(row) if token in stops) + 1]
+    assert output.finish_reasons == ["stop"] * 2
+
+
+def bad_words_are_never_sampled(engine: GenerationInterface, reference: Any, tolerance: float) -> None:
+    """Checks a banned token and a banned pair; log-probs are of the distribution without what would complete them."""
+    prompt = PROMPTS[0]
+    free = engine.generate(request(GREEDY, [prompt])).output_ids[0]
+    one, pair = free[0], (free[1], free[2])
+    words = (f"<{one}>", f"<{pair[0]}><{pair[1]}>")
+    for temperature in (0.0, 0.8):
+        sampling = dataclasses.replace(GREEDY, temperature=temperature, bad_words=words)
+        output = engine.generate(request(sampling, [prompt]))
+        [tokens], [logprobs] = output.output_ids, output.logprobs
+        assert one not in tokens
+        assert pair not in itertools.pairwise(tokens)
+        expected = logprobs_of(reference, prompt, tokens, temperature)
+        expected[:, one] = -math.inf
+        for index, token in enumerate(tokens[:-1]):
+            if token == pair[0]:
+                expected[index + 1, pair[1]] = -math.inf
+        expected = expected.log_softmax(dim=-1)
+        if temperature == 0:
+            assert tokens == expected.argmax(dim=-1).tolist()
+        of_tokens = expected[torch.arange(len(tokens)), tokens]
+        torch.testing.assert_close(torch.tensor(logprobs), of_tokens, atol=tolerance, rtol=0)
+    across = dataclasses.replace(GREEDY, bad_words=(f"<{prompt[-1]}><{one}>",))  # begins in the prompt, does not count
+    assert engine.generate(request(across, [prompt])).output_ids[0][0] == one
 
 
 def a_stop_string_ends_its_row(engine: GenerationInterface) -> None:
@@ -252,7 +294,9 @@ def check(
         lambda: logprobs_are_of_what_was_sampled(engine, reference, tolerance),
         lambda: filters_keep_the_likeliest(engine, reference, tolerance, filtered=filtered),
         lambda: a_stop_token_ends_its_row(engine),
+        lambda: each_of_several_stop_tokens_ends_its_row(engine),
         lambda: a_stop_string_ends_its_row(engine),
+        lambda: bad_words_are_never_sampled(engine, reference, tolerance),
         lambda: seeds_decide(engine),
         lambda: empty_and_overlong_prompts_are_answered(engine),
         lambda: a_refit_changes_the_answers(engine, weights, verify=verify),

@@ -13,6 +13,8 @@ IF_ABSENT: Mapping[str, Any] = {
     "policy.generation.colocated.resources.gpus_per_node": None,
     "policy.generation.colocated.resources.num_nodes": None,
     "policy.generation.stop_strings": None,
+    "policy.generation.ignore_eos": False,
+    "policy.generation.bad_words": None,
     "policy.generation.vllm_cfg.build_beside_policy": "auto",
     "policy.skip_model_check": False,
     "policy.max_skipped_steps": 0,

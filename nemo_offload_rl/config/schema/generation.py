@@ -63,7 +63,7 @@ class VllmConfig(TypedDict):
     # submitted at once, so true is read as false, and a note says so. Recommended: false. Absent: false.
     async_engine: NotRequired[bool]
     # Build the engine without a tokenizer; only true, as prompts and answers are token ids. With
-    # policy.generation.stop_strings the engine has a tokenizer all the same. Absent: true.
+    # policy.generation.stop_strings or bad_words the engine has a tokenizer all the same. Absent: true.
     skip_tokenizer_init: NotRequired[bool]
     # Which log-probs the engine reports; only processed_logprobs: those of the sampled distribution, after temperature,
     # top_k and top_p. Absent: processed_logprobs.
@@ -129,12 +129,21 @@ class GenerationConfig(TypedDict):
     val_top_p: TopP
     # top_k in validation. Recommended: "${.top_k}".
     val_top_k: PositiveInt | None
-    # Token ids that end an answer; null for the tokenizer's end-of-sequence token. Recommended: null.
+    # Token ids that end an answer, in addition to the model's own ends (see ignore_eos); null for the tokenizer's
+    # end-of-sequence token. Recommended: null.
     stop_token_ids: list[NonNegativeInt] | None
+    # false: the model's own ends also end an answer; they are the eos_token_id of its generation_config.json, or of its
+    # config.json or policy.hf_config without that file. true: only stop_token_ids, where null still stands for the
+    # tokenizer's end-of-sequence token, and stop_strings do. Recommended: false. Absent: false.
+    ignore_eos: NotRequired[bool]
     # Strings that also end an answer as soon as its text contains one; the string stays in the answer. Special tokens
     # count with the text they are written as. Null or [] for none. Recommended: null, since the end-of-sequence token
     # needs no text search. Absent: null.
     stop_strings: NotRequired[list[NonEmptyStr] | None]
+    # Words that answers must not contain, each as the tokenizer encodes it, and as it does behind a space: no token is
+    # sampled that would complete one. Log-probs of the sampler are of the distribution without these tokens, those of
+    # the policy of the whole one. Null or [] for none. Recommended: null. Absent: null.
+    bad_words: NotRequired[list[NonEmptyStr] | None]
     # NeMo-RL's transport of weights to generation's own GPUs. All of them bring the same bits; here the weights are
     # broadcast whichever is named, and a note says so. Null if GPUs are shared. Recommended: null. Absent: null.
     refit_transport: NotRequired[Literal["nccl_reshard", "nixl", "vllm_s3_sparse", "vllm_zmq_sparse"] | None]

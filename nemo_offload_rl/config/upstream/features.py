@@ -140,11 +140,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly(
         "loss_fn.use_kl_in_reward", _FALSE, "the KL penalty as part of the reward", "use reference_policy_kl_penalty"
     ),
-    OffOnly(
-        "policy.generation.bad_words",
-        _NO_LIST,
-        "banning words from answers",
-    ),
     OffOnly("policy.generation.quant_cfg", _NULL, _QUANTISED, _NOT_QUANTISED),
     OffOnly("policy.generation.real_quant", _FALSE, _QUANTISED, _NOT_QUANTISED),
     OffOnly("policy.generation.vllm_cfg.enable_return_routed_experts", _FALSE, "router replay", only_if=_VLLM_IN_USE),

@@ -156,7 +156,7 @@ def test_a_section_loads_while_its_switch_is_off(feature, error_of):
     )
 
 
-@pytest.mark.parametrize("generation", ["{}", "{port_range_low: 11000, bad_words: []}"])
+@pytest.mark.parametrize("generation", ["{}", "{port_range_low: 11000, quant_cfg: null}"])
 def test_sft_has_no_generation_not_even_without_a_key(generation, error_of):
     error = error_of(f"++policy.generation={generation}", recipe=CONFIGS / "sft_tiny_cpu.yaml")
     assert "policy.generation: has no key with an effect; delete the section" in error

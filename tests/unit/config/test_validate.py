@@ -193,6 +193,8 @@ MEGATRON = "policy.megatron_cfg"
         ),
         ("policy.generation.stop_strings=['']", "policy.generation.stop_strings.0: "),
         ("policy.generation.stop_strings=x", "policy.generation.stop_strings: must be a list"),
+        ("+policy.generation.bad_words=['']", "policy.generation.bad_words.0: "),
+        ("+policy.generation.ignore_eos=1", "policy.generation.ignore_eos: must be true or false"),
         ("policy.sequence_packing.logprob_mb_tokens=0", "must be auto or a number of tokens (1 or more); found 0"),
         ("policy.numa=true", "(0 or more); found true"),
         ("policy.numa=[0]", "(0 or more); found [0]"),

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from nemo_offload_rl.generation.hf_model import build_model
 from nemo_offload_rl.generation.interface import SamplingParams
-from nemo_offload_rl.generation.stop_strings import AnswerText, stop_strings_of
+from nemo_offload_rl.generation.stop_strings import AnswerText, needs_tokenizer
 from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
 
 TEXT = "Let the sum be 12 + 30 = 42.\n\nThe answer is 42 — voilà 🙂🙃! 你好世界 " * 3
@@ -114,9 +114,11 @@ def test_ids_that_are_no_token_are_no_text():
     assert found_end(tokenizer, ("the end",), [*tokens[:middle], 100_000, *tokens[middle:]]) == len(tokens) + 1
 
 
-def test_an_engine_of_a_recipe_without_stop_strings_has_no_tokenizer():
-    assert stop_strings_of({"generation": {}}) == stop_strings_of({"generation": {"stop_strings": None}}) == ()
-    assert stop_strings_of({"generation": {"stop_strings": ["a", "b"]}}) == ("a", "b")
+def test_an_engine_of_a_recipe_without_stop_strings_and_bad_words_has_no_tokenizer():
+    assert not needs_tokenizer({"generation": {}})
+    assert not needs_tokenizer({"generation": {"stop_strings": None, "bad_words": []}})
+    assert needs_tokenizer({"generation": {"stop_strings": ["a"]}})
+    assert needs_tokenizer({"generation": {"stop_strings": None, "bad_words": ["a"]}})
     generator = TransformersGenerator(
         build_model("tiny", engine_conformance.QWEN3, "float32"),
         device="cpu",
@@ -124,9 +126,10 @@ def test_an_engine_of_a_recipe_without_stop_strings_has_no_tokenizer():
         max_sequence_length=64,
         has_weights=True,
     )
-    sampling = dataclasses.replace(engine_conformance.GREEDY, stop_strings=("a",))
-    with pytest.raises(RuntimeError, match="has stop strings, but the recipe had none when the engine was built"):
-        generator.generate(engine_conformance.request(sampling))
+    for words in ({"stop_strings": ("a",)}, {"bad_words": ("a",)}):
+        sampling = dataclasses.replace(engine_conformance.GREEDY, **words)
+        with pytest.raises(RuntimeError, match="but the recipe had none when the engine was built"):
+            generator.generate(engine_conformance.request(sampling))
 
 
 def test_an_empty_string_is_refused():

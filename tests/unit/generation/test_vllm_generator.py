@@ -261,6 +261,8 @@ def test_each_row_has_its_limit_its_stops_and_its_seed():
     assert len({row["seed"] for row in rows}) == 3
     assert (rows[0]["temperature"], rows[0]["top_p"], rows[0]["top_k"]) == (0.8, 0.9, 0)
     assert rows[0]["stop_token_ids"] == [2, 3]
+    assert rows[0]["ignore_eos"] is True  # all ends that count are among the stop tokens
+    assert rows[0]["bad_words"] == []
     greedy = sampling_arguments(request(SamplingParams(10, 0.0, 0.9, 5, (), 11)), 0, 64)
     assert (greedy["temperature"], greedy["top_p"], greedy["top_k"], greedy["seed"]) == (0.0, 1.0, 0, None)
 
@@ -276,6 +278,14 @@ def test_stop_strings_need_a_tokenizer_and_are_part_of_an_answer():
     policy = engine_conformance.policy("vllm")
     assert engine_arguments(policy, Path("/folder"))["skip_tokenizer_init"] is True
     policy["generation"]["stop_strings"] = ["\n\n"]
+    assert engine_arguments(policy, Path("/folder"))["skip_tokenizer_init"] is False
+
+
+def test_bad_words_need_a_tokenizer_and_go_to_vllm_as_they_are():
+    row = sampling_arguments(request(replace(SAMPLING, bad_words=("<image>", "tea"))), 0, 64)
+    assert (row["bad_words"], row["detokenize"]) == (["<image>", "tea"], False)
+    policy = engine_conformance.policy("vllm")
+    policy["generation"]["bad_words"] = ["tea"]
     assert engine_arguments(policy, Path("/folder"))["skip_tokenizer_init"] is False
 
 
