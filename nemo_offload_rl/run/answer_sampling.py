@@ -15,7 +15,7 @@ from nemo_offload_rl.hf_config import model_end_token_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from nemo_offload_rl.config.schema.grpo import GRPOPolicyConfig
+    from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
 
 logger = logging.getLogger(__name__)
 
