@@ -141,7 +141,7 @@ def generation_config(policy: Mapping[str, Any]) -> dict[str, Any] | None:
         raise ValueError(f"{where} is not valid JSON ({error}); copy the model again.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{where} holds no JSON object; copy the model again.")
-    ends = content["eos_token_id"] if "eos_token_id" in content else None
+    ends = content.get("eos_token_id")
     if not all(type(token) is int for token in _as_list(ends)):
         raise ValueError(f"{where} has eos_token_id {ends!r}, which must be a token id, a list of them, or null.")
     return content
@@ -156,11 +156,12 @@ def model_end_token_ids(policy: Mapping[str, Any]) -> list[int]:
     Raises:
         UnreachableModelError, ValueError: see `hf_config` and `generation_config`.
     """
+    from transformers import GenerationConfig
+
     config, content = hf_config(policy), generation_config(policy)
-    if content is None:
-        content = {"eos_token_id": config.eos_token_id}
-    ends = content["eos_token_id"] if "eos_token_id" in content else None
-    return sorted({token for token in _as_list(ends) if 0 <= token < config.vocab_size})
+    own = GenerationConfig.from_model_config(config).to_dict() if content is None else content
+    vocab_size = config.get_text_config().vocab_size
+    return sorted({token for token in _as_list(own.get("eos_token_id")) if 0 <= token < vocab_size})
 
 
 def _as_list(value: Any) -> list[Any]:
