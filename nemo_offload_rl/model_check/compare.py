@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import io
 import os
 import textwrap
@@ -19,7 +20,12 @@ from nemo_offload_rl.mcore.build import load_weights
 from nemo_offload_rl.mcore.distributed import parallel
 from nemo_offload_rl.mcore.logprob.forward import model_logprobs
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge, have_transformer_engine
-from nemo_offload_rl.mcore.model.model_config import bridge_of_config, make_provider
+from nemo_offload_rl.mcore.model.model_config import (
+    bridge_of_config,
+    has_pretrained_weights,
+    make_bridge,
+    make_provider,
+)
 from nemo_offload_rl.model_check.alone import alone
 from nemo_offload_rl.model_check.reference import Reference, loss_of, reference_of, rows
 from nemo_offload_rl.model_check.result import CheckResult, Difference
@@ -30,6 +36,9 @@ _SMALL_GRADIENT = 1e-3
 
 Some gradients are zero except for rounding, such as that of a bias of keys without rope.
 """
+
+_PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
+"""Types of the fields of Megatron's config that can be compared; the others are functions, layer specs and dtypes."""
 
 
 class UnbuildableError(ValueError):
@@ -71,8 +80,37 @@ def compare(policy: Mapping[str, Any], stages: dict[str, float] | None = None) -
         ValueError: the Hugging Face config is invalid.
     """
     with _timed(stages, "config"):
-        twin = twin_config(hf_config(policy))
+        config = hf_config(policy)
+        twin = twin_config(config)
+    if has_pretrained_weights(policy):
+        with _timed(stages, "Megatron-Bridge"), _refusals("Megatron cannot compute this model"):
+            check_is_built_of(config, make_bridge(policy, copy.deepcopy(config)))
     return compare_configs(alone(policy, twin.to_dict()), reference=twin, built=twin, stages=stages)
+
+
+def check_is_built_of(config: Any, bridge: Any) -> None:
+    """Checks that the worker's bridge builds the model of a config, of which the twin is a small copy.
+
+    Args:
+        config: the `PretrainedConfig` of the policy's model, with its overrides.
+        bridge: the `AutoBridge` of the worker, which has weights besides.
+
+    Raises:
+        UnbuildableError: Megatron's config of the model follows from something else.
+    """
+    wanted, found = (
+        each.to_megatron_provider(load_weights=False) for each in (bridge_of_config(copy.deepcopy(config)), bridge)
+    )
+    other = [
+        f"{field.name} {getattr(found, field.name)!r} instead of {getattr(wanted, field.name)!r}"
+        for field in dataclasses.fields(wanted)
+        if isinstance(getattr(wanted, field.name), _PLAIN) and getattr(found, field.name) != getattr(wanted, field.name)
+    ]
+    if other:
+        raise UnbuildableError(
+            f"The worker would train another model than its Hugging Face config with policy.hf_config_overrides "
+            f"describes: {', '.join(other)}"
+        )
 
 
 def compare_configs(
@@ -136,6 +174,8 @@ def _refusals(sentence: str) -> Iterator[None]:
     )
     try:
         yield
+    except UnbuildableError:
+        raise
     except kinds as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         said = textwrap.shorten(str(error), width=400, placeholder=" ...")

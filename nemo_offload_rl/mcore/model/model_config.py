@@ -87,14 +87,25 @@ def make_bridge(policy: Mapping[str, Any], config: Any) -> Any:
         policy: the recipe's policy section.
         config: its `hf_config`, which the bridge may change.
     """
-    if has_pretrained_weights(policy):
-        return auto_bridge().from_hf_pretrained(policy["model_name"], config=config)
-    return bridge_of_config(config)
+    bridge = bridge_of_config(config)
+    return with_weights_of(bridge, policy["model_name"]) if has_pretrained_weights(policy) else bridge
 
 
 def bridge_of_config(config: Any) -> Any:
     """Returns an `AutoBridge` for a Hugging Face config alone, without weights."""
     return auto_bridge().from_hf_config(config)
+
+
+def with_weights_of(bridge: Any, name: str) -> Any:
+    """Returns an `AutoBridge` for the same Hugging Face config, with the weights of a folder or hub name.
+
+    `AutoBridge.from_hf_pretrained` would read the config again, without `policy.hf_config_overrides`.
+    """
+    from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
+
+    source = PreTrainedCausalLM.from_pretrained(name)
+    source.config = bridge.hf_pretrained
+    return type(bridge)(source)
 
 
 def _gradient_accumulation_fusion(cfg: Mapping[str, Any]) -> bool:
