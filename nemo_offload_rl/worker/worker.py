@@ -139,7 +139,7 @@ class MegatronPolicyWorker:
         self._peaks = GpuPeaks(lambda: self.engine.mapped_bytes)
         self._param_gather = ParamGather(self.state.model)
         size = int(config["refit_buffer_size_gb"] * GIB)
-        self._hf_weights = HfWeights(self.state.bridge, self.state.model)
+        self._hf_weights = HfWeights(self.state.bridge, self.state.model, self.state.vocab_size)
         self._weight_export = WeightExport(self.hf_weights, rank=rank, bucket_bytes=size, reads=self._hf_weights)
 
     @classmethod

@@ -17,12 +17,15 @@ class HfWeights:
     Args:
         bridge: the `AutoBridge` that the model was made with.
         model: this rank's chunks, whose parameters stay the same objects.
+        vocab_size: number of real tokens; ranks hold padding beyond it if their number does not divide it.
     """
 
-    def __init__(self, bridge: Any, model: list[Any]) -> None:
+    def __init__(self, bridge: Any, model: list[Any], vocab_size: int) -> None:
         make_exports_fast()
         self._bridge = bridge
         self._model = model
+        self._vocab_size = vocab_size
+        self._with_row_per_token = _names_with_row_per_token(bridge)
         self._tasks: list[Any] | None = None
 
     def __call__(self) -> Iterator[tuple[str, Tensor]]:
@@ -32,9 +35,10 @@ class HfWeights:
             self._tasks = self._bridge._model_bridge.build_conversion_tasks(
                 self._bridge.hf_pretrained, unwrap_model(self._model)
             )
-        yield from self._bridge.export_hf_weights(
+        for name, tensor in self._bridge.export_hf_weights(
             self._model, show_progress=False, conversion_tasks=self._tasks, merge_adapter_weights=False
-        )
+        ):
+            yield name, tensor[: self._vocab_size] if name in self._with_row_per_token else tensor
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that an export reads, the same objects each time; none before the first export."""
@@ -57,3 +61,11 @@ class HfWeights:
         answer = torch.tensor(int(yes), device="cuda" if torch.cuda.is_available() else "cpu")
         torch.distributed.all_reduce(answer, op=torch.distributed.ReduceOp.MIN)
         return bool(answer.item())
+
+
+def _names_with_row_per_token(bridge: Any) -> frozenset[str]:
+    """Returns the Hugging Face names of the embedding and of the output layer's weight and bias."""
+    registry = bridge._model_bridge.mapping_registry()
+    names = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+    mappings = [registry.megatron_to_hf_lookup(name) for name in names]
+    return frozenset(mapping.hf_param for mapping in mappings if mapping and isinstance(mapping.hf_param, str))

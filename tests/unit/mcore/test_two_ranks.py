@@ -1,11 +1,14 @@
 """Tests that two ranks compute what one does: DP, TP, sequence parallel, PP, virtual PP, EP, on gloo."""
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.ranks import run_ranks, worker_of_rank
-from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+from support.toy_policy import LocalTransport
 
 # Of the logits, which the backward pass computes again; one rank computes them whole.
 CHUNKS = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 5}
@@ -26,8 +29,6 @@ ODD_VOCABULARY = "tp2_padded_vocabulary"
 
 def hf_config_of(layout: str) -> dict[str, Any] | None:
     if layout == ODD_VOCABULARY:
-        from support.tiny import TINY_QWEN3
-
         return TINY_QWEN3 | {"vocab_size": 15}
     return TINY_QWEN3_MOE if layout.startswith("moe") else None
 
@@ -64,7 +65,7 @@ def run(layout: str, overrides: dict[str, Any], rank: int, world_size: int, port
         "evaluated": worker.evaluate(probe, NLLLoss(), mbs=2)["loss"],
         "of_one_micro_batch": worker.get_logprobs(probe, mbs=8)["logprobs"].tolist(),
         "of_three_micro_batches": worker.evaluate(few, NLLLoss(), mbs=few.size // 3)["loss"],
-        "exported": {name: float(weight.double().sum()) for name, weight in worker.hf_weights()},
+        "exported": {name: (weight.shape, float(weight.double().sum())) for name, weight in worker.hf_weights()},
     }
     worker.shutdown()
     return out
@@ -107,5 +108,49 @@ def test_two_ranks_compute_what_one_does(alone, together, layout):
                 torch.tensor(got[field]), torch.tensor(want[field])[start:stop], rtol=1e-4, atol=2e-4
             )
         assert set(got["exported"]) == set(want["exported"])
-        for name, total in want["exported"].items():
-            assert got["exported"][name] == pytest.approx(total, rel=1e-3, abs=2e-3), name
+        for name, (shape, total) in want["exported"].items():
+            assert got["exported"][name] == (shape, pytest.approx(total, rel=1e-3, abs=2e-3)), name
+
+
+class Loaded:
+    """Receives weights and keeps them."""
+
+    def load_weights(self, named_tensors) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in named_tensors}
+
+
+def round_trip(rank: int, world_size: int, ports: list[int], folder: Path) -> dict[str, Any]:
+    """Refits and exports a model of 15 tokens on ranks that hold 8 each, and reads the export again."""
+    torch.set_num_threads(1)
+    policy = tiny_policy(
+        TINY_QWEN3 | {"vocab_size": 15, "tie_word_embeddings": False}, tensor_model_parallel_size=world_size
+    )
+    data, out = random_batch(4), {}
+    for name, model, port in zip(
+        ("first", "again"), ({}, {"hf_config": None, "model_name": str(folder)}), ports, strict=True
+    ):
+        worker, engine = worker_of_rank(policy | model, rank, world_size, port), Loaded()
+        out[f"{name} planned"] = worker.prepare_refit_info(LocalTransport([engine])).tensors
+        worker.send_weights()
+        out[f"{name} sent"] = {key: list(tensor.shape) for key, tensor in engine.weights.items()}
+        out[f"{name} logprobs"] = worker.get_logprobs(data, mbs=4)["logprobs"].tolist()
+        worker.export_hf(str(folder))
+        worker.shutdown()
+    return out
+
+
+def test_exports_and_refits_have_the_rows_of_the_vocabulary(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    out, _ = run_ranks(functools.partial(round_trip, folder=tmp_path / "hf"), 2, num_ports=2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    shapes = {name: list(weight.shape) for name, weight in model.state_dict().items()}
+    assert shapes["model.embed_tokens.weight"] == shapes["lm_head.weight"] == [15, 64]
+    assert out["first sent"] == out["again sent"] == shapes
+    assert {spec.name: list(spec.shape) for spec in out["first planned"]} == shapes
+    assert out["first logprobs"] == out["again logprobs"]
+    data = random_batch(4)
+    with torch.no_grad():
+        values = model(data["input_ids"]).logits[0, :-1].log_softmax(-1)
+    wanted = values.gather(-1, data["input_ids"][0, 1:, None]).squeeze(-1)  # the longest row
+    torch.testing.assert_close(torch.tensor(out["first logprobs"])[0, 1:], wanted, rtol=0, atol=1e-4)
