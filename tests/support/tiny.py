@@ -1,5 +1,6 @@
 """Provides a tiny Qwen3-shaped policy, and batches for it."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,6 +137,24 @@ def random_batch(rows: int, longest: int = 12, seed: int = 0) -> BatchedData:
         token_mask=(real & (columns >= longest // 3)).float(),
         sample_mask=torch.ones(rows),
     )
+
+
+def logprobs_in_transformers(folder: Path, data: BatchedData, **overrides: Any) -> torch.Tensor:
+    """Returns float32 [B, S - 1]: each row's log-probs of its tokens from the second one on, by transformers.
+
+    Args:
+        folder: a model in Hugging Face format.
+        data: rows of tokens.
+        overrides: fields of the model's config.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", **overrides
+    ).eval()
+    with torch.no_grad():
+        logits = model(data["input_ids"]).logits.log_softmax(-1)
+    return logits[:, :-1].gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
 
 
 def offloading_activations(

@@ -2,21 +2,12 @@ import json
 
 import torch
 from safetensors import safe_open
-from support.tiny import TINY_QWEN3, random_batch, tiny_policy
+from support.tiny import TINY_QWEN3, logprobs_in_transformers, random_batch, tiny_policy
 from support.toy_policy import LocalTransport
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.weights import export
 from nemo_offload_rl.refit.plan import TensorSpec
-
-
-def logprobs_in_transformers(folder, data) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        logits = model(data["input_ids"]).logits.log_softmax(-1)
-    return logits[:, :-1].gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
 
 
 def test_an_export_loads_in_transformers_and_trains_on_from_there(make_worker, tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, logprobs_in_transformers, random_batch, tiny_policy
 
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore.build import as_in_files
@@ -46,17 +46,6 @@ def saved(tmp_path):
     return save
 
 
-def transformers_logprobs(folder, data, **overrides):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", **overrides
-    ).eval()
-    with torch.no_grad():
-        logits = model(data["input_ids"]).logits.log_softmax(-1)
-    return logits[:, :-1].gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
-
-
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_the_worker_and_its_exports_are_the_model_with_its_overrides(make_worker, saved, tmp_path, name):
     config, overrides, in_transformers = OVERRIDES[name]
@@ -65,10 +54,10 @@ def test_the_worker_and_its_exports_are_the_model_with_its_overrides(make_worker
     data = random_batch(4)
     worker = make_worker(policy)
     found = worker.get_logprobs(data, mbs=4)["logprobs"]
-    wanted = transformers_logprobs(folder, data, **(overrides if in_transformers is None else in_transformers))
-    without = transformers_logprobs(folder, data)
+    wanted = logprobs_in_transformers(folder, data, **(overrides if in_transformers is None else in_transformers))
+    without = logprobs_in_transformers(folder, data)
     worker.export_hf(str(tmp_path / "exported"))
-    exported = transformers_logprobs(tmp_path / "exported", data)
+    exported = logprobs_in_transformers(tmp_path / "exported", data)
     real = torch.arange(1, data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
     torch.testing.assert_close(found[:, 1:][real], wanted[real], rtol=0, atol=1e-4)
     torch.testing.assert_close(exported[real], wanted[real], rtol=0, atol=1e-4)
