@@ -24,7 +24,7 @@ _HEAD_DIM = 16
 
 _WINDOW_KEYS = ("sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size")
 _NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOPK_KEYS = ("num_experts_per_tok", "moe_topk", "moe_k")
+_TOPK_KEYS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 _PERIOD_KEYS = ("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step")
 _LAYER_COUNT_KEYS = ("first_k_dense_replace", "max_window_layers", "moe_layer_start_index")
 """Keys whose value is the number of first layers that are of another kind."""
@@ -32,6 +32,9 @@ _LAYER_INDEX_KEYS = ("mlp_only_layers",)
 
 _SIZES: Mapping[str, int] = {
     "vocab_size": VOCAB_SIZE,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 32,
+    "global_head_dim": 2 * _HEAD_DIM,
     "intermediate_size": 96,
     "moe_intermediate_size": 48,
     "num_nextn_predict_layers": 0,

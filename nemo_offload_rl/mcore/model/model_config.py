@@ -175,12 +175,13 @@ def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
         "use_te_rng_tracker": cfg["cuda_graph_impl"] != "none",
         "seq_length": policy["max_total_sequence_length"],
         "variable_seq_lengths": packs(policy) and cfg["pipeline_model_parallel_size"] > 1,
+        # Pad the vocabulary only as far as tensor parallelism needs; some providers pad it whatever its size.
+        "make_vocab_size_divisible_by": 1,
+        "should_pad_vocab": provider.vocab_size % cfg["tensor_model_parallel_size"] != 0,
     }
     if derived["variable_seq_lengths"] and not provider.num_moe_experts:
         # The default is allgather, which megatron-core refuses with variable lengths, also in models without experts.
         derived["moe_token_dispatcher_type"] = "alltoall"
-    if provider.vocab_size % cfg["tensor_model_parallel_size"]:
-        derived |= {"should_pad_vocab": True, "make_vocab_size_divisible_by": 1}
     needed: dict[str, Any] = {}
     if cfg.get("virtual_pipeline_model_parallel_size") is not None:
         # Between two stages the batched form matches sends and receives of one pair in the wrong order, and trains on

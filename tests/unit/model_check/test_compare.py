@@ -38,6 +38,7 @@ RIGHT = {
     "qwen2, tied": policy_of("qwen2", tie_word_embeddings=True),
     "qwen3": policy_of("qwen3"),
     "qwen3, tied": policy_of("qwen3", tie_word_embeddings=True),
+    "gemma4_text": policy_of("gemma4_text", vocab_size_per_layer_input=30, final_logit_softcapping=30.0),
     "qwen3_moe": policy_of("qwen3_moe", norm_topk_prob=True, **EXPERTS),
     "qwen3_moe, weights of experts not normalized": policy_of("qwen3_moe", norm_topk_prob=False, **EXPERTS),
 }
