@@ -17,6 +17,18 @@ from nemo_offload_rl.mcore.patches.process_groups import clear_globals, shut_dow
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.placement.network import choose_interface, rendezvous_store
 
+_attention_environment: dict[str, str | None] = {}
+"""Values before `initialize` of the variables in which megatron-core tells Transformer Engine the attention backend.
+
+It refuses a model of another backend than they say; the next model of this process may have one.
+"""
+_ATTENTION_VARIABLES = (
+    "NVTE_FLASH_ATTN",
+    "NVTE_FUSED_ATTN",
+    "NVTE_UNFUSED_ATTN",
+    *(f"NVTE_FLASH_ATTN_V{version}" for version in (2, 3, 4)),
+)
+
 
 @dataclass(frozen=True)
 class ParallelSizes:
@@ -79,6 +91,7 @@ def initialize(
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    _attention_environment.update({name: os.environ.get(name) for name in _ATTENTION_VARIABLES})
     os.environ.update(MASTER_ADDR=master_addr, MASTER_PORT=str(master_port), RANK=str(rank), WORLD_SIZE=str(world_size))
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -111,7 +124,12 @@ def initialize(
 
 
 def destroy() -> None:
-    """Leave every process group; safe to call twice."""
+    """Leave every process group, and restore the variables that building a model has set; safe to call twice."""
+    for name, value in _attention_environment.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    _attention_environment.clear()
     unset_num_microbatches_calculator()
     if mpu.is_initialized():
         mpu.destroy_model_parallel()

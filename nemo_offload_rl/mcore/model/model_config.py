@@ -1,6 +1,7 @@
 """Makes Megatron's own configs from a recipe's policy section; pure apart from reading the Hugging Face config."""
 
 import dataclasses
+import enum
 import functools
 import importlib.util
 from collections.abc import Mapping
@@ -146,6 +147,19 @@ def _dtype_or_same(value: Any) -> Any:
     return getattr(torch, value) if isinstance(value, str) and hasattr(torch, value) else value
 
 
+def _converted(key: str, value: Any, provider: Any) -> Any:
+    """Returns a recipe's value of one of the provider's fields as that field's type: a dtype or a member of an enum."""
+    kind = type(getattr(provider, key))
+    if issubclass(kind, enum.Enum) and isinstance(value, str):  # megatron-core compares members, and ignores strings
+        if value not in kind.__members__:
+            raise ValueError(
+                f"policy.megatron_cfg.{key} is {value!r}, which megatron-core does not know; set it to one of "
+                f"{', '.join(kind.__members__)}."
+            )
+        return kind[value]
+    return _dtype_or_same(value) if key.endswith("_dtype") and key != "moe_router_dtype" else value
+
+
 def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
     """Returns the fields that the recipe sets on Megatron-Bridge's model provider.
 
@@ -160,7 +174,7 @@ def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
     dtype = DTYPES[policy["precision"]]
     names = {field.name for field in dataclasses.fields(provider)}
     recipe = {
-        key: _dtype_or_same(value) if key.endswith("_dtype") and key != "moe_router_dtype" else value
+        key: _converted(key, value, provider)
         for key, value in cfg.items()
         if key in names and key not in _DERIVED and value is not None
     }

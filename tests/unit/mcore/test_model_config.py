@@ -1,7 +1,9 @@
 import copy
 import json
+import os
 
 import pytest
+from megatron.core.transformer.enums import AttnBackend
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
 from nemo_offload_rl.mcore.model import model_config
@@ -145,3 +147,24 @@ def test_the_recipe_is_left_as_it_is():
 def test_an_integer_is_a_float_where_transformers_declares_one():
     fields = tiny_policy()["hf_config"] | {"rms_norm_eps": 1, "rope_theta": 10000}
     assert model_config.hf_config({"model_name": "x", "hf_config": fields}).rms_norm_eps == 1.0
+
+
+def test_the_next_model_of_a_process_may_have_another_attention_backend(make_worker, monkeypatch):
+    """megatron-core sets the backend in the environment, and refuses a model of another one."""
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")  # the user's own
+    before = dict(os.environ)
+    for name, variables in (("unfused", "001"), ("auto", "111")):
+        worker = make_worker(tiny_policy(attention_backend=name))
+        assert worker.state.config.attention_backend is AttnBackend[name]
+        assert "".join(os.environ[f"NVTE_{kind}_ATTN"] for kind in ("FLASH", "FUSED", "UNFUSED")) == variables
+    worker.shutdown()
+    assert {key: value for key, value in os.environ.items() if "NVTE" in key} == {
+        key: value for key, value in before.items() if "NVTE" in key
+    }
+
+
+def test_an_attention_backend_that_does_not_exist_is_one_sentence():
+    with pytest.raises(ValueError, match=r"attention_backend is 'sdpa', which .* one of flash, fused, unfused, local"):
+        overrides_of(attention_backend="sdpa")
