@@ -37,7 +37,8 @@ def _readable_errors(where: str) -> Iterator[None]:
     try:
         yield
     except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        raise ValueError(f"{where} has an invalid value: {type(error).__name__}: {error}") from error
+        message = " ".join(str(error).split())  # some have several lines
+        raise ValueError(f"{where} has an invalid value: {type(error).__name__}: {message}") from error
 
 
 @contextmanager

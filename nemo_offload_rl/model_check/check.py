@@ -10,7 +10,7 @@ from nemo_offload_rl.model_check.alone import alone
 from nemo_offload_rl.model_check.flags import changed_flags, show_flags
 from nemo_offload_rl.model_check.process import CheckProcess, CheckTimeoutError, ModelCheckError
 from nemo_offload_rl.model_check.result import CheckResult, describe, refusal
-from nemo_offload_rl.model_check.twin import twin_config
+from nemo_offload_rl.model_check.twin import TwinlessError, twin_config
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +31,17 @@ class ModelCheck:
 
         Raises:
             ModelCheckError: a cached result says that Megatron computes the model wrongly.
-            ValueError: the model's Hugging Face config is invalid.
+            TwinlessError: no small twin can be made of the model's Hugging Face config.
         """
         self._config = hf_config
         self._skips = policy["skip_model_check"]
-        self._key = cache.key_of(alone(policy, twin_config(self._config).to_dict()), device=device)
-        self._known = cache.read(self._key)
+        self._known: CheckResult | None = None
+        try:
+            self._key = cache.key_of(alone(policy, twin_config(self._config).to_dict()), device=device)
+            self._known = cache.read(self._key)
+        except TwinlessError:
+            if not self._skips:
+                raise
         self._process = None if self._known or self._skips else CheckProcess(policy)
         if self._known is not None and not self._skips:
             self._refuse_wrong(self._known)

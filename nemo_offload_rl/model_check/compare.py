@@ -85,7 +85,10 @@ def compare(policy: Mapping[str, Any], stages: dict[str, float] | None = None) -
     if has_pretrained_weights(policy):
         with _timed(stages, "Megatron-Bridge"), _refusals("Megatron cannot compute this model"):
             check_is_built_of(config, make_bridge(policy, copy.deepcopy(config)))
-    return compare_configs(alone(policy, twin.to_dict()), reference=twin, built=twin, stages=stages)
+    section = alone(policy, twin.to_dict())
+    with _timed(stages, "Megatron-Bridge"), _refusals("Megatron cannot compute this model"):
+        make_provider(section, bridge_of_config(copy.deepcopy(twin)))  # refuses a family before its twin is built
+    return compare_configs(section, reference=twin, built=twin, stages=stages)
 
 
 def check_is_built_of(config: Any, bridge: Any) -> None:

@@ -64,13 +64,32 @@ SIZE_KEYS = frozenset(
 """Keys that determine the size of a model, but not how it computes."""
 
 
+class TwinlessError(ValueError):
+    """Says that a config cannot be shrunk, since it is unlike those of the families that this module knows."""
+
+
 def twin_config(whole: Any) -> Any:
-    """Returns the twin's `PretrainedConfig`: a copy of the model's in which only the shrunk fields are set."""
+    """Returns the twin's `PretrainedConfig`: a copy of the model's in which only the shrunk fields are set.
+
+    Raises:
+        TwinlessError: the config lacks a field that tells the model's size, or a shrunk field is refused.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
     config = copy.deepcopy(whole)
     before = config.to_dict()
-    for key, value in twin_of(before).items():
-        if value != before[key]:
-            setattr(config, key, value)
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if key in before and not _is_count(before, key):
+            raise TwinlessError(f"The model's config has {key} {before[key]!r}; give a whole number of at least 1.")
+    try:
+        for key, value in twin_of(before).items():
+            if value != before[key]:
+                setattr(config, key, value)
+    except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise TwinlessError(
+            f"The model check cannot make a small model of this {config.model_type} config ({type(error).__name__}: "
+            f"{error}); choose a model of another family, or set policy.skip_model_check to true to train it unchecked."
+        ) from error
     return config
 
 

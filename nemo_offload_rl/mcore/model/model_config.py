@@ -93,8 +93,19 @@ def make_bridge(policy: Mapping[str, Any], config: Any) -> Any:
 
 
 def bridge_of_config(config: Any) -> Any:
-    """Returns an `AutoBridge` for a Hugging Face config alone, without weights."""
-    return auto_bridge().from_hf_config(config)
+    """Returns an `AutoBridge` for a Hugging Face config alone, without weights.
+
+    Raises:
+        ValueError: Megatron-Bridge has no classes for the config's architecture.
+    """
+    bridge = auto_bridge()
+    try:
+        return bridge.from_hf_config(config)
+    except ValueError as error:  # forty lines, with all architectures that it knows
+        raise ValueError(
+            f"The model's architecture {', '.join(config.architectures)} (model_type {config.model_type}) is not one "
+            "that Megatron-Bridge can build; choose a model of another family, such as qwen3 or llama."
+        ) from error
 
 
 def with_weights_of(bridge: Any, name: str) -> Any:
@@ -226,7 +237,7 @@ def _check_local_layers(provider: Any) -> None:
     from megatron.bridge.models.gpt_provider import default_layer_spec
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    spec = provider.transformer_layer_spec
+    spec = provider.transformer_layer_spec if hasattr(provider, "transformer_layer_spec") else None  # Mamba's have none
     usual = (
         default_layer_spec,
         get_gpt_decoder_block_spec,
@@ -290,17 +301,29 @@ def _check_packed_rows_are_not_gathered(policy: Mapping[str, Any], provider: Any
         )
 
 
+def _provider_of(bridge: Any, *, load_weights: bool) -> Any:
+    """Returns Megatron-Bridge's provider for its model, which reads fields of the config without looking for them."""
+    try:
+        return bridge.to_megatron_provider(load_weights=load_weights)
+    except (ArithmeticError, AttributeError, LookupError, NotImplementedError, TypeError) as error:
+        raise ValueError(
+            f"Megatron-Bridge cannot translate the model's Hugging Face config (model_type "
+            f"{hf_config_of(bridge).model_type}): {type(error).__name__}: {error}; choose a model of "
+            "another family, such as qwen3 or llama."
+        ) from error
+
+
 def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:
     """Returns a finalized model provider for the policy.
 
     Raises:
-        ValueError: the recipe offloads or captures a module that no layer of the model has, a feature needs Transformer
-            Engine, experts would gather packed rows of different lengths, or megatron-core's own checks refuse the
-            combination.
+        ValueError: Megatron-Bridge cannot translate the model's config, the recipe offloads or captures a module that
+            no layer of the model has, a feature needs Transformer Engine, experts would gather packed rows of different
+            lengths, or megatron-core's own checks refuse the combination.
     """
     config = hf_config_of(bridge)
     check_model(config.to_dict(), policy)
-    provider = bridge.to_megatron_provider(load_weights=has_pretrained_weights(policy))
+    provider = _provider_of(bridge, load_weights=has_pretrained_weights(policy))
     overrides = model_overrides(policy, provider)
     _check_named_modules_exist(policy["megatron_cfg"], provider, overrides)
     _check_packed_rows_are_not_gathered(policy, provider, overrides)

@@ -170,6 +170,8 @@ REFUSED = [
     ("qwen3_moe", EXPERTS | {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with norm_topk_prob true"),
     ("gpt_oss", {}, r"has custom layers .*, which need Transformer Engine"),
     ("gemma3_text", {}, r"has custom layers \(Gemma3ModelProvider\), which need Transformer Engine"),
+    ("falcon_h1", {}, r"has custom layers \(FalconH1ModelProvider\), which need Transformer Engine"),
+    ("nemotron_h", {"num_hidden_layers": 52}, r"has custom layers \(HybridModelProvider\), which need Transformer"),
 ]
 
 
@@ -177,6 +179,14 @@ REFUSED = [
 def test_what_cannot_be_computed_right_is_refused(family, fields, message):
     policy = tiny_policy({"model_type": family} | fields)
     with one_rank(), pytest.raises(ValueError, match=rf"^The model .*{message}"):
+        make_provider(policy, make_bridge(policy, hf_config(policy)))
+
+
+def test_a_config_that_megatron_bridge_cannot_translate_is_one_sentence():
+    policy = tiny_policy({"model_type": "glm_moe_dsa"})  # without a field that Megatron-Bridge reads
+    with pytest.raises(
+        ValueError, match=r"^Megatron-Bridge cannot translate .*model_type glm_moe_dsa\): Attribute[^\n]*$"
+    ):
         make_provider(policy, make_bridge(policy, hf_config(policy)))
 
 

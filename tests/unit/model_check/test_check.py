@@ -72,6 +72,14 @@ def test_a_model_that_is_known_to_be_wrong_is_refused_before_it_is_built(no_proc
         ModelCheck(policy, hf_config(policy), device="cpu")
 
 
+def test_a_model_without_a_twin_is_trained_only_if_the_check_is_skipped(no_process):
+    policy = tiny_policy({"model_type": "mamba"})  # a config without attention heads
+    with pytest.raises(ValueError, match=r"cannot make a small model of this mamba config .* policy\.skip_model_check"):
+        ModelCheck(policy, hf_config(policy), device="cpu")
+    skipping = policy | {"skip_model_check": True}
+    assert "was not checked" in ModelCheck(skipping, hf_config(policy), device="cpu").finish()
+
+
 def test_a_skipped_check_says_what_is_known(no_process):
     policy = tiny_policy() | {"skip_model_check": True}
     assert "was not checked" in ModelCheck(policy, hf_config(policy), device="cpu").finish()

@@ -56,10 +56,20 @@ def test_a_config_that_megatron_computes_right(checked, config):
     assert {"imports", "config", "transformers", "model"} <= set(answer["seconds"])
 
 
-def test_a_config_that_cannot_be_is_an_error_on_standard_output(checked, config):
-    status, answer = checked("--hf-config", config(hidden_act="no such thing"))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_act": "no such thing"}, "no such thing"),
+        ({"vocab_size": -1}, "has vocab_size -1; give a whole number of at least 1"),
+        ({"num_hidden_layers": 0}, "has num_hidden_layers 0; give a whole number of at least 1"),
+        ({"hidden_size": "64"}, "policy.hf_config has an invalid value: "),
+        ({"model_type": "nemotron_h"}, "cannot make a small model of this nemotron_h config"),
+    ],
+)
+def test_a_config_that_cannot_be_is_an_error_on_standard_output(checked, config, fields, message):
+    status, answer = checked("--hf-config", config(**fields))
     assert status == 1
-    assert "no such thing" in answer["error"]
+    assert message in answer["error"] and "\n" not in answer["error"]
 
 
 def test_a_recipes_section_for_megatron_counts(checked):
