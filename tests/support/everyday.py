@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHATML = (
@@ -91,6 +92,26 @@ def write_rows(path: Path, rows: Sequence[tuple[str, str]]) -> None:
     """Writes a JSONL file of prompts and answers for a ResponseDataset."""
     lines = [json.dumps({"question": question, "reply": reply}) + "\n" for question, reply in rows]
     path.write_text("".join(lines))
+
+
+def upstream_tokens(
+    tokenizer: Any, prompt: str, answer: str, *, add_bos: bool, add_eos: bool, add_generation_prompt: bool
+) -> tuple[list[int], list[int]]:
+    """Returns a prompt's and an answer's token ids as `get_formatted_message_log` of NeMo-RL makes them.
+
+    It renders the conversation up to each message, takes what differs from the one before, and tokenizes it alone.
+    """
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    user = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=add_generation_prompt)
+    whole = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=False)
+    same = next((at for at, (one, other) in enumerate(zip(user, whole, strict=False)) if one != other), len(user))
+    reply = whole[same:]
+    if add_bos and tokenizer.bos_token is not None and not user.startswith(tokenizer.bos_token):
+        user = tokenizer.bos_token + user
+    if add_eos and not reply.rstrip("\n").endswith(tokenizer.eos_token):
+        reply += tokenizer.eos_token
+    first, second = tokenizer([user, reply], add_special_tokens=False)["input_ids"]
+    return first, second
 
 
 def upstream_learning_rate(

@@ -50,9 +50,12 @@ class Finished:
         }
 
 
-def command(script: str, folder: Path, overrides: list[str], *, python: str = sys.executable) -> list[str]:
+def command(
+    script: str, folder: Path, overrides: list[str], *, python: str = sys.executable, recipe: Path | None = None
+) -> list[str]:
     places = [f"logger.log_dir={folder / 'logs'}", f"checkpointing.checkpoint_dir={folder / 'checkpoints'}"]
-    return [python, str(ROOT / "examples" / script), *places, *overrides]
+    config = [] if recipe is None else ["--config", str(recipe)]
+    return [python, str(ROOT / "examples" / script), *config, *places, *overrides]
 
 
 def environment() -> dict[str, str]:
@@ -61,10 +64,12 @@ def environment() -> dict[str, str]:
     return os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(folders)}
 
 
-def run_example(script: str, folder: Path, overrides: list[str], **variables: str) -> Finished:
+def run_example(
+    script: str, folder: Path, overrides: list[str], *, recipe: Path | None = None, **variables: str
+) -> Finished:
     """Runs an example to its end in forked processes, with its logs and checkpoints in a folder."""
     done = subprocess.run(
-        command(script, folder, overrides, python=forked_python()),
+        command(script, folder, overrides, python=forked_python(), recipe=recipe),
         cwd=ROOT,
         env=environment() | variables,
         capture_output=True,

@@ -18,3 +18,8 @@ def noted(response: str, answer: str) -> float:
     with open(os.environ["REWARDS_FILE"], "a") as file:
         file.write(".")
     return starts_low(response, answer)
+
+
+def share_of_vowels(response: str, answer: str) -> float:
+    """Returns how many of the response's characters are vowels, as a share; hardly two responses have the same."""
+    return sum(character in "aeiou" for character in response) / (len(response) + 0.37)
