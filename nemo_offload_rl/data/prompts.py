@@ -48,6 +48,8 @@ class PromptFormat:
         add_bos: start with the tokenizer's begin-of-sequence token, where it has one.
         add_eos: end an answer with the end-of-sequence token.
         add_generation_prompt: make the header of the assistant's turn part of the prompt; otherwise of the answer.
+        keeps_longest: whether a text of exactly ``max_tokens`` fits, as in NeMo-RL's DPO; in its SFT and GRPO it does
+            not.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -56,6 +58,7 @@ class PromptFormat:
     add_bos: bool = False
     add_eos: bool = True
     add_generation_prompt: bool = True
+    keeps_longest: bool = False
 
     def check_rows(
         self, problems: Iterable[Conversation], *, with_answers: bool, limit_s: float = CHECK_LIMIT_S
@@ -96,7 +99,7 @@ class PromptFormat:
     def prompts(self, problems: Sequence[Conversation]) -> list[TokenizedProblem]:
         """Returns the tokens that generation starts from."""
         return [
-            TokenizedProblem(ids[-self.max_tokens :], [], fits=len(ids) <= self.max_tokens)
+            TokenizedProblem(ids[-self.max_tokens :], [], fits=self._fits(len(ids)))
             for ids, _ in self._prompt_ids(problems)
         ]
 
@@ -114,10 +117,13 @@ class PromptFormat:
         ]
 
     def _fitted(self, prompt_ids: list[int], trained: tuple[range, ...], answer_ids: list[int]) -> TokenizedProblem:
-        if len(prompt_ids) + len(answer_ids) <= self.max_tokens:
+        if self._fits(len(prompt_ids) + len(answer_ids)):
             return TokenizedProblem(prompt_ids, answer_ids, True, trained)
         kept_prompt = prompt_ids[: self.max_tokens]
         return TokenizedProblem(kept_prompt, answer_ids[: self.max_tokens - len(kept_prompt)], False)
+
+    def _fits(self, num_tokens: int) -> bool:
+        return num_tokens < self.max_tokens or (num_tokens == self.max_tokens and self.keeps_longest)
 
     def _prompt_ids(self, problems: Sequence[Conversation]) -> Iterator[tuple[list[int], tuple[range, ...]]]:
         """Yields the tokens of each prompt, and the positions of its trained messages."""
@@ -149,15 +155,21 @@ class PromptFormat:
                 if message.role == "assistant":
                     earlier = AnsweredContext(problem.context[:number], message.content, problem.where)
                     before = self._prompt_text(earlier)
-                    after = before + self._rendered_answer(earlier)
+                    after = before + self._answer_text(earlier)
                     pieces += [(_rest(before, done, problem.where), False), (after.removeprefix(before), True)]
                     done = after
         return [*pieces, (_rest(whole, done, problem.where), False)]
 
     def _answer_ids(self, problems: Sequence[Conversation]) -> list[list[int]]:
-        eos = self.tokenizer.eos_token_id
-        texts = [self._answer_text(problem) for problem in problems]
-        return [[*ids, eos] if self.add_eos and ids[-1:] != [eos] else ids for ids in self._encode(texts)]
+        return self._encode([self._ended(self._answer_text(problem)) for problem in problems])
+
+    def _ended(self, answer: str) -> str:
+        """Returns the answer with the end of sequence behind it, if it is asked for and not there.
+
+        As in NeMo-RL's `get_formatted_message_log`, newlines behind it, which ChatML templates write, are kept.
+        """
+        eos = self.tokenizer.eos_token
+        return f"{answer}{eos}" if self.add_eos and not answer.rstrip("\n").endswith(eos) else answer
 
     def _prompt_text(self, problem: Conversation) -> str:
         turns = _turns(problem)
@@ -172,10 +184,6 @@ class PromptFormat:
         return "\n\n".join(turn["content"] for turn in turns)
 
     def _answer_text(self, problem: Conversation) -> str:
-        # As in NeMo-RL, an answer ends with the end-of-sequence token, without the newline that a template may add.
-        return self._rendered_answer(problem).rstrip("\n")
-
-    def _rendered_answer(self, problem: Conversation) -> str:
         if self.tokenizer.chat_template is None:
             return problem.answer
         turns = [*_turns(problem), {"role": "assistant", "content": problem.answer}]

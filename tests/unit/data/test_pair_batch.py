@@ -25,13 +25,13 @@ def pair(prompt, chosen, rejected, where=""):
 
 
 def plain(max_tokens=10, **settings):
-    return PromptFormat(arithmetic_tokenizer(), max_tokens, **settings)
+    return PromptFormat(arithmetic_tokenizer(), max_tokens, keeps_longest=True, **settings)
 
 
 def templated(max_tokens=40, **settings):
     tokenizer = arithmetic_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    return PromptFormat(tokenizer, max_tokens, **settings)
+    return PromptFormat(tokenizer, max_tokens, keeps_longest=True, **settings)
 
 
 def test_rows_alternate_between_chosen_and_rejected():

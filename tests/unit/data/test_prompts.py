@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import datasets
 import pytest
+from support.everyday import make_tokenizer
 from tokenizers.models import WordLevel
 
 from nemo_offload_rl.algorithms.sft import example_batch
@@ -11,6 +12,7 @@ from nemo_offload_rl.data.problem import AnsweredContext, Message, Problem
 from nemo_offload_rl.data.prompt_files import PromptedSamples, PromptTexts
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
+from nemo_offload_rl.run.setup import read_tokenizer
 
 # A turn is its content between digits for its role: 1 system, 2 user, 3 assistant; `+` opens, `=` closes.
 TEMPLATE = (
@@ -38,7 +40,7 @@ def test_plain_text_is_the_prompt_itself():
 
 
 def test_an_example_ends_in_the_end_of_sequence():
-    (example,) = PromptFormat(arithmetic_tokenizer(), max_tokens=10).examples([Problem("07+85=", "092")])
+    (example,) = PromptFormat(arithmetic_tokenizer(), max_tokens=11).examples([Problem("07+85=", "092")])
     assert example.prompt_ids == [0, 7, 10, 8, 5, 11]
     assert example.answer_ids == [0, 9, 2, EOS]
     assert example.fits
@@ -84,16 +86,14 @@ def test_the_assistants_earlier_messages_are_trained_where_a_conversation_says_s
     assert (cut.fits, cut.trained_in_prompt) == (False, ())
 
 
-def test_an_answer_ends_once_where_the_template_ends_turns_with_a_newline():
-    tokenizer = arithmetic_tokenizer()
-    # As in Qwen's template, a newline follows the answer's end-of-sequence token (this tokenizer has no token for it).
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] + ('=' if m['role'] == 'user' else eos_token + '\n') }}{% endfor %}"
-    )
-    (example,) = PromptFormat(tokenizer, 30, add_generation_prompt=False).examples([Problem("45", "6")])
-    assert example.answer_ids == [6, EOS]
-    (plain,) = PromptFormat(arithmetic_tokenizer(), 30).examples([Problem("45", "6\n")])
-    assert plain.answer_ids == [6, EOS]
+def test_an_answer_ends_once_and_keeps_the_newline_that_chatml_puts_behind(tmp_path):
+    make_tokenizer(tmp_path)
+    tokenizer = read_tokenizer({"name": str(tmp_path)})
+    (example,) = PromptFormat(tokenizer, 100).examples([Problem("45", "6")])
+    assert tokenizer.decode(example.answer_ids) == "6<|im_end|>\n"
+    tokenizer.chat_template = None
+    (plain,) = PromptFormat(tokenizer, 100).examples([Problem("45", "6\n")])
+    assert tokenizer.decode(plain.answer_ids) == "6\n<|im_end|>"
 
 
 def test_a_template_that_hides_the_answer_is_refused():
@@ -113,9 +113,14 @@ def test_a_begin_of_sequence_is_put_first_once():
 
 
 def test_long_prompts_lose_their_beginning_and_say_so():
-    short, long = PromptFormat(arithmetic_tokenizer(), 4).prompts([Problem("1234", ""), Problem("12345", "")])
-    assert (short.prompt_ids, short.fits) == ([1, 2, 3, 4], True)
+    """As in NeMo-RL, a prompt of exactly the limit is left out of the loss; in DPO, a text of the limit is not."""
+    problems = [Problem("123", ""), Problem("1234", ""), Problem("12345", "")]
+    short, exact, long = PromptFormat(arithmetic_tokenizer(), 4).prompts(problems)
+    assert (short.prompt_ids, short.fits) == ([1, 2, 3], True)
+    assert (exact.prompt_ids, exact.fits) == ([1, 2, 3, 4], False)
     assert (long.prompt_ids, long.fits) == ([2, 3, 4, 5], False)
+    exact, long = PromptFormat(arithmetic_tokenizer(), 4, keeps_longest=True).prompts(problems[1:])
+    assert (exact.fits, long.fits) == (True, False)
 
 
 def test_long_examples_are_cut_and_say_so():
