@@ -71,7 +71,8 @@ class GroupSampler:
             DataError: dynamic sampling found too few prompts in the batches that it may sample.
         """
         settings, pad_token_id = self.settings, self.rollout.tokenizer.pad_token_id
-        max_batches = settings.dynamic_sampling_max_gen_batches if settings.use_dynamic_sampling else 1
+        # NeMo-RL fails after one batch more than its key says.
+        max_batches = settings.dynamic_sampling_max_gen_batches + 1 if settings.use_dynamic_sampling else 1
         sampled: list[Rollouts] = []
         kept: list[Rollouts] = []
         num_sampled: Counter[tuple[int, ...]] = Counter()

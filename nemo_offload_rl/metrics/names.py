@@ -27,6 +27,11 @@ def logged_name(recipe_name: str) -> str:
     return f"{_SECTIONS[section]}/{metric}"
 
 
+def validation_name(recipe_name: str) -> str:
+    """Returns the name of an early stop's metric with its section: NeMo-RL writes ``accuracy`` for ``val:accuracy``."""
+    return without_default_set(recipe_name if ":" in recipe_name else f"val:{recipe_name}")
+
+
 def without_default_set(recipe_name: str) -> str:
     """Shortens NeMo-RL's names of DPO's metrics: ``val:validation-default_loss`` is ``val:loss``."""
     return recipe_name.replace(f"val:{_DEFAULT_SET}", "val:", 1)

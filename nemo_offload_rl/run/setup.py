@@ -39,7 +39,7 @@ from nemo_offload_rl.data.prompt_files import PromptedSamples, PromptTexts, read
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.split import split_validation
 from nemo_offload_rl.data.tokenizer import load_tokenizer
-from nemo_offload_rl.metrics.names import logged_name
+from nemo_offload_rl.metrics.names import logged_name, validation_name
 from nemo_offload_rl.run.algorithm import Algorithm
 from nemo_offload_rl.run.train_loop import Schedule, StopTarget
 
@@ -292,7 +292,9 @@ def make_schedule(
         save_period=checkpointing["save_period"],
         ft_save_period=checkpointing["ft_save_period"],
         must_save_by_s=None if limit is None else duration_s(limit),
-        target=None if metric is None or threshold is None else StopTarget(logged_name(metric), threshold),
+        target=None
+        if metric is None or threshold is None
+        else StopTarget(logged_name(validation_name(metric)), threshold),
     )
 
 

@@ -2,7 +2,7 @@
 
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import Verdict, note, rule
-from nemo_offload_rl.metrics.names import without_default_set
+from nemo_offload_rl.metrics.names import validation_name
 
 
 @rule("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "policy.train_global_batch_size")
@@ -66,7 +66,7 @@ def pass_k_needs_several_answers(
 ) -> Verdict:
     """Refuses pass@k as a metric if each problem has a single answer."""
     names = [target, metric if saves else None]
-    if (generations or 1) > 1 or not any(without_default_set(name or "") == "val:pass_k" for name in names):
+    if (generations or 1) > 1 or not any(validation_name(name or "") == "val:pass_k" for name in names):
         return None
     return "must be 2 or more for val:pass_k to be measured; found 1"
 

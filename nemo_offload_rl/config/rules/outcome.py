@@ -6,7 +6,7 @@ from nemo_offload_rl.config.algorithms import AlgorithmSpec
 from nemo_offload_rl.config.keys.absent_keys import splits_validation_data
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.rules.base import SECTION, SPEC, Verdict, rule
-from nemo_offload_rl.metrics.names import without_default_set
+from nemo_offload_rl.metrics.names import validation_name, without_default_set
 
 
 @rule(
@@ -49,7 +49,7 @@ def stop_target_is_whole(metric: str | None, threshold: float | None, period: in
     if metric is None or threshold is None:
         return "stop_at_validation_metric and stop_at_validation_threshold must be set together; set both or neither"
     known = [f"val:{name}" for name in spec.validation_metrics]
-    if without_default_set(metric) not in known:
+    if validation_name(metric) not in known:
         return f"must be {show_choices(known)}; found {show(metric)}"
     return None if period > 0 else f"needs validation during the run; set {spec.name}.val_period above 0"
 

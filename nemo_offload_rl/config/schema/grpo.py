@@ -106,7 +106,8 @@ class GRPOConfig(TypedDict):
     # Drop prompts whose answers all got the same reward, after reward_scaling, and sample more until the batch is full
     # (DAPO). Recommended: false.
     use_dynamic_sampling: bool
-    # Generation batches that dynamic sampling may use for one step before it fails. 1 or more; recommended 10.
+    # Generation batches after which dynamic sampling may take one more, the last, before the step fails; as in NeMo-RL.
+    # 1 or more; recommended 10.
     dynamic_sampling_max_gen_batches: PositiveInt
     # Prompts of a generation batch of dynamic sampling, as a multiple of num_prompts_per_step, rounded down; above 1,
     # more prompts are sampled than a step trains on, and the surplus is dropped. Above 0, 1 without dynamic sampling;
@@ -127,7 +128,7 @@ class GRPOConfig(TypedDict):
     val_batch_size: PositiveInt
     # Seed of data order, sampling and initial weights. 0 or more.
     seed: NonNegativeInt
-    # Validation metric that ends the run early, such as val:accuracy. Null or absent: no early stop.
+    # Validation metric that ends the run early: accuracy or val:accuracy, and so on. Null or absent: no early stop.
     stop_at_validation_metric: NotRequired[NonEmptyStr | None]
     # Value of that metric at which the run ends: it must be reached from below. Null or absent: no early stop.
     stop_at_validation_threshold: NotRequired[FiniteFloat | None]

@@ -36,7 +36,8 @@ class SFTConfig(TypedDict):
     val_micro_batch_size: PositiveInt
     # Seed of data order and initial weights. 0 or more.
     seed: NonNegativeInt
-    # Validation metric that ends the run early, such as val:answer_probability. Null or absent: no early stop.
+    # Validation metric that ends the run early, such as answer_probability or val:answer_probability. Null or absent:
+    # no early stop.
     stop_at_validation_metric: NotRequired[NonEmptyStr | None]
     # Value of that metric at which the run ends: reached from below, or from above if the metric is a loss. Null or
     # absent: no early stop.

@@ -512,7 +512,7 @@ def test_a_step_trains_on_shaped_rewards_and_samples_by_those_before():
 
     # Answers of different length have different shaped rewards, but that does not make their prompt informative.
     dynamic = replace(SETTINGS, use_dynamic_sampling=True)
-    with pytest.raises(DataError, match="4 generation batches of step 1 did not give 5 prompts"):
+    with pytest.raises(DataError, match="5 generation batches of step 1 did not give 5 prompts"):
         Setting(reward=nothing, settings=dynamic, shape=OverlongPenalty(2, 1.0, 3)).grpo.step(1, Timer())
 
 
@@ -577,7 +577,7 @@ def test_a_run_goes_on_bit_for_bit_once_its_reward_is_mended(tmp_path):
 def test_dynamic_sampling_gives_up_with_advice():
     sample, _ = sampler(use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=1)
     with pytest.raises(
-        DataError, match=r"1 generation batches of step 3 did not give 5 prompts.*use_dynamic_sampling=false"
+        DataError, match=r"2 generation batches of step 3 did not give 5 prompts.*use_dynamic_sampling=false"
     ):
         sample(3, Timer())
 

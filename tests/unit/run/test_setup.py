@@ -44,6 +44,12 @@ def test_a_schedule_is_as_long_as_the_steps_or_the_epochs(changes, num_steps):
     assert job.preparation.schedule.num_steps == num_steps
 
 
+@pytest.mark.parametrize("metric", ["accuracy", "val:accuracy"])
+def test_a_stop_metric_may_be_spelt_as_in_nemo_rl(metric):
+    job = Job.prepare(config.load(CONFIGS / "grpo_tiny_cpu.yaml", [f"grpo.stop_at_validation_metric={metric}"]))
+    assert job.preparation.schedule.target == StopTarget("validation/accuracy", 0.9)
+
+
 def test_datasets_by_their_names(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps({"q": f"{n}", "a": n}) for n in range(3)))
