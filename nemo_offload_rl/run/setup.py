@@ -282,6 +282,9 @@ def make_schedule(
     """Reads from a recipe when its run validates, saves and ends."""
     limit = checkpointing["checkpoint_must_save_by"]
     metric, threshold = section.get("stop_at_validation_metric"), section.get("stop_at_validation_threshold")
+    target = None
+    if metric is not None and threshold is not None:
+        target = StopTarget(logged_name(validation_name(metric)), threshold)
     return Schedule(
         max_num_steps=section["max_num_steps"],
         max_num_epochs=section["max_num_epochs"],
@@ -292,9 +295,7 @@ def make_schedule(
         save_period=checkpointing["save_period"],
         ft_save_period=checkpointing["ft_save_period"],
         must_save_by_s=None if limit is None else duration_s(limit),
-        target=None
-        if metric is None or threshold is None
-        else StopTarget(logged_name(validation_name(metric)), threshold),
+        target=target,
     )
 
 

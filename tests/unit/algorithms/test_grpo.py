@@ -88,7 +88,7 @@ class Setting:
         self.generation.calls = self.policy.calls
         verify = transport is None
         transport = LocalTransport([self.generation]) if transport is None else transport
-        rollout = RolloutMaker(self.generation, PromptFormat(TOKENIZER, max_tokens=2), TOKENIZER, reward)
+        rollout = RolloutMaker(self.generation, PromptFormat(TOKENIZER, max_tokens=3), TOKENIZER, reward)
         self.grpo = GRPO(
             policy=self.policy,
             generation=self.generation,

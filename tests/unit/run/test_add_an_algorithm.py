@@ -112,7 +112,8 @@ def recipe_of_the_page(**section) -> dict:
     recipe["data"] |= {"shuffle": False, "max_input_seq_length": 16, "train": {**problems, "num_problems": 8}}
     recipe["data"]["train"]["split_validation_size"] = 0
     recipe["data"]["validation"] |= problems
-    recipe["checkpointing"] |= {"checkpoint_must_save_by": None, "save_period": 10, "save_optimizer": True}
+    recipe["checkpointing"] |= {"checkpoint_must_save_by": None, "save_optimizer": True}
+    recipe["checkpointing"] |= {"save_period": 10, "ft_save_period": None}
     return recipe
 
 

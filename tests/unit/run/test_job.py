@@ -497,9 +497,12 @@ def test_files_that_are_as_they_were_written_but_of_no_use_are_not_called_damage
 def test_an_error_of_loading_sets_no_checkpoint_aside(two_checkpoints, session):
     job = make_job(two_checkpoints, "++checkpointing.on_damaged=previous", "sft.max_num_steps=6")
 
+    def fail(folder):
+        raise CheckpointError(f"Checkpoint {folder} cannot be loaded")
+
     def build(policy, cluster):
         algorithm = job.preparation.build(policy, cluster)
-        algorithm.load = lambda folder: (_ for _ in ()).throw(CheckpointError(f"Checkpoint {folder} cannot be loaded"))
+        algorithm.load = lambda folder, *_: fail(folder)
         return algorithm
 
     with pytest.raises(CheckpointError, match="step_4 cannot be loaded"):
