@@ -2,9 +2,10 @@
 
 python benchmarks/model_check.py [--family qwen2] [--output docs/results/model_check_cpu.json]
 
-Each case runs the check of `python -m nemo_offload_rl.model_check` for one config, all in one process: with the local
-layer specification without a GPU; with Transformer Engine's, padded and packed, on a GPU. Megatron's settings are those
-of examples/configs/grpo_math_1B_megatron.yaml. The benchmark also writes the table as Markdown beside the JSON file.
+Each case runs the check of `python -m nemo_offload_rl.model_check` for one config, all in one process, padded and
+packed: with the local layer specification without a GPU, with Transformer Engine's on a GPU. Megatron's settings are
+those of examples/configs/grpo_math_1B_megatron.yaml. The benchmark also writes the table as Markdown beside the JSON
+file.
 """
 
 import argparse

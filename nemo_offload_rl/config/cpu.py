@@ -71,9 +71,6 @@ def for_machine(config: Any, *, has_gpus: bool) -> tuple[Any, list[str]]:
         lines.append(
             f"{OPTIMIZER}.use_distributed_optimizer is off on this machine: it supports sgd only with the CPU optimizer"
         )
-    if "sequence_packing" in policy and policy["sequence_packing"]["enabled"]:
-        policy["sequence_packing"]["enabled"] = False
-        lines.append("policy.sequence_packing.enabled is off on this machine: batches are padded, since packing " + _TE)
     if "generation" in policy and policy["generation"]["backend"] == "vllm":
         policy["generation"]["backend"] = "transformers"
         lines.append("policy.generation.backend is transformers on this machine: vllm " + _GPU)

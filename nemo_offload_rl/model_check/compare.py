@@ -139,10 +139,11 @@ def _compare_once(
     section: Mapping[str, Any], reference: Any, built: Any, stages: dict[str, float] | None, *, seed: int
 ) -> list[Difference]:
     data = rows(reference.vocab_size, seed)
-    batches = {"padded": padded_microbatches(data, data.size)[0]}
-    if have_transformer_engine():
-        every_row = [list(range(data.size))]
-        batches["packed"] = packed_microbatches(data, every_row, divisible_by=1, row_divisible_by=1)[0]
+    every_row = [list(range(data.size))]
+    batches = {
+        "padded": padded_microbatches(data, data.size)[0],
+        "packed": packed_microbatches(data, every_row, divisible_by=1, row_divisible_by=1)[0],
+    }
     with _timed(stages, "transformers"), _refusals("transformers cannot compute a small model with this one's flags"):
         wanted = reference_of(copy.deepcopy(reference), data, seed=seed)
     with one_rank() as device, _refusals("Megatron cannot compute this model"):

@@ -201,7 +201,7 @@ def _versions(facts: MachineFacts) -> Iterator[Check]:
         elif name in REQUIRED_PACKAGES:
             yield Check(name, "not installed", Verdict.MISSING, "make setup")
         elif name == "transformer-engine" and facts.gpus:
-            remedy = "make setup EXTRAS=te; without it, no sequence packing and no precision-aware optimizer"
+            remedy = "make setup EXTRAS=te; without it, no activation offloading and no precision-aware optimizer"
             yield Check(name, "not installed", Verdict.MISSING, remedy)
         elif name == "nvidia driver" and facts.gpus:
             yield Check(name, "its version is hidden", Verdict.WARNING, "NVIDIA_DRIVER_CAPABILITIES=all shows it")

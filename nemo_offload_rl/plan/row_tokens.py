@@ -60,7 +60,7 @@ def with_row_tokens(
     try:
         if gpu_bytes is not None:
             return _chosen(config, hf_config, algorithm, keys, gpu_bytes, host)
-        unknown = "the GPU's memory is not known here"
+        unknown = "no GPU's memory is known here"
     except UnknownArchitectureError:
         unknown = "the model's sizes are not known before it is built"
     tokens = {key: stated_row_tokens(config["policy"], key, group_size) for key in keys}

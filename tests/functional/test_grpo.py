@@ -33,11 +33,14 @@ def test_a_run_logs_every_step_and_leaves_what_it_promises(grpo_run):
     assert "Where the time went" in grpo_run.output
 
 
-def test_four_ranks_of_two_parallel_kinds_take_the_same_first_step(grpo_run, tmp_path):
+def test_four_ranks_of_two_parallel_kinds_with_packed_rows_take_the_same_first_step(grpo_run, tmp_path):
     """Runs two data-parallel ranks of two tensor-parallel ranks each."""
     layout = ["cluster.gpus_per_node=4", "policy.megatron_cfg.tensor_model_parallel_size=2"]
-    four = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=1", *layout])
+    packing = "policy.sequence_packing"
+    packed = [f"{packing}.enabled=true", f"{packing}.train_mb_tokens=auto", f"{packing}.logprob_mb_tokens=1024"]
+    four = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=1", *layout, *packed])
     assert four.status == 0, four.output
+    assert "since no GPU's memory is known here; policy.sequence_packing.train_mb_tokens" in four.output
     want, got = grpo_run.metrics()[1], four.metrics()[1]
     for name in ("train/reward", "train/loss", "train/grad_norm", "train/num_tokens"):
         assert got[name] == pytest.approx(want[name], rel=1e-3, abs=1e-5), name

@@ -1,5 +1,6 @@
 """Provides a tiny Qwen3-shaped policy, and batches for it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,19 +124,56 @@ def policy_without_model(**keys: Any) -> dict[str, Any]:
     return policy
 
 
+def packed_rows(tokens: int) -> dict[str, Any]:
+    """Returns the policy section's `sequence_packing` for rows of so many tokens."""
+    algorithm = {"algorithm": "modified_first_fit_decreasing", "sequence_length_round": 8}
+    return {"enabled": True, "train_mb_tokens": tokens, "logprob_mb_tokens": tokens} | algorithm
+
+
+def with_plain_sgd(policy: dict[str, Any], rate: float = 1.0) -> dict[str, Any]:
+    """Returns the policy with plain SGD, whose update is the gradient times its rate."""
+    policy["megatron_cfg"]["optimizer"] |= {
+        "optimizer": "sgd",
+        "use_distributed_optimizer": False,  # it does not support sgd
+        "lr": rate,
+        "min_lr": rate,
+        "weight_decay": 0.0,
+        "sgd_momentum": 0.0,
+        "clip_grad": 0.0,
+    }
+    policy["megatron_cfg"]["scheduler"] |= {
+        "lr_warmup_init": 0.0,
+        "lr_warmup_iters": 0,
+        "start_weight_decay": 0.0,
+        "end_weight_decay": 0.0,
+    }
+    return policy
+
+
 def random_batch(rows: int, longest: int = 12, seed: int = 0) -> BatchedData:
     """Returns right-padded rows of unequal lengths; the first third of each row is a prompt."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB_SIZE, (rows, longest), generator=generator)
     lengths = torch.randint(4, longest + 1, (rows,), generator=generator)
     lengths[0] = longest
-    columns = torch.arange(longest)[None]
+    return _batch(ids, lengths, longest // 3)
+
+
+def batch_of_lengths(lengths: Sequence[int], prompt: int = 2, seed: int = 0) -> BatchedData:
+    """Returns right-padded rows of these lengths; the first `prompt` tokens of each are its prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB_SIZE, (len(lengths), max(lengths)), generator=generator)
+    return _batch(ids, torch.tensor(lengths), prompt)
+
+
+def _batch(ids: torch.Tensor, lengths: torch.Tensor, prompt: int) -> BatchedData:
+    columns = torch.arange(ids.shape[1])[None]
     real = columns < lengths[:, None]
     return BatchedData(
         input_ids=torch.where(real, ids, 0),
         input_lengths=lengths,
-        token_mask=(real & (columns >= longest // 3)).float(),
-        sample_mask=torch.ones(rows),
+        token_mask=(real & (columns >= prompt)).float(),
+        sample_mask=torch.ones(len(ids)),
     )
 
 

@@ -41,7 +41,7 @@ class TokenizerConfig(TypedDict):
 class SequencePackingConfig(TypedDict):
     """Section `policy.sequence_packing`: puts several samples into one row, without padding between them."""
 
-    # Pack micro-batches. Needs Transformer Engine; on a CPU batches are padded instead. Recommended: true on GPUs.
+    # Pack micro-batches. Recommended: true, unless all samples are equally long.
     enabled: bool
     # Largest number of tokens in a packed row in training: a number, or auto for as many as fit on the GPU by the plan,
     # up to 32,768; if the GPU's memory or the model's sizes are not known, auto is max_total_sequence_length x

@@ -1,7 +1,7 @@
 """Makes the layer spec without Transformer Engine: megatron-core's local modules, torch's attention, our RMSNorm."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,14 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from nemo_offload_rl.mcore.patches import packed_rotary
+
 
 class SdpaCoreAttention(MegatronModule):
-    """Computes causal attention by `torch.nn.functional.scaled_dot_product_attention`.
+    """Computes causal attention by `torch.nn.functional.scaled_dot_product_attention`, of padded and of packed rows.
 
-    megatron-core's own local module materialises the [B, heads, S, S] scores and needs a boolean mask made on the GPU.
+    megatron-core's own local module materialises the [B, heads, S, S] scores, needs a boolean mask made on the GPU, and
+    does not know packed rows.
     """
 
     def __init__(
@@ -55,19 +58,29 @@ class SdpaCoreAttention(MegatronModule):
         """Attend causally; in a layer with a sliding window to the token itself and the `window` tokens before it.
 
         Args:
-            query: [S, B, heads, D].
-            key: [S, B, query groups, D].
-            value: [S, B, query groups, D].
+            query: [S, B, heads, D]; [T, heads, D] of a packed row.
+            key: [S, B, query groups, D]; [T, query groups, D].
+            value: [S, B, query groups, D]; [T, query groups, D].
             attention_mask: must be None: the mask is causal, and right padding needs no other.
             attn_mask_type: must be causal or None.
             attention_bias: must be None.
-            packed_seq_params: must be None: packed sequences need Transformer Engine.
+            packed_seq_params: where the sequences of a packed row start; each attends to itself alone.
 
         Returns:
-            [S, B, heads * D].
+            [S, B, heads * D]; [T, 1, heads * D].
         """
-        assert attention_mask is None and attention_bias is None and packed_seq_params is None
+        assert attention_mask is None and attention_bias is None
         assert attn_mask_type in (None, AttnMaskType.causal)
+        if packed_seq_params is None:
+            return self._attend(query, key, value)
+        parts, places = [], []
+        for index, is_real in _groups_of_similar_length(packed_seq_params.cu_seqlens_q):
+            parts.append(self._attend(query[index], key[index], value[index])[is_real])
+            places.append(index[is_real])
+        return torch.cat(parts)[torch.cat(places).argsort()][:, None]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Returns the attention [S, B, heads * D] of rows of one sequence each."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         mask = None
         if self.window is not None and self.window + 1 < len(query):
@@ -84,6 +97,27 @@ class SdpaCoreAttention(MegatronModule):
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+
+def _groups_of_similar_length(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the sequences of a packed row in padded batches of less than twice their tokens.
+
+    A call for each sequence would take seven times as long where sequences are short, and one batch of all too much
+    memory where one of them is long.
+
+    Args:
+        cu_seqlens: int32 [n + 1].
+
+    Yields:
+        The positions in the row of a batch's tokens, int64 [S, B]; and which of them are not padding, bool [S, B].
+    """
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff()
+    sizes = [(length - 1).bit_length() for length in lengths.tolist()]
+    for size in sorted(set(sizes)):
+        group = torch.tensor([n for n, other in enumerate(sizes) if other == size], device=cu_seqlens.device)
+        columns = torch.arange(int(lengths[group].max()), device=cu_seqlens.device)[:, None]
+        is_real = columns < lengths[group]
+        yield torch.where(is_real, starts[group] + columns, 0), is_real
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -114,6 +148,7 @@ def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlo
         config: a `GPTModelProvider`.
         vp_stage: index of the virtual pipeline stage.
     """
+    packed_rotary.install()
     with_experts, dense = _layer_spec(config, config.num_moe_experts), _layer_spec(config, None)
     has_experts = _expert_layers(config)
     layers = [with_experts if has_experts[layer] else dense for layer in _layers_of_stage(config, vp_stage)]

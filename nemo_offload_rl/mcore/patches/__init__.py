@@ -16,6 +16,7 @@ WRITTEN_FOR = {
     "object_collectives": {"megatron-core": TESTED_MEGATRON_CORE, "torch": ("2.11",)},
     "optimizer_masters": {"megatron-core": TESTED_MEGATRON_CORE, "torch": ("2.11",)},
     "output_layer": {"megatron-core": TESTED_MEGATRON_CORE},
+    "packed_rotary": {"megatron-core": TESTED_MEGATRON_CORE},
     "process_groups": {"megatron-core": TESTED_MEGATRON_CORE, "torch": ("2.11",)},
     "rotary_frequencies": {"megatron-core": TESTED_MEGATRON_CORE, "megatron-bridge": ("0.6.2",)},
     "saved_state": {"megatron-core": TESTED_MEGATRON_CORE},

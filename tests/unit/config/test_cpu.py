@@ -22,12 +22,11 @@ def test_each_setting_that_needs_a_gpu_is_off_and_said_in_one_line():
     assert megatron["apply_rope_fusion"] is False
     assert megatron["moe_permute_fusion"] is False
     assert megatron["optimizer"]["use_precision_aware_optimizer"] is False
-    assert adapted["policy"]["sequence_packing"]["enabled"] is False
     assert adapted["policy"]["precision"] == "bfloat16"
-    # The residency engine runs everywhere: its GPU side is then host memory, too.
-    for key in ("use_pinned_optimizer_offload", "residency", "numa"):
+    # Packing runs everywhere, and so does residency: its GPU side is then host memory, too.
+    for key in ("use_pinned_optimizer_offload", "residency", "numa", "sequence_packing"):
         assert adapted["policy"][key] == config["policy"][key]
-    assert len(lines) == len(set(lines)) == 7
+    assert len(lines) == len(set(lines)) == 6
     expected = "policy.megatron_cfg.apply_rope_fusion is off on this machine: it needs Transformer Engine on a GPU"
     assert expected in lines
     assert all("\n" not in line for line in lines)

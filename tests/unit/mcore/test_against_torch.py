@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
+from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy, with_plain_sgd
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 
@@ -24,23 +24,7 @@ def twin(worker):
 
 
 def test_every_gradient_is_that_of_the_hugging_face_model(make_worker):
-    policy = tiny_policy()
-    policy["megatron_cfg"]["optimizer"] |= {
-        "optimizer": "sgd",
-        "use_distributed_optimizer": False,  # it does not support sgd
-        "lr": 1.0,
-        "min_lr": 1.0,
-        "weight_decay": 0.0,
-        "sgd_momentum": 0.0,
-        "clip_grad": 0.0,
-    }
-    policy["megatron_cfg"]["scheduler"] |= {
-        "lr_warmup_init": 0.0,
-        "lr_warmup_iters": 0,
-        "start_weight_decay": 0.0,
-        "end_weight_decay": 0.0,
-    }
-    worker = make_worker(policy)
+    worker = make_worker(with_plain_sgd(tiny_policy()))
     model = twin(worker)
     before = {name: weight.clone() for name, weight in worker.hf_weights()}
     data = random_batch(8)

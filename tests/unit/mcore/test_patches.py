@@ -18,6 +18,7 @@ from nemo_offload_rl.mcore.patches.cpu_device import MODULES_WITH_LITERAL_CUDA
 CORE = "megatron.core"
 MAPPING = "megatron.bridge.models.conversion.param_mapping"
 OFFLOAD = f"{CORE}.pipeline_parallel.fine_grained_activation_offload"
+ROPE = f"{CORE}.models.common.embeddings.rope_utils"
 YARN = f"{CORE}.models.common.embeddings.yarn_rotary_pos_embedding"
 SIGNATURES = {
     # activation_offload: the manager has the methods that layers call
@@ -118,6 +119,14 @@ SIGNATURES = {
     # output_layer, whose call runs the hooks; the weight is the layer's or the one passed to the processor
     f"{CORE}.tensor_parallel.layers:ColumnParallelLinear.forward": (
         "(self, input_, weight=None, runtime_gather_output=None)"
+    ),
+    # packed_rotary: what it replaces, with the arguments that its caller names; and what it calls
+    f"{ROPE}:_apply_rotary_pos_emb_thd": (
+        "(t, cu_seqlens, freqs, rotary_interleaved=False, mla_rotary_interleaved=False, mscale=1.0, cp_group=None, "
+        "multi_latent_attention=None)"
+    ),
+    f"{ROPE}:_apply_rotary_pos_emb_bshd": (
+        "(t, freqs, rotary_interleaved=False, mla_rotary_interleaved=False, mscale=1.0, multi_latent_attention=None)"
     ),
     # process_groups
     f"{CORE}.parallel_state:destroy_model_parallel": "()",

@@ -1,4 +1,4 @@
-"""Tests that two ranks compute what one does: DP, TP, sequence parallel, PP, virtual PP, EP, on gloo."""
+"""Tests that two ranks compute what one does: DP, TP, sequence parallel, PP, virtual PP, EP, packed rows, on gloo."""
 
 import functools
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_ranks, worker_of_rank
-from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, logprobs_in_transformers, random_batch, tiny_policy
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, logprobs_in_transformers, packed_rows, random_batch, tiny_policy
 from support.toy_policy import LocalTransport
 
 # Of the logits, which the backward pass computes again; one rank computes them whole.
@@ -23,6 +23,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "chunks_pp2": CHUNKS | {"pipeline_model_parallel_size": 2},
     "moe_dp2": {},
     "moe_ep2": {"expert_model_parallel_size": 2},
+    # Packed rows on two ranks are compared with padded rows on one.
+    "packed_chunks_tp2_sequence_parallel": CHUNKS | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "packed_moe_dp2_ep2": {"expert_model_parallel_size": 2},
+    "packed_moe_pp2_vpp2_recomputed": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "activation_checkpointing": True,
+    },
 }
 ODD_VOCABULARY = "tp2_padded_vocabulary"
 
@@ -30,7 +38,7 @@ ODD_VOCABULARY = "tp2_padded_vocabulary"
 def hf_config_of(layout: str) -> dict[str, Any] | None:
     if layout == ODD_VOCABULARY:
         return TINY_QWEN3 | {"vocab_size": 15}
-    return TINY_QWEN3_MOE if layout.startswith("moe") else None
+    return TINY_QWEN3_MOE if "moe" in layout else None
 
 
 def run(layout: str, overrides: dict[str, Any], rank: int, world_size: int, port: int) -> dict[str, Any]:
@@ -38,9 +46,10 @@ def run(layout: str, overrides: dict[str, Any], rank: int, world_size: int, port
     from nemo_offload_rl.algorithms.losses import DPOLoss, NLLLoss
     from nemo_offload_rl.mcore.logprob import linear_logprob
 
-    worker = worker_of_rank(
-        tiny_policy(hf_config_of(layout), **overrides), rank, world_size, port, init_reference_model=True
-    )
+    policy = tiny_policy(hf_config_of(layout), **overrides)
+    if layout.startswith("packed"):
+        policy["sequence_packing"] = packed_rows(20)  # some pairs are longer
+    worker = worker_of_rank(policy, rank, world_size, port, init_reference_model=True)
     torch.set_num_threads(1)
     linear_logprob._COLUMNS = 1  # so that a vocabulary of 14 has several parts, too
     ranks = worker.parallel_ranks()
@@ -94,8 +103,7 @@ def together() -> list[dict[str, dict[str, Any]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [*LAYOUTS, ODD_VOCABULARY])
 def test_two_ranks_compute_what_one_does(alone, together, layout):
-    base = {"moe": "moe_dp2", ODD_VOCABULARY: ODD_VOCABULARY}.get("moe" if layout.startswith("moe") else layout, "dp2")
-    want = alone[base]
+    want = alone[layout if layout in alone else "moe_dp2" if "moe" in layout else "dp2"]
     for rank in range(2):
         got = together[rank][layout]
         assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)

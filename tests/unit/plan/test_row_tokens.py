@@ -164,7 +164,7 @@ def test_the_margin_alone_refuses_nothing():
 @pytest.mark.parametrize(
     ("gpu_gib", "overrides", "why"),
     [
-        (None, [], "the GPU's memory is not known here"),
+        (None, [], "no GPU's memory is known here"),
         (80, [f"+{MEGATRON}.softmax_type=learnable"], "the model's sizes are not known before it is built"),
     ],
 )
