@@ -1,11 +1,12 @@
 """How many of NeMo-RL's recipes load unchanged, and which keys refuse the others?
 
-python benchmarks/nemo_rl_recipes.py nemo-rl-recipes [--deep] [--output docs/results/nemo_rl_recipes.json]
+python benchmarks/nemo_rl_recipes.py RL/examples/configs [--deep] [--output docs/results/nemo_rl_recipes.json]
 
-The folder is a copy of examples/configs of NVIDIA-NeMo/RL, or a part of it; --folder FOLDER is another way to give it.
-The benchmark reads every YAML file below it as `nemo-offload-rl validate` does, without overrides. With --deep, recipes
-that load and name a model of a supported architecture are then checked by `validate --deep`, with a local config, data
-and tokenizer (some minutes). The benchmark also writes the tables as Markdown beside the JSON file.
+The folder is examples/configs of a whole checkout of NVIDIA-NeMo/RL, since recipes inherit from one another. The
+benchmark reads every YAML file below it, with its `defaults`, as `nemo-offload-rl validate` does, without overrides.
+With --deep, recipes that load and name a model of a supported architecture are then checked by `validate --deep`, with
+a local config, data and tokenizer (some minutes). The benchmark also writes the tables as Markdown beside the JSON
+file.
 """
 
 import argparse
@@ -65,11 +66,12 @@ NOT_BUILT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "LoRA": {"policy.megatron_cfg.peft.enabled": (False, None)},
     "multi-token prediction": {"policy.megatron_cfg.mtp_num_layers": (0, None)},
+    "NeMo Gym": {"env.should_use_nemo_gym": (False, None)},
     "router replay": {"policy.router_replay.enabled": (False, None)},
     "the data plane": {"data_plane.enabled": (False, None)},
     "vision or audio": {"env.clevr-cogent": (), "env.vlm": ()},
 }
-_SHOWN_FROM = 3
+_SHOWN_FROM = 10
 """A key that refuses fewer recipes has no line of its own on the page."""
 
 
@@ -78,7 +80,7 @@ def main() -> None:
     arguments = parse_arguments()
     paths = sorted(arguments.folder.rglob("*.yaml"))
     if not paths:
-        raise SystemExit(f"{arguments.folder} has no YAML file; give a copy of NeMo-RL's examples/configs.")
+        raise SystemExit(f"{arguments.folder} has no YAML file; give examples/configs of a checkout of NeMo-RL.")
     load(Path(__file__).parents[1] / "examples" / "configs" / "grpo_tiny_cpu.yaml")  # builds the schema, once
     rows = [row_of(path, arguments.folder) for path in paths]
     if arguments.deep:
@@ -217,8 +219,8 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
         "## How it was measured",
         "",
         "The benchmark reads every file as `nemo-offload-rl validate` does, without overrides. The slowest file takes "
-        f"{max(row['seconds'] for row in result['rows']):.2f} s. {others} more files in the folder have no Megatron "
-        "policy, or inherit from a recipe that is not in the folder.",
+        f"{max(row['seconds'] for row in result['rows']):.2f} s. Parents (`defaults`) are resolved. {others} more "
+        "files of the folder have no Megatron policy.",
         "",
         f"- machine: {result['machine']}",
         f"- commit: {result['commit']}, {result['date']}",
@@ -308,15 +310,11 @@ def table_line(cells: Sequence[str]) -> str:
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    folder = parser.add_mutually_exclusive_group(required=True)
-    folder.add_argument("folder", type=Path, nargs="?", help="NeMo-RL's examples/configs")
-    folder.add_argument("--folder", type=Path, dest="named_folder", metavar="FOLDER", help="the same, with its name")
+    parser.add_argument("folder", type=Path, help="examples/configs of a checkout of NeMo-RL")
     parser.add_argument("--deep", action="store_true", help="also run `validate --deep` on those that load")
     parser.add_argument("--work", type=Path, default=Path("build/nemo_rl_recipes"), help="for data and tokenizer")
     parser.add_argument("--output", type=Path, default=Path("build/nemo_rl_recipes.json"), help="the JSON file")
-    arguments = parser.parse_args()
-    arguments.folder = arguments.folder or arguments.named_folder
-    return arguments
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
