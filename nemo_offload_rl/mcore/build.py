@@ -116,7 +116,7 @@ def build(
             optimizer = build_optimizer(make_optimizer_config(policy), model)
         if not streamed:
             init_optimizer_state(optimizer)
-        scheduler = make_scheduler(policy["megatron_cfg"], optimizer)
+        scheduler = make_scheduler(policy, optimizer)
         config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     ddp = model[0].ddp_config
@@ -136,29 +136,39 @@ def build(
     )
 
 
-def make_scheduler(megatron_cfg: Mapping[str, Any], optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+def make_scheduler(policy: Mapping[str, Any], optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Returns the learning-rate and weight-decay schedule of the recipe, counted in calls of `train` as in NeMo-RL.
+
+    Lengths are NeMo-RL's (`megatron.bridge.training.config`): weight decay changes over the whole run, also where the
+    learning rate decays over another number of steps, and a warm-up as long as the decay ends one sample before it.
+
+    Args:
+        policy: the recipe's policy section, with the run's length (`run.setup.with_run_length`) if there is a run.
+        optimizer: the optimizer whose parameter groups the schedule sets.
 
     Raises:
         ValueError: the schedule's length is left to a run, and there is none.
     """
-    section, optim = megatron_cfg["scheduler"], megatron_cfg["optimizer"]
-    if section["lr_decay_iters"] is None:
+    section, optim = policy["megatron_cfg"]["scheduler"], policy["megatron_cfg"]["optimizer"]
+    decay, warmup = section["lr_decay_iters"], section["lr_warmup_iters"]
+    if decay is None:
         raise ValueError(
             "policy.megatron_cfg.scheduler.lr_decay_iters is null, which a run replaces by its number of steps; for a "
             "worker without a run, set it to a number of calls of train."
         )
+    if warmup >= decay:  # in a short run: a rule requires a longer lr_decay_iters
+        warmup = decay - 1 / policy["train_global_batch_size"]
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=section["lr_warmup_init"],
         max_lr=optim["lr"],
         min_lr=optim["min_lr"],
-        lr_warmup_steps=section["lr_warmup_iters"],
-        lr_decay_steps=section["lr_decay_iters"],
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
         lr_decay_style=section["lr_decay_style"],
         start_wd=section["start_weight_decay"],
         end_wd=section["end_weight_decay"],
-        wd_incr_steps=section["lr_decay_iters"],
+        wd_incr_steps=section.get("run_length", decay),
         wd_incr_style=section["weight_decay_incr_style"],
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,  # a resumed run may have another schedule

@@ -68,15 +68,11 @@ class Preparation:
 
 
 def with_run_length(policy: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
-    """Returns the policy section with a null or absent scheduler.lr_decay_iters set to the run's training steps.
-
-    It is at least one more than the warm-up, since megatron-core requires that, even if the run ends within the
-    warm-up.
-    """
+    """Returns the policy section with the run's training steps, for the parts of its schedule that last as long."""
     megatron = policy["megatron_cfg"]
-    scheduler = megatron["scheduler"]
+    scheduler = megatron["scheduler"] | {"run_length": num_steps}
     if scheduler.get("lr_decay_iters") is None:
-        scheduler = scheduler | {"lr_decay_iters": max(num_steps, scheduler["lr_warmup_iters"] + 1)}
+        scheduler["lr_decay_iters"] = num_steps
     return {**policy, "megatron_cfg": megatron | {"scheduler": scheduler}}
 
 

@@ -78,8 +78,7 @@ class MegatronSchedulerConfig(TypedDict):
 
     # Weight decay at the first step. 0 or more; recommended "${policy.megatron_cfg.optimizer.weight_decay}".
     start_weight_decay: NonNegativeFloat
-    # Weight decay after lr_decay_iters training steps. 0 or more; recommended
-    # "${policy.megatron_cfg.optimizer.weight_decay}".
+    # Weight decay at the end of the run. 0 or more; recommended "${policy.megatron_cfg.optimizer.weight_decay}".
     end_weight_decay: NonNegativeFloat
     # How weight decay changes from start to end: constant, linear or cosine. Recommended: constant.
     weight_decay_incr_style: Literal["constant", "linear", "cosine"]
@@ -91,7 +90,8 @@ class MegatronSchedulerConfig(TypedDict):
     # a step). Null: the run's own number, which is max_num_steps, or the steps of max_num_epochs if these are fewer.
     # Absent: same as null.
     lr_decay_iters: NotRequired[PositiveInt | None]
-    # Training steps of linear warm-up from lr_warmup_init to lr. 0 or more; recommended 1 to 5% of the run.
+    # Training steps of linear warm-up from lr_warmup_init to lr; a shorter run with lr_decay_iters null warms up until
+    # its end. 0 or more; recommended 1 to 5% of the run.
     lr_warmup_iters: NonNegativeInt
     # Learning rate at the start of the warm-up. 0 to lr; recommended a tenth of lr.
     lr_warmup_init: NonNegativeFloat

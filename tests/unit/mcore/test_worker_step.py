@@ -11,6 +11,7 @@ from support.everyday import upstream_learning_rate
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.run.setup import with_run_length
 from nemo_offload_rl.worker.skipped_steps import TooManySkippedStepsError
 
 
@@ -169,6 +170,25 @@ def test_the_schedule_ticks_once_a_call_as_in_nemo_rl(make_worker, tmp_path):
     assert worker.train(random_batch(2), NLLLoss(), gbs=2, mbs=2)["lr"] == pytest.approx(
         upstream_learning_rate(3, **shape)
     )
+
+
+def test_schedules_that_the_run_ends_have_nemo_rls_lengths(make_worker):
+    """Weight decay changes over the run's 3 steps, and a warm-up of 9 steps ends with the last, but for one sample."""
+    policy = tiny_policy() | {"train_global_batch_size": 2}
+    policy["megatron_cfg"]["scheduler"] |= {
+        "lr_decay_style": "linear",
+        "lr_warmup_iters": 9,
+        "lr_decay_iters": None,
+        "weight_decay_incr_style": "linear",
+        "end_weight_decay": 0.04,
+    }
+    worker = make_worker(with_run_length(policy, 3))
+    for call in range(3):
+        assert max(group["weight_decay"] for group in worker.state.optimizer.param_groups) == pytest.approx(
+            0.01 + 0.01 * call
+        )
+        lr = worker.train(random_batch(2), NLLLoss(), gbs=2, mbs=2)["lr"]
+        assert lr == pytest.approx(1e-4 + (1e-3 - 1e-4) * call / 2.5)
 
 
 def state_of(worker) -> list[torch.Tensor]:
