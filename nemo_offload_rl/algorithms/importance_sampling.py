@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 import torch
 
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
+
+
+def importance_weight(log_weights: torch.Tensor) -> torch.Tensor:
+    """Returns exp(log_weights), but 0 where that exceeds float32, as in NeMo-RL; such an entry has no gradient."""
+    weights = log_weights.exp()
+    # Masked before exp, whose derivative is infinite there.
+    return torch.where(weights.isfinite(), log_weights, -inf).exp()
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Truncation:
 
         Args:
             log_weights: log of policy over sampler probability of each token, float32 [B, T], 0 where the mask is 0.
-            weights: [B, T], exp(log_weights), or one weight per sample repeated at each of its tokens.
+            weights: [B, T], of ``importance_weight``, or one weight per sample repeated at each of its tokens.
             token_mask: 1 where a token counts.
 
         Returns:

@@ -16,6 +16,8 @@ from types import MappingProxyType
 
 import torch
 
+from nemo_offload_rl.algorithms.importance_sampling import importance_weight
+
 KL_ESTIMATORS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {
         "k1": lambda log_ratio: -log_ratio,
@@ -71,7 +73,7 @@ def kl_penalty(
         ValueError: the estimator is unknown.
     """
     log_ratio = other_logprobs - logprobs
-    weight = (logprobs - sampler_logprobs).exp()
+    weight = importance_weight(logprobs - sampler_logprobs)
     if input_clamp is not None:
         clamped = log_ratio.clamp(-input_clamp, input_clamp)
         weight = torch.where(clamped == log_ratio, weight, weight.detach())

@@ -12,7 +12,7 @@ from math import inf
 import torch
 from torch.nn.functional import logsigmoid
 
-from nemo_offload_rl.algorithms.importance_sampling import Truncation, TruncationType
+from nemo_offload_rl.algorithms.importance_sampling import Truncation, TruncationType, importance_weight
 from nemo_offload_rl.algorithms.kl import KL_ESTIMATORS, estimate_kl, kl_penalty
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 
@@ -30,7 +30,7 @@ class NLLLoss:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Computes the loss; see ``LossFunction``."""
         sample_mask = data["sample_mask"]
-        answer_logprobs = torch.where(data["token_mask"][:, 1:] > 0, logprobs[:, 1:], 0.0).sum(dim=1)
+        answer_logprobs = _trained(logprobs, data).sum(dim=1)
         loss = -_share(answer_logprobs, sample_mask, counts.valid_toks)
         with torch.no_grad():
             metrics = {
@@ -76,8 +76,7 @@ class DPOLoss:
         token_mask = data["token_mask"][:, 1:]
         num_tokens = token_mask.sum(dim=1).clamp(min=1)
         answers, reference = (
-            torch.where(token_mask > 0, values[:, 1:], 0.0).sum(dim=1)
-            for values in (logprobs, data["reference_policy_logprobs"])
+            _trained(values, data).sum(dim=1) for values in (logprobs, data["reference_policy_logprobs"])
         )
         rewards = answers - reference
         if self.preference_average_log_probs:
@@ -192,11 +191,10 @@ class ClippedPGLoss:
         token_mask = data["token_mask"][:, 1:]
         sample_mask = data["sample_mask"]
         previous_logprobs = logprobs.detach() if self.force_on_policy_ratio else data["prev_logprobs"]
-        current, previous, sampler = (
-            torch.where(token_mask > 0, values[:, 1:], 0.0)
-            for values in (logprobs, previous_logprobs, data["generation_logprobs"])
+        current, previous, sampler, advantages = (
+            _trained(values, data)
+            for values in (logprobs, previous_logprobs, data["generation_logprobs"], data["advantages"])
         )
-        advantages = data["advantages"][:, 1:]
 
         def mean(per_token: torch.Tensor) -> torch.Tensor:
             if self.token_level_loss:
@@ -210,10 +208,8 @@ class ClippedPGLoss:
 
         kl = torch.zeros_like(loss)
         if self.needs_reference_logprobs:
-            reference = torch.where(token_mask > 0, data["reference_policy_logprobs"][:, 1:], 0.0)
-            whole = current
-            if "unfiltered_logprobs" in data:
-                whole = torch.where(token_mask > 0, data["unfiltered_logprobs"][:, 1:], 0.0)
+            reference = _trained(data["reference_policy_logprobs"], data)
+            whole = _trained(data["unfiltered_logprobs"], data) if "unfiltered_logprobs" in data else current
             kl = mean(self._reference_kl(whole, reference, sampler))
             loss = loss + self.reference_policy_kl_penalty * kl
 
@@ -262,9 +258,9 @@ class ClippedPGLoss:
         if not self.use_importance_sampling_correction:
             return torch.ones_like(previous), None
         log_weight = previous - sampler
-        weight = log_weight.exp()
+        weight = importance_weight(log_weight)
         if self.sequence_level_importance_ratios:
-            weight = (log_weight * token_mask).sum(dim=1, keepdim=True).exp().expand_as(previous)
+            weight = importance_weight(log_weight.sum(dim=1, keepdim=True)).expand_as(previous)
         if self.truncated_importance_sampling_type is None:
             return weight, None
         assert self.truncated_importance_sampling_ratio is not None, "validation asks for it"
@@ -285,9 +281,19 @@ class ClippedPGLoss:
         )
 
 
+def _trained(values: torch.Tensor, data: BatchedData) -> torch.Tensor:
+    """Returns the values of tokens 1 and later, [B, S] to [B, S - 1], with 0 where the token or its sample is masked.
+
+    Losses mask their inputs, not their results: a gradient of 0 times the infinite derivative of a masked value would
+    be NaN.
+    """
+    is_trained = (data["token_mask"][:, 1:] > 0) & (data["sample_mask"] > 0)[:, None]
+    return torch.where(is_trained, values[:, 1:], 0.0)
+
+
 def _share(per_sample: torch.Tensor, sample_mask: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """Returns the sum over unmasked samples, divided by a global count; 0 where the count is 0."""
-    return torch.where(sample_mask > 0, per_sample * sample_mask, 0.0).sum() / count.clamp(min=1)
+    return (per_sample * sample_mask).sum() / count.clamp(min=1)
 
 
 def _token_share(

@@ -128,16 +128,30 @@ def test_micro_batches_of_pairs_give_the_same_gradient(pairs_each):
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-7)
 
 
-def test_rows_left_out_count_for_nothing_whatever_they_hold():
+@pytest.mark.parametrize("masked", [math.inf, math.nan])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_is_masked_counts_for_nothing_whatever_it_holds(name, masked):
+    loss_fn = dpo(**VARIANTS[name])
     logprobs, data = random_pairs()
-    wanted, _ = dpo()(logprobs, data, GlobalCounts.of(data))
-    logprobs[2:4] = float("nan")
-    data["reference_policy_logprobs"][2:4] = float("inf")
-    loss, metrics = dpo()(logprobs, data, GlobalCounts.of(data))
-    assert loss == wanted
-    assert all(value.isfinite() for value in metrics.values())
-    data["sample_mask"][:] = 0
-    assert float(dpo()(logprobs, data, GlobalCounts.of(data))[0]) == 0
+    used = (data["token_mask"] > 0) & (data["sample_mask"] > 0)[:, None]
+    noisy = data.select(range(data.size))
+    noisy["reference_policy_logprobs"] = torch.where(used, data["reference_policy_logprobs"], masked)
+    current = torch.where(used, logprobs, masked).requires_grad_()
+    loss, metrics = loss_fn(current, noisy, GlobalCounts.of(noisy))
+    loss.backward()
+
+    kept = [row for row in range(data.size) if row not in (2, 3)]
+    clean, without = logprobs[kept].clone().requires_grad_(), data.select(kept)
+    wanted, wanted_metrics = loss_fn(clean, without, GlobalCounts.of(without))
+    wanted.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert {key: float(value) for key, value in metrics.items()} == pytest.approx(
+        {key: float(value) for key, value in wanted_metrics.items()}, rel=1e-6
+    )
+    torch.testing.assert_close(current.grad[kept], clean.grad)
+    assert not current.grad[~used].any()
+    noisy["sample_mask"][:] = 0
+    assert loss_fn(current, noisy, GlobalCounts.of(noisy))[0].item() == 0
 
 
 def test_the_loss_travels_to_workers():

@@ -167,6 +167,47 @@ def test_weights_out_of_bounds_worked_out_by_hand():
         assert metrics["is_oob_ratio"].item() == pytest.approx(outside), (kind, high, low)
 
 
+@pytest.mark.parametrize(
+    ("change", "loss", "outside"),
+    [
+        # The weight of the first sample's first token, exp(100), is above float32 and counts as 0; the others are 1.
+        ({"use_importance_sampling_correction": True}, -3 / 4, None),
+        (truncated("tis", 2.0, None), -3 / 4, 0.0),
+        (truncated("tis", 2.0, 0.5), -3.5 / 4, 1 / 4),
+        (truncated("icepop", 2.0, 0.5), -3 / 4, 1 / 4),
+        (truncated("seq-mask-tis", 2.0, 0.5), -2 / 4, 1 / 2),
+        (truncated("seq-mask-tis", 1e30, 0.5), -3 / 4, 0.0),
+        # The weight of the first sample is 0, its tokens' ratio 1.
+        ({**VARIANTS["GSPO"]}, -1 / 2, None),
+        ({**VARIANTS["GSPO"], **truncated("tis", 2.0, 0.25)}, -1.25 / 2, 1 / 2),
+        ({**VARIANTS["GSPO"], **truncated("icepop", 2.0, 0.25)}, -1 / 2, 1 / 2),
+    ],
+)
+def test_weights_above_float32_count_as_zero(change, loss, outside):
+    logprobs = torch.full((2, 3), -1.0, requires_grad=True)
+    sampler = torch.full((2, 3), -1.0)
+    sampler[0, 1] = -101.0
+    data = BatchedData(
+        token_mask=torch.tensor([[0.0, 1, 1], [0, 1, 1]]),
+        sample_mask=torch.ones(2),
+        prev_logprobs=logprobs.detach(),
+        generation_logprobs=sampler,
+        advantages=torch.ones(2, 3),
+    )
+    value, metrics = replace(PLAIN, **change)(logprobs, data, GlobalCounts.of(data))
+    value.backward()
+    assert value.item() == pytest.approx(loss)
+    assert logprobs.grad.sum().item() == pytest.approx(loss)
+    if outside is not None:
+        assert metrics["is_oob_ratio"].item() == pytest.approx(outside)
+
+
+def test_a_kl_weight_above_float32_counts_as_zero():
+    change = {"reference_policy_kl_penalty": 1.0, "use_on_policy_kl_approximation": True}
+    loss, gradient, metrics = one_token(replace(PLAIN, **change), sampler=math.exp(-100), reference=0.25)
+    assert (metrics["kl_penalty"], loss, gradient) == (0, -1, -1)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_gradient_against_finite_differences(name):
     loss = replace(PLAIN, **VARIANTS[name])
@@ -366,8 +407,9 @@ def test_microbatches_change_neither_loss_nor_gradient_nor_metrics(name, num_mic
     assert not any(value.requires_grad for value in expected_metrics.values())
 
 
+@pytest.mark.parametrize("masked", [-1e9, math.inf, math.nan])
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_masked_plays_no_part(name):
+def test_what_is_masked_plays_no_part(name, masked):
     loss = LOSSES[name]
     logprobs, data = random_batch()
     counts = GlobalCounts.of(data)
@@ -375,15 +417,19 @@ def test_what_is_masked_plays_no_part(name):
     used[:, 0] = False
     noisy = BatchedData(data)
     for column in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages"):
-        noisy[column] = torch.where(used, data[column], torch.full_like(data[column], -1e9))
-    current = torch.where(used, logprobs, torch.full_like(logprobs, -1e9)).requires_grad_()
+        noisy[column] = torch.where(used, data[column], masked)
+    current = torch.where(used, logprobs, masked).requires_grad_()
     value, metrics = loss(current, noisy, counts)
-    expected, expected_metrics = loss(logprobs, data, counts)
     value.backward()
+
+    kept = (data["sample_mask"] > 0).nonzero().flatten()
+    clean, without = logprobs[kept].clone().requires_grad_(), data.select(kept)
+    expected, expected_metrics = loss(clean, without, GlobalCounts.of(without))
+    expected.backward()
     assert value.item() == pytest.approx(expected.item(), rel=1e-6)
     for key in metrics:
         assert metrics[key].item() == pytest.approx(expected_metrics[key].item(), rel=1e-6), key
-    assert torch.isfinite(current.grad).all()
+    torch.testing.assert_close(current.grad[kept], clean.grad, rtol=1e-6, atol=1e-8)
     assert not current.grad[~used].any()
 
 
