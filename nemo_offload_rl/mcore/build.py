@@ -28,6 +28,7 @@ from nemo_offload_rl.mcore.optimizer.parameter_watch import ParameterWatch
 from nemo_offload_rl.mcore.patches.cpu_optimizer import build_optimizer
 from nemo_offload_rl.mcore.patches.gradient_nodes import add_gradients_on_this_stream
 from nemo_offload_rl.mcore.patches.optimizer_masters import masters_without_memory
+from nemo_offload_rl.mcore.patches.router_losses import weigh_by_tokens
 from nemo_offload_rl.mcore.weights.weight_names import check_weights
 
 
@@ -108,6 +109,7 @@ def build(
             pre_wrap_hook=hooks,
         )
     _settle_dtypes(model)
+    weigh_by_tokens(model)
     gradient_hooks = add_gradients_on_this_stream(model)
     config = get_model_config(model[0])
     optimizer = scheduler = None

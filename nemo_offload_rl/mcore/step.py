@@ -21,6 +21,7 @@ from nemo_offload_rl.mcore.batches.microbatches import MicroBatch
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.logprob.forward import LogprobOptions, microbatch_logprobs, to_device
 from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL
+from nemo_offload_rl.mcore.patches.router_losses import divided_by_trained_tokens
 from nemo_offload_rl.mcore.patches.saved_state import clear_saved_state_on_failure
 from nemo_offload_rl.mcore.router_updates import router_updates
 
@@ -187,14 +188,15 @@ def train_step(
     optimizer = state.optimizer
     assert isinstance(optimizer, ChainedOptimizer)
     with router_updates(state.model, state.config) as undo_router_updates:
-        _run(
-            state,
-            batches,
-            on_output,
-            of=of,
-            forward_only=False,
-            device=device,
-        )
+        with divided_by_trained_tokens(state.config, counts.valid_toks, scale):
+            _run(
+                state,
+                batches,
+                on_output,
+                of=of,
+                forward_only=False,
+                device=device,
+            )
         if empty_unused_memory_level >= 1:
             torch.cuda.empty_cache()
         state.before_update()

@@ -22,6 +22,7 @@ class MicroBatch:
         positions: int64, the shape of `tokens`.
         cu_seqlens: int32 [n + 1], where each packed sequence starts in `tokens`; None if padded.
         max_seqlen: the longest sequence in tokens.
+        num_filler: how many rows at the end are copies that fill the micro-batch up; `sample_mask` leaves them out.
     """
 
     data: BatchedData
@@ -29,6 +30,18 @@ class MicroBatch:
     positions: Tensor
     cu_seqlens: Tensor | None
     max_seqlen: int
+    num_filler: int = 0
+
+    def padding(self) -> Tensor:
+        """Returns where `tokens` has no token of a sample: bool, the shape of `tokens`, on its device."""
+        lengths = self.data["input_lengths"]
+        if self.cu_seqlens is None:
+            padding = self.positions >= lengths[:, None]
+            padding[lengths.shape[0] - self.num_filler :] = True
+            return padding
+        columns = torch.arange(self.tokens.shape[1], dtype=self.cu_seqlens.dtype, device=self.tokens.device)
+        sequences = torch.searchsorted(self.cu_seqlens[1:], columns, right=True)
+        return self.positions >= lengths[sequences]
 
 
 def padded_length(longest: int, divisible_by: int, limit: int) -> int:
@@ -74,7 +87,7 @@ def padded_microbatches(data: BatchedData, size: int) -> list[MicroBatch]:
         if missing:
             filler = chunk.select([*range(data.group_size)] * (missing // data.group_size))
             chunk = BatchedData.concat([chunk, _left_out(filler)])
-        out.append(MicroBatch(chunk, chunk["input_ids"], positions, None, width))
+        out.append(MicroBatch(chunk, chunk["input_ids"], positions, None, width, num_filler=missing))
     return out
 
 

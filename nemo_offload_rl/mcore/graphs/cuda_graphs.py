@@ -32,11 +32,7 @@ from nemo_offload_rl.mcore.graphs.graph_capture import (
     undone_on_failure,
 )
 from nemo_offload_rl.mcore.graphs.graph_speed_check import GraphSpeedCheck
-from nemo_offload_rl.mcore.patches.graph_inputs import (
-    replay_as_before,
-    replay_without_attention_mask,
-    without_attention_mask,
-)
+from nemo_offload_rl.mcore.patches.graph_inputs import captured_inputs, replay_as_before, replay_with_inputs
 from nemo_offload_rl.memory.streams import record_current_stream
 
 logger = logging.getLogger(__name__)
@@ -255,7 +251,7 @@ class CudaGraphs:
             )
             layers = list(helper.flattened_callables)
             self._check_some_layer(layers)
-            with without_attention_mask(layers, self._observer.exclude_graph_input), undone_on_failure():
+            with captured_inputs(layers, self._observer.exclude_graph_input) as padding, undone_on_failure():
                 helper.create_cudagraphs()
         if were_on:
             helper.cuda_graph_set_manual_hooks()
@@ -265,7 +261,7 @@ class CudaGraphs:
         ]
         for layer in layers:
             layer.cuda_graphs = []
-        replay_without_attention_mask(layers)
+        replay_with_inputs(layers, padding)
         self.num_captures += 1
         logger.info(
             "captured CUDA graphs of %d layers for %s in %.1f s; they hold %.2f GiB",

@@ -1,5 +1,6 @@
 """Computes the log-probs of a micro-batch: a model's forward pass, with our own code after its last layer."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from nemo_offload_rl.mcore.batches.microbatches import MicroBatch, unpack
@@ -41,7 +43,13 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
         return batch
     move = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
     cu_seqlens = None if batch.cu_seqlens is None else move(batch.cu_seqlens)
-    return MicroBatch(batch.data.to(device), move(batch.tokens), move(batch.positions), cu_seqlens, batch.max_seqlen)
+    return dataclasses.replace(
+        batch,
+        data=batch.data.to(device),
+        tokens=move(batch.tokens),
+        positions=move(batch.positions),
+        cu_seqlens=cu_seqlens,
+    )
 
 
 def microbatch_logprobs(model: torch.nn.Module, batch: MicroBatch, of: LogprobOptions) -> Tensor:
@@ -64,7 +72,9 @@ def microbatch_logprobs(model: torch.nn.Module, batch: MicroBatch, of: LogprobOp
             max_seqlen_q=batch.max_seqlen,
             max_seqlen_kv=batch.max_seqlen,
         )
-    extra = {} if packed is None else {"packed_seq_params": packed}
+    extra: dict[str, Any] = {} if packed is None else {"packed_seq_params": packed}
+    if (padding := _padding_for_routers(model, batch)) is not None:
+        extra["padding_mask"] = padding
     output: Tensor = model(
         input_ids=batch.tokens,
         position_ids=batch.positions,
@@ -74,6 +84,25 @@ def microbatch_logprobs(model: torch.nn.Module, batch: MicroBatch, of: LogprobOp
         **extra,
     )
     return output
+
+
+def _padding_for_routers(model: torch.nn.Module, batch: MicroBatch) -> Tensor | None:
+    """Returns the mask of what routers leave out of auxiliary losses and of the counts of tokens per expert.
+
+    None where it changes nothing: in models without experts, and without gradients. Also None for quantile balancing,
+    whose router asserts that there is no mask.
+    """
+    config = get_model_config(model)
+    if config.num_moe_experts is None or not torch.is_grad_enabled():
+        return None
+    if config.moe_router_load_balancing_type == "quantile_balancing":
+        return None
+    padding = batch.padding()
+    if config.sequence_parallel and not get_attr_wrapped_model(model, "pre_process"):
+        # GPTModel divides the mask as it divides the embeddings, which only chunks with the embedding do.
+        shards = padding.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
+        padding = shards[mpu.get_tensor_model_parallel_rank()]
+    return padding
 
 
 def model_logprobs(model: torch.nn.Module, batch: MicroBatch, *, vocab_size: int, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ WRITTEN_FOR = {
     "packed_rotary": {"megatron-core": TESTED_MEGATRON_CORE},
     "process_groups": {"megatron-core": TESTED_MEGATRON_CORE, "torch": ("2.11",)},
     "rotary_frequencies": {"megatron-core": TESTED_MEGATRON_CORE, "megatron-bridge": ("0.6.2",)},
+    "router_losses": {"megatron-core": TESTED_MEGATRON_CORE},
     "saved_state": {"megatron-core": TESTED_MEGATRON_CORE},
     "transformer_engine_placeholder": {"megatron-bridge": ("0.6.2",)},
     "weight_export": {"megatron-bridge": ("0.6.2",)},

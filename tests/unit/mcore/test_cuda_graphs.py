@@ -17,6 +17,7 @@ from megatron.core.transformer import cuda_graphs as mcore_graphs
 from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_modules
 from megatron.core.transformer.module import GraphableMegatronModule
+from support.eager_graph import EagerGraph
 from support.events import At
 from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
 
@@ -29,31 +30,6 @@ from nemo_offload_rl.mcore.graphs.graph_speed_check import slower_than_eager
 
 LAYERS = 4
 WARMUP_STEPS = 2
-
-
-class EagerGraph:
-    """Replaces a graphed layer: accepts inputs of the captured shapes, and computes eagerly."""
-
-    def __init__(self, layer: Any, sample_args: tuple[Any, ...], sample_kwargs: dict[str, Any]) -> None:
-        self.layer = layer
-        self.shapes = [tensor.shape for tensor in sample_args]
-        self.keys = list(sample_kwargs)
-        self.was_reset = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        assert not self.was_reset
-        assert [tensor.shape for tensor in args] == self.shapes
-        mcore_graphs._set_capture_start()  # makes a mixture of experts end after its router, as in a capture
-        try:
-            return self.layer._te_cuda_graph_capture(*args, **{key: kwargs[key] for key in self.keys})
-        finally:
-            mcore_graphs._set_capture_end()
-
-    def reset(self) -> None:
-        self.was_reset = True
-
-    def backward_dw(self) -> None:
-        pass
 
 
 @pytest.fixture
@@ -306,6 +282,17 @@ def test_a_step_that_fails_behind_a_routers_replay_changes_no_later_pass(make_wo
         with pytest.raises(MemoryError):
             train(worker, graphs, 4, seed=9)
     assert torch.equal(worker.get_logprobs(data, mbs=2)["logprobs"], want)
+
+
+@pytest.mark.parametrize("modules", [["attn"], ["moe_router"], ["attn", "moe_router"]])
+def test_routers_leave_padding_out_inside_and_behind_graphs(make_worker, graphed, modules):
+    aux_loss = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
+    rows = [4, 6, 5, 6]
+    plain = make_worker(tiny_policy(TINY_QWEN3_MOE, "bfloat16", **aux_loss))
+    want = [train(plain, NoCudaGraphs(), n, seed=seed)[0] for seed, n in enumerate(rows)]
+    worker, graphs = graphed(modules, hf_config=TINY_QWEN3_MOE, **aux_loss)
+    assert [train(worker, graphs, n, seed=seed)[0] for seed, n in enumerate(rows)] == want
+    assert graphs.num_replays == LAYERS * 3
 
 
 def test_micro_batches_of_two_shapes_are_refused(graphed):

@@ -102,6 +102,10 @@ SIGNATURES = {
         "(self, seq_length, micro_batch_size)"
     ),
     f"{CORE}.transformer.transformer_layer:TransformerLayer._get_te_cuda_graph_replay_args": "(self, *args, **kwargs)",
+    f"{CORE}.transformer.transformer_layer:TransformerLayer._te_cuda_graph_replay": "(self, *args, **kwargs)",
+    f"{CORE}.transformer.transformer_layer:TransformerLayer._forward_mlp": (
+        "(self, hidden_states, inference_context=None, padding_mask=None, packed_seq_params=None)"
+    ),
     # residency.streamed.masters
     f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params": "(self)",
     f"{CORE}.optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params": "(self)",
@@ -138,6 +142,12 @@ SIGNATURES = {
     "megatron.bridge.models.gpt_provider:GPTModelProvider.provide": (
         "(self, pre_process=None, post_process=None, vp_stage=None)"
     ),
+    # router_losses
+    f"{CORE}.transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss": (
+        "(self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, needs_dp_avg=True, "
+        "valid_token_count=None)"
+    ),
+    f"{CORE}.transformer.moe.router:TopKRouter._apply_expert_bias": "(self, routing_map, padding_mask=None)",
     # weight_export
     f"{MAPPING}:split_qkv_weights": "(provider, qkv, feature_dim=None)",
     f"{MAPPING}:split_qkv_biases": "(config, qkv)",
@@ -149,6 +159,8 @@ SIGNATURES = {
 """Module and function: its arguments, without annotations."""
 
 ATTRIBUTES = {
+    # router_losses
+    f"{CORE}.transformer.moe.router:TopKRouter": {"calculate_per_token_loss", "tp_cp_group"},
     # saved_state
     f"{CORE}.transformer.transformer_layer:TransformerLayer": {"mlp_norm_manager", "off_interface"},
     f"{CORE}.transformer.moe.shared_experts:SharedExpertMLP": {"_overlap_state"},
