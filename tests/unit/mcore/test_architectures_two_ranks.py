@@ -32,6 +32,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": TINY_QWEN3 | WINDOW | {"max_window_layers": 1, "rope_parameters": YARN, "attention_bias": True},
     "moe": TINY_QWEN3_MOE | WINDOW | {"mlp_only_layers": [0, 2], "attention_bias": True, "rope_parameters": YARN},
 }
+# Each rank has another share of the rows' padding.
+MEGATRON: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "moe": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.1},
+}
 SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 STAGES = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
@@ -50,7 +56,7 @@ def run(model: str, megatron: dict[str, Any], rank: int, world_size: int, port: 
     from nemo_offload_rl.algorithms.losses import NLLLoss
 
     torch.set_num_threads(1)
-    worker = worker_of_rank(tiny_policy(MODELS[model], **megatron), rank, world_size, port)
+    worker = worker_of_rank(tiny_policy(MODELS[model], **MEGATRON[model], **megatron), rank, world_size, port)
     ranks = worker.parallel_ranks()
     share = 8 // ranks["dp_size"]
     start, stop = ranks["dp_rank"] * share, (ranks["dp_rank"] + 1) * share

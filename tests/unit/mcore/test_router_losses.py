@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.router import TopKRouter
-from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -142,46 +141,3 @@ def test_padding_is_what_no_sample_has():
     (packed,) = packed_microbatches(data, [[1, 2, 0]], divisible_by=4, row_divisible_by=10)
     real, pad = [False], [True]
     assert packed.padding().tolist() == [real * 3 + pad + real * 2 + pad * 2 + real * 6 + pad * 6]
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "pp2_vpp2_dp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-    "tp2_pp2_sequence_parallel": {
-        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True,
-    },
-}  # fmt: skip
-
-
-def one_step(layout: dict[str, Any], length: int, rank: int, world_size: int, port: int) -> Any:
-    worker = worker_of_rank(padded_to(length, **ALL, **layout), rank, world_size, port)
-    torch.set_num_threads(1)
-    bias_experts(worker)
-    ranks = worker.parallel_ranks()
-    share = 8 // ranks["dp_size"]
-    rows = random_batch(8).slice(ranks["dp_rank"] * share, (ranks["dp_rank"] + 1) * share)
-    norm = worker.train(rows, NLLLoss(), gbs=8, mbs=2)["grad_norm"]
-    biases = {
-        layer.layer_number: layer.mlp.router.expert_bias.tolist()
-        for chunk in worker.state.model
-        for layer in chunk.module.decoder.layers
-    }
-    worker.shutdown()
-    return norm, biases
-
-
-def on_four_ranks(rank: int, world_size: int, ports: list[int]) -> Any:
-    return [one_step(layout, 32, rank, world_size, port) for layout, port in zip(LAYOUTS.values(), ports, strict=True)]
-
-
-def on_one_rank(rank: int, world_size: int, ports: list[int]) -> Any:
-    return one_step({}, 12, rank, world_size, ports[0])
-
-
-@pytest.mark.slow
-def test_stages_and_shards_count_the_same_tokens():
-    """One rank pads to 12 tokens, four pad to 32, so that a shard of a sequence has nothing but padding."""
-    (norm, biases), *_ = run_ranks(on_one_rank, 1, num_ports=1)
-    for results in run_ranks(on_four_ranks, 4, num_ports=len(LAYOUTS)):
-        for layout, (got_norm, got_biases) in zip(LAYOUTS, results, strict=True):
-            assert got_norm == pytest.approx(norm, rel=1e-4), layout
-            assert got_biases == {number: pytest.approx(biases[number], abs=1e-7) for number in got_biases}, layout
