@@ -125,7 +125,7 @@ def prepare(config: DPOMasterConfig) -> Preparation:
     train, validation = read_pairs(data, section["seed"])
     train.require(policy_config["train_global_batch_size"], "policy.train_global_batch_size")
     tokenizer = read_tokenizer(policy_config["tokenizer"])
-    answers = make_answer_format(data, tokenizer, policy_config["tokenizer"], keeps_longest=True)
+    answers = make_answer_format(data, tokenizer, policy_config["tokenizer"])
     notes = check_rows(partial(check_pairs, answers), train.problems, validation)
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
     loss_fn = DPOLoss(**fields_from(DPOLoss, section))

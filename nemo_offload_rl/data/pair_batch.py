@@ -31,7 +31,7 @@ def pair_batch(answer_format: PromptFormat, pairs: Sequence[PreferencePair]) -> 
     Raises:
         DataError: the chat template cannot render a conversation.
     """
-    rows = answer_format.examples([answer for pair in pairs for answer in pair.answers])
+    rows = answer_format.examples([answer for pair in pairs for answer in pair.answers], may_reach_limit=True)
     fits = [
         both_fit
         for chosen, rejected in zip(rows[::2], rows[1::2], strict=True)

@@ -24,7 +24,8 @@ class TokenizedProblem:
         prompt_ids: tokens of the prompt, cut to the format's limit: ``prompts`` drops the beginning, ``examples`` the
             end.
         answer_ids: tokens that SFT trains on; empty if only the prompt was asked for.
-        fits: whether everything fitted into the limit; a problem that does not fit is left out of the loss.
+        fits: whether everything is below the limit (or at most at it, if ``examples`` was asked for that); a problem
+            that does not fit is left out of the loss.
         trained_in_prompt: positions in prompt_ids of the assistant's earlier messages, if SFT also trains these.
     """
 
@@ -43,13 +44,11 @@ class PromptFormat:
 
     Attributes:
         tokenizer: the policy's tokenizer.
-        max_tokens: the most tokens of the prompt, or of prompt and answer together.
+        max_tokens: the most tokens of the prompt, or of prompt and answer together, which longer ones are cut to.
         chat_template_kwargs: further arguments of the chat template.
         add_bos: start with the tokenizer's begin-of-sequence token, where it has one.
         add_eos: end an answer with the end-of-sequence token.
         add_generation_prompt: make the header of the assistant's turn part of the prompt; otherwise of the answer.
-        keeps_longest: whether a text of exactly ``max_tokens`` fits, as in NeMo-RL's DPO; in its SFT and GRPO it does
-            not.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -58,7 +57,6 @@ class PromptFormat:
     add_bos: bool = False
     add_eos: bool = True
     add_generation_prompt: bool = True
-    keeps_longest: bool = False
 
     def check_rows(
         self, problems: Iterable[Conversation], *, with_answers: bool, limit_s: float = CHECK_LIMIT_S
@@ -83,7 +81,7 @@ class PromptFormat:
         for problem in problems:
             texts = {"prompt": "".join(text for text, _ in self._prompt_pieces(problem))}
             if with_answers:
-                texts["answer"] = self._answer_text(problem)
+                texts["answer"] = self._rendered_answer(problem)
             for kind, text in texts.items():
                 if (word := unknown_word(text)) is not None:
                     raise DataError(
@@ -97,33 +95,37 @@ class PromptFormat:
         return num_checked
 
     def prompts(self, problems: Sequence[Conversation]) -> list[TokenizedProblem]:
-        """Returns the tokens that generation starts from."""
+        """Returns the tokens that generation starts from; a prompt of exactly ``max_tokens`` does not fit."""
         return [
-            TokenizedProblem(ids[-self.max_tokens :], [], fits=self._fits(len(ids)))
+            TokenizedProblem(ids[-self.max_tokens :], [], fits=len(ids) < self.max_tokens)
             for ids, _ in self._prompt_ids(problems)
         ]
 
-    def examples(self, problems: Sequence[Conversation]) -> list[TokenizedProblem]:
+    def examples(self, problems: Sequence[Conversation], *, may_reach_limit: bool = False) -> list[TokenizedProblem]:
         """Returns the tokens of prompts and answers for supervised training.
 
         Prompt and answer are tokenized separately, as they are when a model generates the answer.
+
+        Args:
+            problems: the conversations with their answers.
+            may_reach_limit: whether an example of exactly ``max_tokens`` fits. In NeMo-RL it does for preference pairs
+                alone.
 
         Raises:
             DataError: the chat template does not render a conversation as its beginning followed by the answer.
         """
         return [
-            self._fitted(*prompt, answer_ids)
+            self._fitted(*prompt, answer_ids, self.max_tokens if may_reach_limit else self.max_tokens - 1)
             for prompt, answer_ids in zip(self._prompt_ids(problems), self._answer_ids(problems), strict=True)
         ]
 
-    def _fitted(self, prompt_ids: list[int], trained: tuple[range, ...], answer_ids: list[int]) -> TokenizedProblem:
-        if self._fits(len(prompt_ids) + len(answer_ids)):
+    def _fitted(
+        self, prompt_ids: list[int], trained: tuple[range, ...], answer_ids: list[int], longest: int
+    ) -> TokenizedProblem:
+        if len(prompt_ids) + len(answer_ids) <= longest:
             return TokenizedProblem(prompt_ids, answer_ids, True, trained)
         kept_prompt = prompt_ids[: self.max_tokens]
         return TokenizedProblem(kept_prompt, answer_ids[: self.max_tokens - len(kept_prompt)], False)
-
-    def _fits(self, num_tokens: int) -> bool:
-        return num_tokens < self.max_tokens or (num_tokens == self.max_tokens and self.keeps_longest)
 
     def _prompt_ids(self, problems: Sequence[Conversation]) -> Iterator[tuple[list[int], tuple[range, ...]]]:
         """Yields the tokens of each prompt, and the positions of its trained messages."""
@@ -155,21 +157,13 @@ class PromptFormat:
                 if message.role == "assistant":
                     earlier = AnsweredContext(problem.context[:number], message.content, problem.where)
                     before = self._prompt_text(earlier)
-                    after = before + self._answer_text(earlier)
+                    after = before + self._rendered_answer(earlier)
                     pieces += [(_rest(before, done, problem.where), False), (after.removeprefix(before), True)]
                     done = after
         return [*pieces, (_rest(whole, done, problem.where), False)]
 
     def _answer_ids(self, problems: Sequence[Conversation]) -> list[list[int]]:
-        return self._encode([self._ended(self._answer_text(problem)) for problem in problems])
-
-    def _ended(self, answer: str) -> str:
-        """Returns the answer with the end of sequence behind it, if it is asked for and not there.
-
-        As in NeMo-RL's `get_formatted_message_log`, newlines behind it, which ChatML templates write, are kept.
-        """
-        eos = self.tokenizer.eos_token
-        return f"{answer}{eos}" if self.add_eos and not answer.rstrip("\n").endswith(eos) else answer
+        return self._encode([self._answer_text(problem) for problem in problems])
 
     def _prompt_text(self, problem: Conversation) -> str:
         turns = _turns(problem)
@@ -184,6 +178,11 @@ class PromptFormat:
         return "\n\n".join(turn["content"] for turn in turns)
 
     def _answer_text(self, problem: Conversation) -> str:
+        text, eos = self._rendered_answer(problem), self.tokenizer.eos_token
+        # As in NeMo-RL, the newline that ChatML templates put after the end-of-sequence token stays, and is trained.
+        return text + eos if self.add_eos and not text.rstrip("\n").endswith(eos) else text
+
+    def _rendered_answer(self, problem: Conversation) -> str:
         if self.tokenizer.chat_template is None:
             return problem.answer
         turns = [*_turns(problem), {"role": "assistant", "content": problem.answer}]

@@ -235,7 +235,7 @@ def make_prompt_format(
     data: DataConfig | SFTDataConfig | PreferenceDataConfig,
     tokenizer: PreTrainedTokenizerFast,
     tokenizer_config: TokenizerConfig,
-    **options: bool,
+    **special_tokens: bool,
 ) -> PromptFormat:
     """Makes the format that turns the recipe's problems or pairs into tokens.
 
@@ -243,24 +243,20 @@ def make_prompt_format(
         data: the recipe's `data` section.
         tokenizer: the policy's tokenizer.
         tokenizer_config: the recipe's `policy.tokenizer` section.
-        options: add_bos, add_eos, add_generation_prompt and keeps_longest of ``PromptFormat``.
+        special_tokens: add_bos, add_eos and add_generation_prompt of ``PromptFormat``.
     """
     return PromptFormat(
         tokenizer=tokenizer,
         max_tokens=data["max_input_seq_length"],
         chat_template_kwargs=tokenizer_config.get("chat_template_kwargs") or {},
-        **options,
+        **special_tokens,
     )
 
 
 def make_answer_format(
-    data: SFTDataConfig | PreferenceDataConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    tokenizer_config: TokenizerConfig,
-    *,
-    keeps_longest: bool = False,
+    data: SFTDataConfig | PreferenceDataConfig, tokenizer: PreTrainedTokenizerFast, tokenizer_config: TokenizerConfig
 ) -> PromptFormat:
-    """Makes the format of a recipe that trains on given answers; see ``make_prompt_format`` and ``PromptFormat``."""
+    """Makes the format of a recipe that trains on given answers; see ``make_prompt_format``."""
     return make_prompt_format(
         data,
         tokenizer,
@@ -268,7 +264,6 @@ def make_answer_format(
         add_bos=data["add_bos"],
         add_eos=data["add_eos"],
         add_generation_prompt=data["add_generation_prompt"],
-        keeps_longest=keeps_longest,
     )
 
 

@@ -255,8 +255,8 @@ class PreferenceDataDefaults(PromptFiles):
 class DataOrder(TypedDict):
     """Keys that the section `data` of every recipe has."""
 
-    # Number of tokens of a prompt (GRPO) or of prompt and answer (SFT, DPO) from which they are cut and left out of the
-    # loss, as in NeMo-RL; in DPO only longer ones are, the whole pair. Recommended:
+    # Tokens that a prompt (GRPO), or prompt and answer (SFT), must stay below, and that prompt and answer may reach in
+    # DPO, as in NeMo-RL; longer ones are cut and left out of the loss, in DPO the whole pair. Recommended:
     # "${policy.max_total_sequence_length}".
     max_input_seq_length: PositiveInt
     # Read the training data in a new random order in each epoch. Recommended: true.

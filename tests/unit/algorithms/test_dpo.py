@@ -27,7 +27,7 @@ PAIRS = [
 def make(*, micro=4, max_tokens=8) -> DPO:
     return DPO(
         policy=ToyPolicy(),
-        answer_format=PromptFormat(TOKENIZER, max_tokens, keeps_longest=True),
+        answer_format=PromptFormat(TOKENIZER, max_tokens),
         pairs=ProblemLoader(PAIRS, shuffle=True, seed=3),
         validation=PAIRS[:7],
         loss_fn=DPOLoss(0.5, 1.0, 0.1, preference_average_log_probs=False, sft_average_log_probs=False),

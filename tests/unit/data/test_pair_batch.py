@@ -25,13 +25,13 @@ def pair(prompt, chosen, rejected, where=""):
 
 
 def plain(max_tokens=10, **settings):
-    return PromptFormat(arithmetic_tokenizer(), max_tokens, keeps_longest=True, **settings)
+    return PromptFormat(arithmetic_tokenizer(), max_tokens, **settings)
 
 
 def templated(max_tokens=40, **settings):
     tokenizer = arithmetic_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    return PromptFormat(tokenizer, max_tokens, keeps_longest=True, **settings)
+    return PromptFormat(tokenizer, max_tokens, **settings)
 
 
 def test_rows_alternate_between_chosen_and_rejected():
@@ -82,7 +82,7 @@ def test_a_pair_with_an_answer_that_is_too_long_is_cut_and_left_out_whole(chosen
     assert batch["input_lengths"].tolist() == [6, 6, 4 + min(4, len(chosen) + 1), 4 + min(4, len(rejected) + 1)]
     assert num_left_out(batch) == 1
     fits = pair_batch(plain(10), [pair("1+1=", chosen, rejected)])
-    assert fits["sample_mask"].tolist() == [1, 1]
+    assert (fits["sample_mask"].tolist(), int(fits["input_lengths"].max())) == ([1, 1], 10)  # at the limit
 
 
 @pytest.mark.parametrize(("chosen", "rejected"), [("2", ""), ("", "2"), ("", "")])

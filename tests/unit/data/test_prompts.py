@@ -1,18 +1,21 @@
 from dataclasses import replace
+from itertools import chain
 
 import datasets
 import pytest
-from support.everyday import make_tokenizer
+from tokenizers import ByteLevelBPETokenizer
 from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from nemo_offload_rl.algorithms.sft import example_batch
 from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder
 from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.pair_batch import pair_batch
+from nemo_offload_rl.data.preferences import PreferencePair
 from nemo_offload_rl.data.problem import AnsweredContext, Message, Problem
 from nemo_offload_rl.data.prompt_files import PromptedSamples, PromptTexts
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
-from nemo_offload_rl.run.setup import read_tokenizer
 
 # A turn is its content between digits for its role: 1 system, 2 user, 3 assistant; `+` opens, `=` closes.
 TEMPLATE = (
@@ -20,6 +23,27 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}3+{% endif %}"
 )
 EOS = 12
+# Qwen 2.5's template, without its tools.
+CHATML = (
+    "{% if messages[0]['role'] == 'system' %}{{ '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{% if m['role'] != 'system' %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def bpe_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
+    """Returns a byte-level BPE tokenizer whose tokens are the bytes, a few merges, and ChatML's special tokens."""
+    backend = ByteLevelBPETokenizer()
+    corpus = ["the user asks the assistant\n\nthe sum is 12\n\n"] * 4
+    backend.train_from_iterator(corpus, vocab_size=290, show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend._tokenizer, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def text(ids: list[int]) -> str:
@@ -86,14 +110,60 @@ def test_the_assistants_earlier_messages_are_trained_where_a_conversation_says_s
     assert (cut.fits, cut.trained_in_prompt) == (False, ())
 
 
-def test_an_answer_ends_once_and_keeps_the_newline_that_chatml_puts_behind(tmp_path):
-    make_tokenizer(tmp_path)
-    tokenizer = read_tokenizer({"name": str(tmp_path)})
-    (example,) = PromptFormat(tokenizer, 100).examples([Problem("45", "6")])
-    assert tokenizer.decode(example.answer_ids) == "6<|im_end|>\n"
+@pytest.mark.parametrize("opened", [True, False])
+def test_chatml_trains_the_newline_after_the_end_of_a_turn(opened):
+    # The chunks that NeMo-RL tokenizes one by one: each message with what the template adds for it.
+    header = "<|im_start|>assistant\n"
+    in_prompt, in_answer = (header, "") if opened else ("", header)
+    user = ["<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\n7+5?<|im_end|>\n" + in_prompt]
+    first, second = (in_answer + f"the sum is {answer}<|im_end|>\n" for answer in ("12", "13\n"))
+    then = "<|im_start|>user\nthe user asks<|im_end|>\n" + in_prompt
+    tokenizer = bpe_tokenizer()
+    newline = tokenizer("\n")["input_ids"]
+    assert len(newline) == 1 and tokenizer("13\n\n")["input_ids"][-1:] != newline  # "\n\n" is one token
+
+    def row(*chunks: tuple[str, int]) -> tuple[list[int], list[int]]:
+        ids = [tokenizer(chunk)["input_ids"] for chunk, _ in chunks]
+        trained = [[mask] * len(part) for part, (_, mask) in zip(ids, chunks, strict=True)]
+        return list(chain(*ids)), list(chain(*trained))
+
+    context = (Message("user", "7+5?"), Message("assistant", "the sum is 12"), Message("user", "the user asks"))
+    whole = AnsweredContext(context, "the sum is 13\n", trains_all_answers=True)
+    chat_format = PromptFormat(tokenizer, 400, add_generation_prompt=opened)
+    batch = example_batch(chat_format, [Problem("7+5?", "the sum is 12"), whole])
+    pairs = pair_batch(chat_format, [PreferencePair(context[:1], "the sum is 12", "the sum is 13\n")])
+    for found, number, (ids, trained) in [
+        (batch, 0, row((*user, 0), (first, 1))),
+        (batch, 1, row((*user, 0), (first, 1), (then, 0), (second, 1))),
+        (pairs, 0, row((*user, 0), (first, 1))),
+        (pairs, 1, row((*user, 0), (second, 1))),
+    ]:
+        length = int(found["input_lengths"][number])
+        assert found["input_ids"][number, :length].tolist() == ids
+        assert found["token_mask"][number].tolist() == trained + [0.0] * (found["token_mask"].shape[1] - length)
+        assert ids[-2:] == [tokenizer.eos_token_id, *newline]
+
+
+@pytest.mark.parametrize(
+    ("end", "add_eos", "rendered"),
+    [
+        ("", True, "13<|im_end|>"),
+        ("\n", True, "13\n<|im_end|>"),
+        ("<|im_end|>", True, "13<|im_end|>"),
+        ("<|im_end|>\n\n", True, "13<|im_end|>\n\n"),
+        ("<|im_end|> ", True, "13<|im_end|> <|im_end|>"),
+        ("\n", False, "13\n"),
+    ],
+)
+def test_an_end_of_sequence_is_added_unless_only_newlines_follow_one(end, add_eos, rendered):
+    turns = "{% for m in messages %}{{ m['content'] + (END if m['role'] == 'assistant' else ':') }}{% endfor %}"
+    tokenizer = bpe_tokenizer(turns.replace("END", repr(end)))
+    answer_format = PromptFormat(tokenizer, 30, add_eos=add_eos, add_generation_prompt=False)
+    (example,) = answer_format.examples([Problem("7+6", "13")])
+    assert example.answer_ids == tokenizer(rendered)["input_ids"]
     tokenizer.chat_template = None
-    (plain,) = PromptFormat(tokenizer, 100).examples([Problem("45", "6\n")])
-    assert tokenizer.decode(plain.answer_ids) == "6\n<|im_end|>"
+    (plain,) = answer_format.examples([Problem("7+6", f"13{end}")])
+    assert plain.answer_ids == example.answer_ids
 
 
 def test_a_template_that_hides_the_answer_is_refused():
@@ -113,19 +183,24 @@ def test_a_begin_of_sequence_is_put_first_once():
 
 
 def test_long_prompts_lose_their_beginning_and_say_so():
-    """As in NeMo-RL, a prompt of exactly the limit is left out of the loss; in DPO, a text of the limit is not."""
-    problems = [Problem("123", ""), Problem("1234", ""), Problem("12345", "")]
-    short, exact, long = PromptFormat(arithmetic_tokenizer(), 4).prompts(problems)
+    short, full, long = PromptFormat(arithmetic_tokenizer(), 4).prompts([Problem("12345"[:n], "") for n in (3, 4, 5)])
     assert (short.prompt_ids, short.fits) == ([1, 2, 3], True)
-    assert (exact.prompt_ids, exact.fits) == ([1, 2, 3, 4], False)
+    assert (full.prompt_ids, full.fits) == ([1, 2, 3, 4], False)  # NeMo-RL masks `length >= max_seq_length`
     assert (long.prompt_ids, long.fits) == ([2, 3, 4, 5], False)
     exact, long = PromptFormat(arithmetic_tokenizer(), 4, keeps_longest=True).prompts(problems[1:])
     assert (exact.fits, long.fits) == (True, False)
 
 
 def test_long_examples_are_cut_and_say_so():
-    (example,) = PromptFormat(arithmetic_tokenizer(), 4).examples([Problem("123", "45")])
+    problem = Problem("123", "45")
+    (example,) = PromptFormat(arithmetic_tokenizer(), 4).examples([problem])
     assert (example.prompt_ids, example.answer_ids, example.fits) == ([1, 2, 3], [4], False)
+    full = PromptFormat(arithmetic_tokenizer(), 6)
+    assert [row.fits for limited in (True, False) for row in full.examples([problem], may_reach_limit=limited)] == [
+        True,
+        False,
+    ]
+    assert PromptFormat(arithmetic_tokenizer(), 7).examples([problem])[0].fits
 
 
 def test_a_word_without_a_token_is_named_with_its_line():
