@@ -64,7 +64,6 @@ _OPEN_MATH = NamedDataset(
     validation_share=0.05,
 )
 _DAPO_COLUMNS = ("prompt", "reward_model")
-_AIME_REPEAT = 16  # so that accuracy is a mean over many answers, since there are few problems
 
 # Problems with an answer: the reference for the reward, or in SFT the training target.
 PROBLEMS: Mapping[str, NamedDataset] = MappingProxyType(
@@ -73,14 +72,14 @@ PROBLEMS: Mapping[str, NamedDataset] = MappingProxyType(
         "openmathinstruct2": _OPEN_MATH,
         "DAPOMath17K": NamedDataset("BytedTsinghua-SIA/DAPO-Math-17k", "verl", _DAPO_COLUMNS),
         "DAPOMathAIME2024": NamedDataset("BytedTsinghua-SIA/AIME-2024", "verl", _DAPO_COLUMNS),
-        "AIME2024": NamedDataset("HuggingFaceH4/aime_2024", "columns", ("problem", "answer"), repeat=_AIME_REPEAT),
+        "AIME2024": NamedDataset("HuggingFaceH4/aime_2024", "columns", ("problem", "answer"), repeat=1),
         "AIME2025": NamedDataset(
             "opencompass/AIME2025",
             "columns",
             ("question", "answer"),
             splits=("test",),
             subsets=("AIME2025-I", "AIME2025-II"),
-            repeat=_AIME_REPEAT,
+            repeat=1,
         ),
         "DeepScaler": NamedDataset("agentica-org/DeepScaleR-Preview-Dataset", "columns", ("problem", "answer")),
         "gsm8k": NamedDataset(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_offload_rl.algorithms.advantages import informative_groups
+from nemo_offload_rl.algorithms.reward_shaping import RewardShaping
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import ProblemLoader
@@ -44,6 +45,7 @@ class GroupSampler:
         settings: the recipe's settings.
         scale: maps rewards [P, N] to the scaled rewards from which advantages are computed and which dynamic sampling
             compares, since scaling may make different rewards equal.
+        shape: changes scaled rewards by the length of answers; None to leave them unchanged.
     """
 
     prompts: ProblemLoader[Conversation]
@@ -51,6 +53,7 @@ class GroupSampler:
     sampling: SamplingParams
     settings: GroupSettings
     scale: Callable[[torch.Tensor], torch.Tensor]
+    shape: RewardShaping | None
 
     def __call__(
         self, step: int, timer: Timer, on_last_answers: Callable[[], None] = lambda: None
@@ -91,7 +94,18 @@ class GroupSampler:
         if len(sampled) < max_batches:
             on_last_answers()
         batch = Rollouts.concat(kept, pad_token_id).select_prompts(torch.arange(settings.num_prompts_per_step))
-        return batch, self._metrics(Rollouts.concat(sampled, pad_token_id), len(sampled))
+        metrics = self._metrics(Rollouts.concat(sampled, pad_token_id), len(sampled))
+        trained = self.shaped_rewards(batch)
+        if settings.use_dynamic_sampling:
+            metrics["train/filtered_reward"] = float(trained.mean())
+        if self.shape is not None:
+            metrics["train/reward_shaping"] = float((trained - self.scale(batch.rewards)).mean())
+        return batch, metrics
+
+    def shaped_rewards(self, rollouts: Rollouts) -> torch.Tensor:
+        """Returns the scaled and shaped rewards [P, N] from which advantages are computed."""
+        scaled = self.scale(rollouts.rewards)
+        return scaled if self.shape is None else self.shape(scaled, rollouts)
 
     def _sample(
         self, step: int, timer: Timer, num_sampled: Counter[tuple[int, ...]], on_answers: Callable[[], None]
@@ -105,7 +119,8 @@ class GroupSampler:
 
     def _metrics(self, rollouts: Rollouts, num_batches: int) -> dict[str, float]:
         return {
-            "train/reward": float(rollouts.rewards.mean()),
+            "train/reward": float(self.shaped_rewards(rollouts).mean()),
+            "train/environment_reward": float(rollouts.rewards.mean()),
             "train/num_unjudged_answers": float(rollouts.num_unjudged),
             "train/informative_prompts": float(self._informative(rollouts).float().mean()),
             "train/truncation_rate": float(rollouts.truncated.float().mean()),

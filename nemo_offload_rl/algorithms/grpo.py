@@ -85,7 +85,6 @@ class GRPO(Algorithm):
         weights: sends the policy's weights to the generation engine.
         sample: samples the rollouts of a step.
         validation: the problems and sampling of a validation.
-        shape: changes rewards by the length of answers; None to leave them unchanged.
         advantages: maps scaled and shaped rewards [P, N] to advantages of the same shape.
         loss_fn: the loss of the rollouts.
         batch_sizes: sizes of the policy's batches and micro-batches.
@@ -103,7 +102,6 @@ class GRPO(Algorithm):
         weights: WeightSync,
         sample: GroupSampler,
         validation: ValidationSampling,
-        shape: RewardShaping | None,
         advantages: Callable[[torch.Tensor], torch.Tensor],
         loss_fn: ClippedPGLoss,
         batch_sizes: BatchSizes,
@@ -116,7 +114,6 @@ class GRPO(Algorithm):
         self._weights = weights
         self._sample = sample
         self._validation = validation
-        self._shape = shape
         self._advantages = advantages
         self._loss_fn = loss_fn
         self._batch_sizes = batch_sizes
@@ -134,12 +131,7 @@ class GRPO(Algorithm):
         batch = rollouts.batch
         if self._overlong_filtering:
             batch["sample_mask"] = batch["sample_mask"] * ~rollouts.truncated
-        rewards = self._sample.scale(rollouts.rewards)
-        if self._shape is not None:
-            shaped = self._shape(rewards, rollouts)
-            metrics["train/reward_shaping"] = float((shaped - rewards).mean())
-            rewards = shaped
-        advantages = self._advantages(rewards)
+        advantages = self._advantages(self._sample.shaped_rewards(rollouts))
         batch["advantages"] = advantages.view(-1, 1) * batch["token_mask"]
         self._add_logprobs(batch, timer)
 
@@ -183,8 +175,8 @@ class GRPO(Algorithm):
         """Samples answers to the validation problems.
 
         Returns:
-            ``validation/accuracy``, the share of answers with full reward (1 or more), ``validation/reward``, the mean
-            reward, the number of answers that could not be judged, and the mean length of an answer; with several
+            ``validation/accuracy``, the mean reward, ``validation/full_reward``, the share of answers with a reward of
+            1 or more, the number of answers that could not be judged, and the mean length of an answer; with several
             answers per problem also ``validation/pass_k``, the share of problems with at least one answer whose reward
             is above 0. Empty without validation problems.
         """
@@ -202,8 +194,8 @@ class GRPO(Algorithm):
         rollouts = Rollouts.concat(parts, self._sample.rollout.tokenizer.pad_token_id)
         self.validation_answers = _judged_answers(rollouts, self._validation.num_shown)
         metrics = {
-            "validation/accuracy": float((rollouts.rewards >= 1).float().mean()),
-            "validation/reward": float(rollouts.rewards.mean()),
+            "validation/accuracy": float(rollouts.rewards.mean()),
+            "validation/full_reward": float((rollouts.rewards >= 1).float().mean()),
             "validation/num_unjudged_answers": float(rollouts.num_unjudged),
             "validation/mean_gen_tokens_per_sample": rollouts.mean_response_tokens,
         }
@@ -225,6 +217,11 @@ class GRPO(Algorithm):
         self._sample.rollout.reward.shutdown()
         self._generation.shutdown()
         super().shutdown()
+
+
+def _validated(problems: Sequence[Conversation], most: int, batch_size: int) -> Sequence[Conversation]:
+    """Returns the problems of a validation: as in NeMo-RL, ``most`` rounded down to whole batches, where it has one."""
+    return problems[: most // batch_size * batch_size or most]
 
 
 def _judged_answers(rollouts: Rollouts, num: int) -> list[JudgedAnswer]:
@@ -278,15 +275,16 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
             policy=policy,
             generation=generation,
             weights=WeightSync(policy, generation, transport, verify=verify),
-            sample=GroupSampler(train, rollout, sampling, groups, _make_reward_scaling(section)),
+            sample=GroupSampler(
+                train, rollout, sampling, groups, _make_reward_scaling(section), _make_reward_shaping(section)
+            ),
             validation=ValidationSampling(
-                problems=validation[: section["max_val_samples"]],
+                problems=_validated(validation, section["max_val_samples"], section["val_batch_size"]),
                 num_generations=section["val_num_generations_per_prompt"],
                 batch_size=section["val_batch_size"],
                 sampling=validation_sampling,
                 num_shown=config["logger"]["num_val_samples_to_print"],
             ),
-            shape=_make_reward_shaping(section),
             advantages=_make_advantages(section),
             loss_fn=loss_fn,
             batch_sizes=BatchSizes(

@@ -50,7 +50,8 @@ class DPOLoss:
 
     Rows 2i and 2i + 1 of a batch are the chosen and the rejected answer of a pair, and have the same ``sample_mask``.
 
-    Metrics, all means over pairs: ``preference_loss`` and ``sft_loss`` without their weights;
+    Metrics, all means over pairs: ``preference_loss`` and ``sft_loss`` without their weights (``sft_loss`` is 0 where
+    its weight is 0);
     ``rewards_chosen_mean``, ``rewards_rejected_mean`` and ``rewards_margin_mean`` without beta, as NeMo-RL's;
     ``accuracy``, the share of pairs whose chosen answer has the higher reward; ``logprobs_chosen_mean`` and
     ``logprobs_rejected_mean`` of whole answers; and ``num_valid_samples``, the number of pairs.
@@ -100,7 +101,9 @@ class DPOLoss:
                 "logprobs_rejected_mean": answers[1::2],
             }
             metrics = {name: _share(values, pair_mask, num_pairs) for name, values in per_pair.items()}
-        metrics |= {"preference_loss": preference_loss.detach(), "sft_loss": sft_loss.detach()}
+        # As in NeMo-RL, a likelihood that is not part of the loss is not measured.
+        measured = sft_loss.detach() if self.sft_loss_weight > 0 else torch.zeros_like(sft_loss)
+        metrics |= {"preference_loss": preference_loss.detach(), "sft_loss": measured}
         metrics["num_valid_samples"] = pair_mask.sum()
         return loss, metrics
 

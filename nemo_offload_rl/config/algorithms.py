@@ -41,7 +41,7 @@ _SPECS = (
         module="nemo_offload_rl.algorithms.grpo",
         schema=GRPOMasterConfig,
         phases=(Phase.LOGPROB, Phase.TRAIN, Phase.REFIT, Phase.GENERATE),
-        validation_metrics=("accuracy", "reward", "num_unjudged_answers", "mean_gen_tokens_per_sample", "pass_k"),
+        validation_metrics=("accuracy", "full_reward", "num_unjudged_answers", "mean_gen_tokens_per_sample", "pass_k"),
         computes_logprobs=True,
         has_reference=lambda config: bool(config["loss_fn"]["reference_policy_kl_penalty"] != 0),
         group_size=1,

@@ -102,7 +102,7 @@ def grpo(inputs, tmp_path_factory):
     }
     recipe["data"]["default"] = {"env_name": "vowels"}
     recipe["env"] = {"vowels": {"reward": "python", "reward_function": "support.rewards:share_of_vowels"}}
-    recipe["checkpointing"] |= {"save_period": 1, "keep_top_k": 1, "metric_name": "val:reward"}
+    recipe["checkpointing"] |= {"save_period": 1, "keep_top_k": 1, "metric_name": "val:accuracy"}
     return run_example("run_grpo.py", folder, [], recipe=_write(folder, recipe))
 
 
@@ -127,7 +127,7 @@ def test_answers_end_at_either_of_the_models_ends(grpo):
 
 
 def test_the_best_checkpoint_and_the_newest_are_kept(grpo):
-    rewards = {step: row["validation/reward"] for step, row in grpo.metrics().items() if step}
+    rewards = {step: row["validation/accuracy"] for step, row in grpo.metrics().items() if step}
     best = max(rewards, key=lambda step: (rewards[step], step))
     kept = {path.name for path in (grpo.folder / "checkpoints").iterdir()}
     assert kept == {f"step_{best}", "step_4"}

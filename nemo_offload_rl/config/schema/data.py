@@ -108,7 +108,8 @@ class NamedProblems(PromptFiles):
     # Column of the answer, for OpenMathInstruct-2 only: expected_answer or, for SFT, generated_solution. Absent:
     # expected_answer.
     output_key: NotRequired[NonEmptyStr]
-    # How often all rows are read, for AIME2024 and AIME2025 only. 1 or more. Absent: 16.
+    # How often all rows are read, for AIME2024 and AIME2025 only. 1 or more; recommended 16, since there are
+    # few problems. Absent: 1.
     repeat: NotRequired[PositiveInt]
     # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
     # Absent: 0.05 for OpenMathInstruct-2, otherwise 0. No effect on the other datasets, which are not split, as in

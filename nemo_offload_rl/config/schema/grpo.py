@@ -119,7 +119,8 @@ class GRPOConfig(TypedDict):
     val_at_start: bool
     # Validate after the last step. Recommended: true.
     val_at_end: bool
-    # Problems in a validation, taken from the start of the set. 1 or more; recommended 256.
+    # Problems in a validation, taken from the start of the set; if it is above val_batch_size, it is rounded down to a
+    # multiple of that, as in NeMo-RL. 1 or more; recommended 256.
     max_val_samples: PositiveInt
     # Answers sampled for each validation problem; metrics are means over all of them, and val:pass_k is also measured.
     # 1 or more; recommended 1, or 8 where val_temperature is above 0. Absent: 1.

@@ -94,6 +94,7 @@ def test_two_pairs_worked_out_by_hand():
         rel=1e-6,
     )
     assert float(loss) == pytest.approx(preference + 0.2)
+    assert dpo()(logprobs, data, GlobalCounts.of(data))[1]["sft_loss"] == 0  # as in NeMo-RL, where it has no weight
 
 
 @pytest.mark.parametrize("name", VARIANTS)

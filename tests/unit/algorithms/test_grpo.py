@@ -21,7 +21,14 @@ from support.toy_policy import (
 
 from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling, unscaled
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
-from nemo_offload_rl.algorithms.grpo import GRPO, BatchSizes, ValidationSampling, _make_reward_scaling, prepare
+from nemo_offload_rl.algorithms.grpo import (
+    GRPO,
+    BatchSizes,
+    ValidationSampling,
+    _make_reward_scaling,
+    _validated,
+    prepare,
+)
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker
 from nemo_offload_rl.config import load
@@ -93,7 +100,9 @@ class Setting:
             policy=self.policy,
             generation=self.generation,
             weights=WeightSync(self.policy, self.generation, transport, verify=verify),
-            sample=GroupSampler(ProblemLoader(problems, shuffle=True, seed=7), rollout, SAMPLING, settings, scale),
+            sample=GroupSampler(
+                ProblemLoader(problems, shuffle=True, seed=7), rollout, SAMPLING, settings, scale, shape
+            ),
             validation=ValidationSampling(
                 validation,
                 num_generations=val_generations,
@@ -101,7 +110,6 @@ class Setting:
                 sampling=replace(SAMPLING, temperature=val_temperature),
                 num_shown=num_shown,
             ),
-            shape=shape,
             advantages=GroupAdvantages(leave_one_out=False, normalize=True, clip_low=None, clip_high=None),
             loss_fn=loss,
             batch_sizes=BatchSizes(train_global=train_global, train_micro=train_micro, logprob=16),
@@ -149,11 +157,17 @@ def test_validation_means_over_several_answers_to_a_problem():
     assert [request.sample_ids for request in setting.generation.requests] == [[*range(6)] * n for n in (4, 4, 2)]
     setting.grpo._weights.refresh()
     rewards = setting.grpo._sample.rollout(PROBLEMS, 6, SAMPLING, 0, Timer(), Counter()).rewards
-    assert metrics["validation/reward"] == pytest.approx(rewards.mean().item())
-    assert metrics["validation/accuracy"] == pytest.approx((rewards == 1).float().mean().item())
+    assert metrics["validation/accuracy"] == pytest.approx(rewards.mean().item())  # as in NeMo-RL
+    assert metrics["validation/full_reward"] == pytest.approx((rewards == 1).float().mean().item())
     solved = [any(reward > 0 for reward in row) for row in rewards.tolist()]
     assert metrics["validation/pass_k"] == pytest.approx(sum(solved) / 10)
-    assert metrics["validation/accuracy"] < metrics["validation/reward"] < metrics["validation/pass_k"] < 1
+    assert metrics["validation/full_reward"] < metrics["validation/accuracy"] < metrics["validation/pass_k"] < 1
+
+
+@pytest.mark.parametrize(("most", "batch_size", "num"), [(8, 3, 6), (8, 4, 8), (9, 2, 8), (3, 4, 3), (90, 4, 10)])
+def test_a_validation_is_a_whole_number_of_batches(most, batch_size, num):
+    # NeMo-RL validates max_val_samples // val_batch_size batches; fewer if the data ends before.
+    assert list(_validated(PROBLEMS, most, batch_size)) == PROBLEMS[:num]
 
 
 def test_the_same_seed_twice_gives_the_same_metrics():
@@ -443,7 +457,7 @@ def test_dynamic_sampling_keeps_prompts_whose_rewards_differ():
     assert len(set(samples)) == len(samples)
     assert max(number for _, number in samples) >= 8  # further batches have prompts again
     assert metrics["train/informative_prompts"] < 1
-    assert metrics["train/reward"] < rollouts.rewards.mean()
+    assert metrics["train/reward"] < metrics["train/filtered_reward"] == pytest.approx(rollouts.rewards.mean().item())
 
 
 @pytest.mark.parametrize("dynamic", [True, False], ids=["as rewards tell", "the only batch"])
@@ -492,7 +506,8 @@ def test_a_step_trains_on_scaled_rewards():
         Setting(reward=digit, scale=scale).grpo.step(1, Timer())
         for scale in (unscaled, RewardScaling(1.0, 2.0, 0.0, 1.0))
     )
-    assert 0 < raw["train/reward"] == flat["train/reward"] < 1
+    assert 0 < raw["train/reward"] == raw["train/environment_reward"] == flat["train/environment_reward"] < 1
+    assert flat["train/reward"] == 0
     assert raw["train/informative_prompts"] > 0 == flat["train/informative_prompts"]
     assert raw["train/grad_norm"] > 0 == flat["train/grad_norm"]
 
@@ -507,8 +522,9 @@ def test_a_step_trains_on_shaped_rewards_and_samples_by_those_before():
     assert flat["train/grad_norm"] == 0 < shaped["train/grad_norm"]
     mean_penalty = (shaped["train/mean_gen_tokens_per_sample"] - 1) / 2  # every answer has 1, 2 or 3 tokens
     assert shaped["train/reward_shaping"] == pytest.approx(-mean_penalty)
-    assert undocumented({"train/reward_shaping"}) == []
-    assert shaped["train/reward"] == shaped["train/informative_prompts"] == 0
+    assert undocumented(set(shaped)) == []
+    assert shaped["train/reward"] == shaped["train/reward_shaping"]  # NeMo-RL's reward is that after shaping
+    assert shaped["train/environment_reward"] == shaped["train/informative_prompts"] == 0
 
     # Answers of different length have different shaped rewards, but that does not make their prompt informative.
     dynamic = replace(SETTINGS, use_dynamic_sampling=True)

@@ -35,7 +35,7 @@ def test_absent_keys_are_nemo_rls():
         "split_validation_size": 0.05,
         "seed": 42,
     }
-    assert data["validation"] == {"dataset_name": "AIME2025", "split": "test", "repeat": 16}
+    assert data["validation"] == {"dataset_name": "AIME2025", "split": "test", "repeat": 1}
     written = "dataset_name: openmathinstruct2, split: train_5M, split_validation_size: 0, seed: 7"
     train = load_data("sft", f"{written}, output_key: generated_solution").config["data"]["train"]
     assert (train["split"], train["split_validation_size"], train["seed"]) == ("train_5M", 0, 7)

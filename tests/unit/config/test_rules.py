@@ -417,7 +417,7 @@ BROKEN = {
     ),
     "checkpoint_metric_is_measured": (
         ["checkpointing.metric_name=val:val_loss"],
-        "must be 'val:accuracy', 'val:reward', 'val:num_unjudged_answers', 'val:mean_gen_tokens_per_sample' or "
+        "must be 'val:accuracy', 'val:full_reward', 'val:num_unjudged_answers', 'val:mean_gen_tokens_per_sample' or "
         "'val:pass_k', train:NAME or",
     ),
     "wandb_has_its_names": (["logger.wandb_enabled=true"], "logger.wandb_enabled: is true, which needs logger.wandb"),
