@@ -23,6 +23,7 @@ from nemo_offload_rl.run.setup import (
     fields_from,
     make_answer_format,
     make_schedule,
+    padding_notes,
     read_pairs,
     read_tokenizer,
 )
@@ -125,8 +126,8 @@ def prepare(config: DPOMasterConfig) -> Preparation:
     train, validation = read_pairs(data, section["seed"])
     train.require(policy_config["train_global_batch_size"], "policy.train_global_batch_size")
     tokenizer = read_tokenizer(policy_config["tokenizer"])
-    answers = make_answer_format(data, tokenizer, policy_config["tokenizer"])
-    notes = check_rows(partial(check_pairs, answers), train.problems, validation)
+    answers = make_answer_format(data, tokenizer, policy_config)
+    notes = [*padding_notes(answers), *check_rows(partial(check_pairs, answers), train.problems, validation)]
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
     loss_fn = DPOLoss(**fields_from(DPOLoss, section))
     steps_per_epoch = train.batches_per_epoch(policy_config["train_global_batch_size"])

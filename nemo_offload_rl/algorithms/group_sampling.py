@@ -73,7 +73,7 @@ class GroupSampler:
         Raises:
             DataError: dynamic sampling found too few prompts in the batches that it may sample.
         """
-        settings, pad_token_id = self.settings, self.rollout.tokenizer.pad_token_id
+        settings, pad_token_id = self.settings, self.rollout.prompt_format.pad_token_id
         # NeMo-RL fails after one batch more than its key says.
         max_batches = settings.dynamic_sampling_max_gen_batches + 1 if settings.use_dynamic_sampling else 1
         sampled: list[Rollouts] = []

@@ -35,6 +35,7 @@ from nemo_offload_rl.run.setup import (
     fields_from,
     make_prompt_format,
     make_schedule,
+    padding_notes,
     read_data,
     read_tokenizer,
 )
@@ -191,7 +192,7 @@ class GRPO(Algorithm):
             for start in range(0, len(problems), size)
         ]
         self._generation.finish_generation()
-        rollouts = Rollouts.concat(parts, self._sample.rollout.tokenizer.pad_token_id)
+        rollouts = Rollouts.concat(parts, self._sample.rollout.prompt_format.pad_token_id)
         self.validation_answers = _judged_answers(rollouts, self._validation.num_shown)
         metrics = {
             "validation/accuracy": float(rollouts.rewards.mean()),
@@ -243,11 +244,14 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
     larger = "" if groups.batch_multiplier == 1 else " x grpo.batch_multiplier"
     train.require(groups.prompts_per_batch, f"grpo.num_prompts_per_step{larger}")
     tokenizer = read_tokenizer(policy_config["tokenizer"])
-    prompts = make_prompt_format(config["data"], tokenizer, policy_config["tokenizer"])
-    notes = check_rows(partial(prompts.check_rows, with_answers=False), train.problems, validation)
+    prompts = make_prompt_format(config["data"], tokenizer, policy_config)
+    notes = [
+        *padding_notes(prompts),
+        *check_rows(partial(prompts.check_rows, with_answers=False), train.problems, validation),
+    ]
     reward = _make_reward(config)
     loss_fn = ClippedPGLoss(**fields_from(ClippedPGLoss, config["loss_fn"]))
-    check_words(policy_config["generation"], tokenizer)
+    check_words(policy_config["generation"], tokenizer, prompts.outside)
     steps_per_epoch = train.batches_per_epoch(groups.prompts_per_batch)
     schedule = make_schedule(section, config["checkpointing"], steps_per_epoch=steps_per_epoch)
 

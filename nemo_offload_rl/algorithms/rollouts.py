@@ -133,7 +133,7 @@ class RolloutMaker:
                 for problem, text in zip(asked, texts, strict=True)
             )
             judged = self.reward.judge_all(cases)
-        batch = response_batch(prompt_ids, output.output_ids, self.tokenizer.pad_token_id)
+        batch = response_batch(prompt_ids, output.output_ids, self.prompt_format.pad_token_id)
         batch["sample_mask"] *= torch.tensor([float(prompt.fits) for prompt in prompts])
         batch["generation_logprobs"] = response_logprobs(batch, output.logprobs)
         return Rollouts(

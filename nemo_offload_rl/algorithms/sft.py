@@ -23,6 +23,7 @@ from nemo_offload_rl.run.setup import (
     check_rows,
     make_answer_format,
     make_schedule,
+    padding_notes,
     read_data,
     read_tokenizer,
 )
@@ -104,7 +105,7 @@ def example_batch(example_format: PromptFormat, problems: Sequence[Conversation]
     batch = response_batch(
         [example.prompt_ids for example in examples],
         [example.answer_ids for example in examples],
-        example_format.tokenizer.pad_token_id,
+        example_format.pad_token_id,
     )
     batch["sample_mask"] *= torch.tensor([float(example.fits) for example in examples])
     for row, example in enumerate(examples):
@@ -123,8 +124,11 @@ def prepare(config: SFTMasterConfig) -> Preparation:
     train, validation = read_data(data, section["seed"])
     train.require(policy_config["train_global_batch_size"], "policy.train_global_batch_size")
     tokenizer = read_tokenizer(policy_config["tokenizer"])
-    examples = make_answer_format(data, tokenizer, policy_config["tokenizer"])
-    notes = check_rows(partial(examples.check_rows, with_answers=True), train.problems, validation)
+    examples = make_answer_format(data, tokenizer, policy_config)
+    notes = [
+        *padding_notes(examples),
+        *check_rows(partial(examples.check_rows, with_answers=True), train.problems, validation),
+    ]
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
     steps_per_epoch = train.batches_per_epoch(policy_config["train_global_batch_size"])
     schedule = make_schedule(section, config["checkpointing"], steps_per_epoch=steps_per_epoch)

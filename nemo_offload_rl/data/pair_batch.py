@@ -41,7 +41,7 @@ def pair_batch(answer_format: PromptFormat, pairs: Sequence[PreferencePair]) -> 
     batch = response_batch(
         [row.prompt_ids if fit else row.prompt_ids[: max(few, 1)] for row, fit in zip(rows, fits, strict=True)],
         [row.answer_ids if fit else row.answer_ids[:few] for row, fit in zip(rows, fits, strict=True)],
-        answer_format.tokenizer.pad_token_id,
+        answer_format.pad_token_id,
     )
     batch["sample_mask"] *= torch.tensor(fits, dtype=torch.float32)
     pair_mask = batch["sample_mask"].view(-1, ROWS_OF_A_PAIR).amin(dim=1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.limits import CHECK_LIMIT_S
 from nemo_offload_rl.data.problem import AnsweredContext, Conversation
-from nemo_offload_rl.data.vocabulary import ClosedVocabulary
+from nemo_offload_rl.data.vocabulary import NONE_OUTSIDE, ClosedVocabulary, OutsideTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -49,6 +49,7 @@ class PromptFormat:
         add_bos: start with the tokenizer's begin-of-sequence token, where it has one.
         add_eos: end an answer with the end-of-sequence token.
         add_generation_prompt: make the header of the assistant's turn part of the prompt; otherwise of the answer.
+        outside: tokens of the tokenizer that the model does not have, and which texts may not contain.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -57,6 +58,13 @@ class PromptFormat:
     add_bos: bool = False
     add_eos: bool = True
     add_generation_prompt: bool = True
+    outside: OutsideTokens = NONE_OUTSIDE
+
+    @property
+    def pad_token_id(self) -> int:
+        """The id that batches are padded with: the tokenizer's, or 0 where the model does not have that token."""
+        own: int = self.tokenizer.pad_token_id
+        return 0 if own in self.outside.by_id else own
 
     def check_rows(
         self, problems: Iterable[Conversation], *, with_answers: bool, limit_s: float = CHECK_LIMIT_S
@@ -72,8 +80,9 @@ class PromptFormat:
             The number of problems that were checked.
 
         Raises:
-            DataError: a row cannot be read, the chat template cannot render it, or it has a word that the tokenizer has
-                no token for (if it cannot encode unknown words); names the first such row.
+            DataError: a row cannot be read, the chat template cannot render it, it has a word that the tokenizer has
+                no token for (if it cannot encode unknown words), or a token that the model does not have; names the
+                first such row.
         """
         vocabulary = ClosedVocabulary.of(self.tokenizer)
         unknown_word = (lambda text: None) if vocabulary is None else vocabulary.unknown_word
@@ -89,6 +98,8 @@ class PromptFormat:
                         "tokenizer has no token for: change the text (also that of prompt files and of the "
                         "chat template, which the problem is put into), or take another policy.tokenizer.name."
                     )
+            if self.outside.by_id:
+                self._encode(list(texts.values()), problem.where)
             num_checked += 1
             if time.monotonic() >= end:
                 break
@@ -211,8 +222,12 @@ class PromptFormat:
                 f"chat_template_kwargs {self.chat_template_kwargs}: {type(error).__name__}: {_shortened(str(error))}"
             ) from error
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    def _encode(self, texts: list[str], where: str = "") -> list[list[int]]:
+        encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if self.outside.by_id:
+            for text, ids in zip(texts, encoded, strict=True):
+                self.outside.refuse(ids, f"{_place(where)}the text {_shortened(text)!r} has")
+        return encoded
 
 
 def _turns(problem: Conversation) -> list[dict[str, str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.vocabulary import ClosedVocabulary
+from nemo_offload_rl.data.vocabulary import ClosedVocabulary, OutsideTokens
 from nemo_offload_rl.hub import cache_only, why_missing
 from nemo_offload_rl.storage.disk import system_error
 
@@ -115,16 +115,17 @@ def check_stop_strings(tokenizer: PreTrainedTokenizerFast, stop_strings: Sequenc
             )
 
 
-def check_bad_words(tokenizer: PreTrainedTokenizerFast, words: Sequence[str], key: str) -> None:
+def check_bad_words(tokenizer: PreTrainedTokenizerFast, words: Sequence[str], key: str, outside: OutsideTokens) -> None:
     """Checks that the tokenizer can encode banned words, alone and behind a space, as both are banned.
 
     Args:
         tokenizer: the policy's tokenizer.
         words: the banned words.
         key: the recipe's key with the words, for the message.
+        outside: the tokenizer's tokens that the model does not have.
 
     Raises:
-        DataError: a word has no token or an unknown one, or the tokenizer is not a fast tokenizer.
+        DataError: a word has no token or an unknown one, also to the model, or the tokenizer is not a fast tokenizer.
     """
     if not words:
         return
@@ -135,8 +136,10 @@ def check_bad_words(tokenizer: PreTrainedTokenizerFast, words: Sequence[str], ke
                 f"{key} has {text.lstrip()!r}, but in {text!r}, which it stands for, {unknown!r} is no token of "
                 "policy.tokenizer.name; delete the word."
             )
-        if not backend.encode(text, add_special_tokens=False).ids:
+        ids = backend.encode(text, add_special_tokens=False).ids
+        if not ids:
             raise DataError(f"{key} has {text!r}, of which policy.tokenizer.name makes no token; delete it.")
+        outside.refuse(ids, f"{key} has {text!r} with")
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

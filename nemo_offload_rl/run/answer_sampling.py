@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from nemo_offload_rl.config.schema.generation import GenerationConfig
 from nemo_offload_rl.data.tokenizer import check_bad_words, check_stop_strings, check_token_ids
+from nemo_offload_rl.data.vocabulary import OutsideTokens
 from nemo_offload_rl.generation.interface import SamplingParams
 from nemo_offload_rl.hf_config import model_end_token_ids
 
@@ -20,15 +21,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def check_words(section: GenerationConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Checks the section's tokens and strings against the tokenizer.
+def check_words(section: GenerationConfig, tokenizer: PreTrainedTokenizerFast, outside: OutsideTokens) -> None:
+    """Checks the section's tokens and strings against the tokenizer, and its tokens that the model does not have.
 
     Raises:
-        DataError: the tokenizer lacks a stop token, or cannot encode a stop string or a bad word.
+        DataError: tokenizer or model lacks a stop token, or cannot encode a bad word; or the tokenizer cannot encode a
+            stop string.
     """
     check_token_ids(tokenizer, section["stop_token_ids"] or [], "policy.generation.stop_token_ids")
+    outside.refuse(section["stop_token_ids"] or [], "policy.generation.stop_token_ids has")
     check_stop_strings(tokenizer, section["stop_strings"] or [], "policy.generation.stop_strings")
-    check_bad_words(tokenizer, section["bad_words"] or [], "policy.generation.bad_words")
+    check_bad_words(tokenizer, section["bad_words"] or [], "policy.generation.bad_words", outside)
 
 
 def make_sampling(

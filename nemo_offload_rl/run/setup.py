@@ -24,7 +24,7 @@ from nemo_offload_rl.config.schema.data import (
     SFTDataset,
 )
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
-from nemo_offload_rl.config.schema.policy import TokenizerConfig
+from nemo_offload_rl.config.schema.policy import PolicyConfig, TokenizerConfig
 from nemo_offload_rl.config.schema.sft import SFTConfig
 from nemo_offload_rl.config.upstream.durations import duration_s
 from nemo_offload_rl.data.arithmetic import Role, make_arithmetic, make_arithmetic_pairs
@@ -39,6 +39,8 @@ from nemo_offload_rl.data.prompt_files import PromptedSamples, PromptTexts, read
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.split import split_validation
 from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.data.vocabulary import NONE_OUTSIDE, OutsideTokens
+from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.metrics.names import logged_name, validation_name
 from nemo_offload_rl.run.algorithm import Algorithm
 from nemo_offload_rl.run.train_loop import Schedule, StopTarget
@@ -234,33 +236,63 @@ def read_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
 def make_prompt_format(
     data: DataConfig | SFTDataConfig | PreferenceDataConfig,
     tokenizer: PreTrainedTokenizerFast,
-    tokenizer_config: TokenizerConfig,
+    policy: PolicyConfig,
     **special_tokens: bool,
 ) -> PromptFormat:
-    """Makes the format that turns the recipe's problems or pairs into tokens.
+    """Makes the format that turns the recipe's problems or pairs into tokens of the model.
 
     Args:
         data: the recipe's `data` section.
         tokenizer: the policy's tokenizer.
-        tokenizer_config: the recipe's `policy.tokenizer` section.
+        policy: the recipe's `policy` section.
         special_tokens: add_bos, add_eos and add_generation_prompt of ``PromptFormat``.
+
+    Raises:
+        DataError: the model does not have a token that the format adds to texts.
     """
-    return PromptFormat(
+    made = PromptFormat(
         tokenizer=tokenizer,
         max_tokens=data["max_input_seq_length"],
-        chat_template_kwargs=tokenizer_config.get("chat_template_kwargs") or {},
+        chat_template_kwargs=policy["tokenizer"].get("chat_template_kwargs") or {},
+        outside=_outside_model(tokenizer, policy),
         **special_tokens,
     )
+    if made.add_eos:
+        made.outside.refuse([tokenizer.eos_token_id], "policy.tokenizer.name has as its end of sequence")
+    if made.add_bos and tokenizer.bos_token_id is not None:
+        made.outside.refuse([tokenizer.bos_token_id], "policy.tokenizer.name has as its beginning of sequence")
+    return made
+
+
+def _outside_model(tokenizer: PreTrainedTokenizerFast, policy: PolicyConfig) -> OutsideTokens:
+    """Returns the tokens that the model does not have; none if its config cannot be read, which preflight refuses."""
+    try:
+        vocab_size = hf_config(policy).get_text_config().vocab_size
+    except ValueError:
+        return NONE_OUTSIDE
+    return OutsideTokens.of(tokenizer, vocab_size)
+
+
+def padding_notes(prompt_format: PromptFormat) -> list[str]:
+    """Returns a line for the user if batches are not padded with the tokenizer's own padding token; otherwise none."""
+    own, used = prompt_format.tokenizer.pad_token_id, prompt_format.pad_token_id
+    if own == used:
+        return []
+    return [
+        f"policy.tokenizer.name: the padding token {prompt_format.tokenizer.pad_token!r} has id {own}, outside the "
+        f"model's vocabulary (0 to {prompt_format.outside.vocab_size - 1}): batches are padded with id {used} instead; "
+        "padding is masked"
+    ]
 
 
 def make_answer_format(
-    data: SFTDataConfig | PreferenceDataConfig, tokenizer: PreTrainedTokenizerFast, tokenizer_config: TokenizerConfig
+    data: SFTDataConfig | PreferenceDataConfig, tokenizer: PreTrainedTokenizerFast, policy: PolicyConfig
 ) -> PromptFormat:
     """Makes the format of a recipe that trains on given answers; see ``make_prompt_format``."""
     return make_prompt_format(
         data,
         tokenizer,
-        tokenizer_config,
+        policy,
         add_bos=data["add_bos"],
         add_eos=data["add_eos"],
         add_generation_prompt=data["add_generation_prompt"],

@@ -68,7 +68,9 @@ def _read(dataset: dict[str, Any], chat_template: str | None = None, **default: 
     section: Any = {"shuffle": True, "train": dataset, "max_input_seq_length": 1000, "default": default}
     config: Any = {"name": str(_tokenizer_folder), "chat_template": chat_template}
     train, _ = read_data(section, 0)
-    prompts = make_prompt_format(section, read_tokenizer(config), config)
+    prompts = make_prompt_format(
+        section, read_tokenizer(config), {"tokenizer": config, "hf_config": {"model_type": "qwen3"}}
+    )
     prompts.check_rows(train.problems, with_answers=True)
     problems = list(train.problems)
     first = [problem for problem in problems[:20] if len(_question(problem)) + len(problem.answer) < 10_000]

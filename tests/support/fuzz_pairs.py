@@ -34,7 +34,9 @@ def pair_lines(rng: random.Random, folder: Path, tokenizer_folder: Path) -> None
     section: Any = {"shuffle": False, "train": form | {"data_path": str(path)}, "max_input_seq_length": _LIMIT}
     config: Any = {"name": str(tokenizer_folder), "chat_template": rng.choice([_TEMPLATE, _TEMPLATE, None])}
     train, _ = read_pairs(section, 0)
-    answers = make_prompt_format(section, read_tokenizer(config), config)
+    answers = make_prompt_format(
+        section, read_tokenizer(config), {"tokenizer": config, "hf_config": {"model_type": "qwen3"}}
+    )
     check_pairs(answers, train.problems)
     if len(train.problems) != len(rows):
         raise PropertyError(f"{len(rows)} lines and {len(train.problems)} pairs")

@@ -15,6 +15,7 @@ from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.problem import Problem
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.data.vocabulary import NONE_OUTSIDE
 from nemo_offload_rl.environments import make_reward
 from nemo_offload_rl.generation.hf_model import build_model
 from nemo_offload_rl.generation.interface import GenerationRequest
@@ -131,10 +132,10 @@ def test_a_run_without_any_end_says_so(folder, caplog):
 
 def test_words_that_the_tokenizer_cannot_encode_are_refused(folder):
     tokenizer = load_tokenizer(str(folder))
-    check_words(GENERATION | {"bad_words": ["tea", "<|endoftext|>"]}, tokenizer)
+    check_words(GENERATION | {"bad_words": ["tea", "<|endoftext|>"]}, tokenizer, NONE_OUTSIDE)
     with pytest.raises(DataError, match=r"policy\.generation\.bad_words has 'x', of which .* makes no token"):
-        check_words(GENERATION | {"bad_words": ["tea", "x"]}, tokenizer)
+        check_words(GENERATION | {"bad_words": ["tea", "x"]}, tokenizer, NONE_OUTSIDE)
     with pytest.raises(DataError, match=r"bad_words has '3', but in ' 3', which it stands for, ' ' is no token of"):
-        check_words(GENERATION | {"bad_words": ["3"]}, load_tokenizer("arithmetic"))
+        check_words(GENERATION | {"bad_words": ["3"]}, load_tokenizer("arithmetic"), NONE_OUTSIDE)
     with pytest.raises(DataError, match=r"policy\.generation\.bad_words needs a fast tokenizer"):
-        check_words(GENERATION | {"bad_words": ["a"]}, SimpleNamespace(get_vocab=dict))
+        check_words(GENERATION | {"bad_words": ["a"]}, SimpleNamespace(get_vocab=dict), NONE_OUTSIDE)

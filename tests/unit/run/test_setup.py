@@ -5,12 +5,14 @@ import datasets
 import pytest
 
 from nemo_offload_rl import config
+from nemo_offload_rl.algorithms.sft import example_batch
 from nemo_offload_rl.config.named_files import PROMPT_FILES
 from nemo_offload_rl.data.arithmetic import make_arithmetic
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.preferences import PreferencePair
 from nemo_offload_rl.data.problem import Message, Problem
 from nemo_offload_rl.named_datasets import NAMED_DATASETS
+from nemo_offload_rl.run.answer_sampling import check_words
 from nemo_offload_rl.run.job import Job
 from nemo_offload_rl.run.setup import check_rows, make_prompt_format, read_data, read_pairs, read_tokenizer
 from nemo_offload_rl.run.train_loop import StopTarget
@@ -161,7 +163,11 @@ def test_a_dataset_has_its_own_prompt_files_or_the_default_ones(tmp_path):
     tokenizer_config = {"name": "arithmetic", "chat_template_kwargs": {"opened": "3"}}
     tokenizer = read_tokenizer(tokenizer_config)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}+{% endfor %}{{ opened }}"
-    prompts = make_prompt_format({"max_input_seq_length": 20}, tokenizer, tokenizer_config)
+    prompts = make_prompt_format(
+        {"max_input_seq_length": 20},
+        tokenizer,
+        {"tokenizer": tokenizer_config, "hf_config": {"model_type": "qwen3", "vocab_size": 14}},
+    )
     assert tokenizer.decode(prompts.prompts(read[2:])[0].prompt_ids) == f"9+1+{asked}=+3"
     with pytest.raises(DataError, match=r"^data\.validation\.0\.prompt_file: .*absent\.txt cannot be read"):
         read_data(data | {"validation": [arithmetic | {"prompt_file": str(tmp_path / "absent.txt")}]}, seed=0)
@@ -207,3 +213,73 @@ def test_words_without_a_token_are_refused_before_anything_starts(recipe, role, 
     validated = config.load(CONFIGS / f"{recipe}_tiny_cpu.yaml", overrides)
     with pytest.raises(DataError, match=message):
         Job.prepare(validated)
+
+
+def _prepared(recipe, *overrides):
+    few = [
+        *(["~warm_start"] if recipe != "sft" else []),
+        "data.train.num_problems=128",
+        "data.validation.num_problems=8",
+    ]
+    validated = config.load(CONFIGS / f"{recipe}_tiny_cpu.yaml", [*few, *overrides])
+    return Job.prepare(validated).preparation
+
+
+@pytest.mark.parametrize(("recipe", "tp"), [("grpo", 1), ("grpo", 2), ("sft", 2), ("dpo", 1)])
+def test_padding_outside_the_models_vocabulary_is_id_0(recipe, tp):
+    """The arithmetic tokenizer's end has id 12, its padding 13; tensor parallelism would embed 13 as zeros."""
+    parallel = [f"policy.megatron_cfg.tensor_model_parallel_size={tp}", f"cluster.gpus_per_node={tp}"]
+    [note] = _prepared(recipe, "policy.hf_config.vocab_size=13", *parallel).notes
+    assert "'<pad>' has id 13, outside the model's vocabulary (0 to 12)" in note
+    assert _prepared(recipe, *parallel).notes == []
+    with pytest.raises(DataError, match=r"end of sequence the token '<eos>', whose id 12 is outside .* \(0 to 11\)"):
+        _prepared(recipe, "policy.hf_config.vocab_size=12", *parallel)
+
+
+def test_batches_have_no_token_outside_the_vocabulary():
+    problems = [Problem("1+1=", "2"), Problem("1=", "1")]
+    tokenizer = read_tokenizer({"name": "arithmetic"})
+    rows = {}
+    for vocab_size in (13, 14, 15):
+        policy = {"tokenizer": {}, "hf_config": {"model_type": "qwen3", "vocab_size": vocab_size}}
+        examples = make_prompt_format({"max_input_seq_length": 20}, tokenizer, policy)
+        rows[vocab_size] = example_batch(examples, problems)["input_ids"][1].tolist()
+    assert rows == {13: [1, 11, 1, 12, 0, 0], 14: [1, 11, 1, 12, 13, 13], 15: [1, 11, 1, 12, 13, 13]}
+    assert tokenizer.pad_token == "<pad>"  # it is saved with the model as it came
+
+
+def test_added_tokens_outside_the_vocabulary_may_not_occur_in_texts(tmp_path):
+    tokenizer = read_tokenizer({"name": "arithmetic"})
+    tokenizer.add_tokens(["<think>", "<bos>"], special_tokens=True)  # ids 14 and 15
+    tokenizer.bos_token = "<bos>"
+    tokenizer.save_pretrained(tmp_path)
+    own = [f"policy.tokenizer.name={tmp_path}", "policy.megatron_cfg.tensor_model_parallel_size=1"]
+    assert _prepared("grpo", *own).notes == []  # nothing uses them
+    outside = r"the token '<think>', whose id 14 is outside the model's vocabulary \(0 to 13\)"
+    template = "++policy.tokenizer.chat_template='{{ messages[0].content }}<think>'"
+    with pytest.raises(DataError, match=f"the text '[0-9+]+=<think>' has {outside}"):
+        _prepared("grpo", *own, template)
+    assert _prepared("grpo", *own, template, "policy.hf_config.vocab_size=15").notes == []
+    with pytest.raises(DataError, match=f"^policy.generation.bad_words has '<think>' with {outside}"):
+        _prepared("grpo", *own, "++policy.generation.bad_words=['<think>']")
+    with pytest.raises(DataError, match=r"^policy.tokenizer.name has as its beginning of sequence the token '<bos>'"):
+        _prepared("sft", *own, "data.add_bos=true")
+    policy = {"tokenizer": {}, "hf_config": {"model_type": "qwen3", "vocab_size": 14}}
+    examples = make_prompt_format({"max_input_seq_length": 20}, tokenizer, policy)
+    with pytest.raises(DataError, match=f"the text '<think>2<eos>' has {outside}"):
+        examples.examples([Problem("1+1=", "2"), Problem("1+1=", "<think>2")])
+
+
+def test_stop_tokens_are_of_the_models_folder(tmp_path):
+    """As with models of the hub, the recipe does not say the vocabulary."""
+    sizes = {"model_type": "qwen3", "vocab_size": 13, "num_attention_heads": 2, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    prompts = make_prompt_format(
+        {"max_input_seq_length": 20},
+        read_tokenizer({"name": "arithmetic"}),
+        {"tokenizer": {}, "model_name": str(tmp_path), "hf_config_overrides": {}},
+    )
+    with pytest.raises(DataError, match=r"^policy\.generation\.stop_token_ids has the token '<pad>', whose id 13 is"):
+        check_words({"stop_token_ids": [12, 13]}, prompts.tokenizer, prompts.outside)
+    unreadable = {"tokenizer": {}, "model_name": str(tmp_path / "absent"), "hf_config_overrides": {}}
+    assert make_prompt_format({"max_input_seq_length": 20}, prompts.tokenizer, unreadable).pad_token_id == 13
