@@ -86,6 +86,7 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
             found.add(path, message)
     for path, message in ignored_overrides(recipe, upstream_keys.config):
         found.add(path, message)
+    resolve_absent_keys(upstream_keys.config)
     adapted = _adapt(spec, upstream_keys.config, found)
     found.add_broken(_broken(RULES, spec, upstream_keys.config, found))
     warm_start, of_warm_start = _warm_start(recipe, upstream_keys.config, found)
@@ -94,8 +95,7 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     notes = [*upstream_keys.notes, *adapted] + [
         f"{path} {message}" for path, message in _broken(NOTES, spec, upstream_keys.config, found)
     ]
-    for config in (recipe.config, upstream_keys.config):
-        resolve_absent_keys(config)  # the command `validate` prints them
+    resolve_absent_keys(recipe.config)  # the command `validate` prints them
     return ValidatedRecipe(algorithm, cast(MasterConfig, upstream_keys.config), notes, recipe, warm_start)
 
 

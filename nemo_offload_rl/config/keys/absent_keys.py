@@ -17,12 +17,21 @@ IF_ABSENT: Mapping[str, Any] = {
     "policy.generation.bad_words": None,
     "policy.generation.vllm_cfg.build_beside_policy": "auto",
     "policy.skip_model_check": False,
+    "policy.max_grad_norm": None,
+    "policy.sequence_packing": {"enabled": False},
     "policy.max_skipped_steps": 0,
     "policy.refit_buffer_size_gb": 1.0,
     "policy.verify_refit": False,
     "policy.logprob_chunk_size": None,
     "policy.megatron_cfg.use_fused_linear_logprobs": False,
     "policy.megatron_cfg.fused_linear_logprobs_chunk_size": 256,
+    "policy.megatron_cfg.recompute_granularity": "full",
+    "policy.megatron_cfg.recompute_modules": None,
+    "policy.megatron_cfg.fine_grained_activation_offloading": False,
+    "policy.megatron_cfg.offload_modules": None,
+    "policy.megatron_cfg.cuda_graph_impl": "none",
+    "policy.megatron_cfg.cuda_graph_modules": [],
+    "policy.megatron_cfg.cuda_graph_warmup_steps": 3,
     "policy.offload_optimizer_for_refit": None,
     "policy.use_pinned_optimizer_offload": True,
     "policy.residency": {},
@@ -51,30 +60,97 @@ IF_ABSENT: Mapping[str, Any] = {
     "logger.gpu_monitoring": {"collection_interval": 10, "flush_interval": 10},
     "logger.gpu_monitoring.collection_interval": 10,
     "logger.gpu_monitoring.flush_interval": 10,
+    "checkpointing.keep_top_k": None,
+    "checkpointing.save_optimizer": True,
     "checkpointing.ft_save_period": None,
     "checkpointing.ft_keep_latest_k": None,
     "checkpointing.on_damaged": "error",
     "checkpointing.grace_period_s": None,
     "checkpointing.checkpoint_must_save_by": None,
     "data.train.split_validation_size": 0,
+    "loss_fn.reference_policy_kl_penalty": 0.01,
+    "loss_fn.reference_policy_kl_type": "k3",
+    "loss_fn.kl_input_clamp_value": 20.0,
+    "loss_fn.kl_output_clamp_value": 10.0,
+    "loss_fn.ratio_clip_min": 0.2,
+    "loss_fn.ratio_clip_max": 0.2,
+    "loss_fn.ratio_clip_c": None,
+    "loss_fn.token_level_loss": True,
+    "loss_fn.use_importance_sampling_correction": False,
+    "loss_fn.sequence_level_importance_ratios": False,
+    "loss_fn.disable_ppo_ratio": False,
+    "loss_fn.force_on_policy_ratio": False,
+    "loss_fn.use_on_policy_kl_approximation": False,
     "loss_fn.truncated_importance_sampling_type": None,
     "loss_fn.truncated_importance_sampling_ratio": None,
     "loss_fn.truncated_importance_sampling_ratio_min": None,
+    "grpo.num_prompts_per_step": 32,
+    "grpo.num_generations_per_prompt": 16,
+    "grpo.max_num_steps": 1_000_000,
+    "grpo.max_num_epochs": 1,
+    "grpo.adv_estimator.name": "grpo",
+    "grpo.adv_estimator.normalize_rewards": True,
+    "grpo.adv_estimator.use_leave_one_out_baseline": True,
+    "grpo.overlong_filtering": False,
+    "grpo.use_dynamic_sampling": False,
+    "grpo.dynamic_sampling_max_gen_batches": 10,
+    "grpo.val_period": 10,
+    "grpo.val_at_start": False,
+    "grpo.val_at_end": False,
+    "grpo.max_val_samples": 256,
+    "grpo.val_batch_size": 256,
+    "grpo.seed": 42,
     "grpo.advantage_clip_low": None,
     "grpo.advantage_clip_high": None,
     "grpo.batch_multiplier": 1,
     "grpo.token_mult_prob_error_limit": None,
     "grpo.val_num_generations_per_prompt": 1,
+    "grpo.reward_scaling.enabled": False,
+    "grpo.reward_scaling.source_min": 0.0,
+    "grpo.reward_scaling.source_max": 1.0,
+    "grpo.reward_scaling.target_min": 0.0,
+    "grpo.reward_scaling.target_max": 1.0,
+    "grpo.reward_shaping.enabled": False,
     "grpo.reward_shaping.overlong_buffer_length": None,
     "grpo.reward_shaping.overlong_buffer_penalty": None,
     "grpo.reward_shaping.max_response_length": None,
     "grpo.reward_shaping.stop_properly_penalty_coef": None,
+    "sft.max_num_steps": 60,
+    "sft.max_num_epochs": 1,
+    "sft.val_period": 10,
+    "sft.val_at_start": True,
+    "sft.val_at_end": False,
+    "sft.val_batches": 8,
+    "sft.val_global_batch_size": 32,
+    "sft.val_micro_batch_size": 1,
+    "sft.seed": 42,
+    "dpo.max_num_steps": 150,
+    "dpo.max_num_epochs": 1,
+    "dpo.val_period": 25,
+    "dpo.val_at_start": True,
+    "dpo.val_at_end": False,
+    "dpo.val_batches": 8,
+    "dpo.val_global_batch_size": 8,
+    "dpo.val_micro_batch_size": 1,
+    "dpo.seed": 42,
+    "dpo.reference_policy_kl_penalty": 0.05,
+    "dpo.preference_loss_weight": 1.0,
+    "dpo.sft_loss_weight": 0.0,
+    "dpo.preference_average_log_probs": False,
+    "dpo.sft_average_log_probs": False,
 }
 
-# The same for keys that are optional only in recipes of one algorithm, by the algorithm's section.
-IF_ABSENT_IN: Mapping[str, Mapping[str, Any]] = {
-    "dpo": {"data.add_bos": True, "data.add_eos": True, "data.add_generation_prompt": False},
+_SPECIAL_TOKENS = {"data.add_bos": True, "data.add_eos": True, "data.add_generation_prompt": False}
+
+# The same for keys that only recipes of some algorithms have, by the algorithm's section.
+IF_ABSENT_IN: Mapping[str, Mapping[str, Any]] = {"dpo": _SPECIAL_TOKENS, "sft": _SPECIAL_TOKENS}
+
+# The same for keys of `data.train` and `data.validation`, and for further ones of `data.train`, by dataset_name.
+IF_ABSENT_IN_DATASET: Mapping[str, Mapping[str, Any]] = {
+    "ResponseDataset": {"input_key": "input", "output_key": "output"},
+    "BinaryPreferenceDataset": {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"},
 }
+IF_ABSENT_IN_TRAINING: Mapping[str, Mapping[str, Any]] = {"ResponseDataset": {"seed": 42}}
 
 # The same for keys of `env.NAME` with a `math_verify_impl`.
 IF_ABSENT_WITH_MATH_VERIFY: Mapping[str, Any] = {"num_workers": 8, "time_limit_s": 10.0}
@@ -112,13 +188,14 @@ def resolve_absent_keys(config: dict[str, Any]) -> None:
     data = config["data"] if "data" in config and isinstance(config["data"], dict) else {}
     for role in ("train", "validation"):
         for dataset in datasets_of(data, role).values():
-            _resolve_named(dataset, is_training=role == "train")
+            _resolve_dataset(dataset, is_training=role == "train")
     environments = config["env"].values() if isinstance(config.get("env"), dict) else ()
     for environment in environments:
         if isinstance(environment, dict) and environment.get("math_verify_impl") is not None:
             for name, value in IF_ABSENT_WITH_MATH_VERIFY.items():
                 environment.setdefault(name, value)
     _resolve_vllm(config)
+    _resolve_advantages(config)
     own = [values for section, values in IF_ABSENT_IN.items() if section in config]
     for path, value in [pair for values in (IF_ABSENT, *own) for pair in values.items()]:
         section, _, name = path.rpartition(".")
@@ -166,9 +243,24 @@ def _resolve_vllm(config: Mapping[str, Any]) -> None:
         generation["vllm_kwargs"] = {"max_num_seqs": MAX_NUM_SEQS, **(generation.get("vllm_kwargs") or {})}
 
 
-def _resolve_named(section: dict[str, Any], *, is_training: bool) -> None:
+def _resolve_advantages(config: Mapping[str, Any]) -> None:
+    """Sets absent keys of `grpo` to those of `grpo.adv_estimator`, which are the ones that NeMo-RL reads."""
+    section = config["grpo"] if isinstance(config.get("grpo"), dict) else {}
+    estimator = section["adv_estimator"] if isinstance(section.get("adv_estimator"), dict) else {}
+    for name in ("normalize_rewards", "use_leave_one_out_baseline"):
+        section.setdefault(name, estimator[name] if name in estimator else IF_ABSENT[f"grpo.adv_estimator.{name}"])
+
+
+def _resolve_dataset(section: dict[str, Any], *, is_training: bool) -> None:
     name = section["dataset_name"] if "dataset_name" in section else None
-    if isinstance(name, str) and name in NAMED_DATASETS:
+    if not isinstance(name, str):
+        return
+    values: dict[str, Any] = {}
+    if name in NAMED_DATASETS:
         dataset = NAMED_DATASETS[name]
-        for key, value in (dataset.if_absent | (dataset.if_absent_in_training if is_training else {})).items():
-            section.setdefault(key, value)
+        values = dataset.if_absent | (dataset.if_absent_in_training if is_training else {})
+    for table in (IF_ABSENT_IN_DATASET, *((IF_ABSENT_IN_TRAINING,) if is_training else ())):
+        if name in table:
+            values |= table[name]
+    for key, value in values.items():
+        section.setdefault(key, value)

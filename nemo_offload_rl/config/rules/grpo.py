@@ -107,23 +107,17 @@ def advantage_bounds_are_in_order(low: float | None, high: float | None) -> Verd
 
 @rule(
     "grpo.reward_scaling.enabled",
-    "grpo.reward_scaling.source_min?",
-    "grpo.reward_scaling.source_max?",
-    "grpo.reward_scaling.target_min?",
-    "grpo.reward_scaling.target_max?",
+    "grpo.reward_scaling.source_min",
+    "grpo.reward_scaling.source_max",
+    "grpo.reward_scaling.target_min",
+    "grpo.reward_scaling.target_max",
 )
 def reward_scaling_has_its_ranges(
-    enabled: bool,
-    source_min: float | None,
-    source_max: float | None,
-    target_min: float | None,
-    target_max: float | None,
+    enabled: bool, source_min: float, source_max: float, target_min: float, target_max: float
 ) -> Verdict:
-    """Requires both ranges of the linear map."""
+    """Requires both ranges of the linear map to be ranges."""
     if not enabled:
         return None
-    if source_min is None or source_max is None or target_min is None or target_max is None:
-        return "is true, which needs source_min, source_max, target_min and target_max; set them, or set it to false"
     if source_min >= source_max or target_min > target_max:
         return (
             f"maps [{source_min}, {source_max}] to [{target_min}, {target_max}]; each range must go from its minimum "

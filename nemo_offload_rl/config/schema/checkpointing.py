@@ -27,8 +27,8 @@ class CheckpointingConfig(TypedDict):
     higher_is_better: bool
     # Number of checkpoints to keep of the steps that save_period divides: the best by metric_name, the newer of equals.
     # One whose metric is absent or NaN ranks below all others. The newest checkpoint stays beside them, whatever its
-    # step. 0 or more; null keeps all of these steps; recommended 3.
-    keep_top_k: NonNegativeInt | None
+    # step. 0 or more; null keeps all of these steps; recommended 3. Absent: null.
+    keep_top_k: NotRequired[NonNegativeInt | None]
     # Steps between checkpoints. 1 or more; recommended a multiple of the validation period.
     save_period: PositiveInt
     # Steps between further checkpoints, for runs that may fail: after a failure, fewer steps are lost. keep_top_k ranks
@@ -38,8 +38,8 @@ class CheckpointingConfig(TypedDict):
     # Number of newest checkpoints to keep besides those of keep_top_k, whatever their step and metric. 0 or more;
     # recommended 1 or 2 with ft_save_period. Null or absent: the newest, or all if keep_top_k is null.
     ft_keep_latest_k: NotRequired[NonNegativeInt | None]
-    # Save optimizer state too, without which a run cannot resume. Recommended: true.
-    save_optimizer: bool
+    # Save optimizer state too, without which a run cannot resume. Recommended: true. Absent: true.
+    save_optimizer: NotRequired[bool]
     # What a run does when the newest checkpoint is damaged, that is, differs from what was written: error (the run ends
     # and names the file) or previous (the run sets it aside and resumes from the newest intact one). Recommended:
     # error. Absent: error.

@@ -56,14 +56,14 @@ class ResponseDataset(PromptFiles):
     dataset_name: Literal["ResponseDataset"]
     # The file, relative to the folder that the run is started in.
     data_path: NonEmptyStr
-    # Field of the prompt, such as input.
-    input_key: NonEmptyStr
-    # Field of the answer, such as output.
-    output_key: NonEmptyStr
+    # Field of the prompt. Absent: input.
+    input_key: NotRequired[NonEmptyStr]
+    # Field of the answer. Absent: output.
+    output_key: NotRequired[NonEmptyStr]
     # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
     # Absent: 0.
     split_validation_size: NotRequired[NonNegativeFloat | None]
-    # Seed of this split, required if there is one. Absent: no rows are split off.
+    # Seed of this split. Absent: 42.
     seed: NotRequired[NonNegativeInt]
 
 
@@ -165,12 +165,12 @@ class BinaryPreferenceDataset(PromptFiles):
     data_path: NonEmptyStr
     # Split to read from a folder that has several. Null or absent: a file, or a folder without splits.
     split: NotRequired[NonEmptyStr | None]
-    # Field of the prompt, a text or a list of messages. Recommended: prompt.
-    prompt_key: NonEmptyStr
-    # Field of the preferred answer: a text, or messages of which the last is the answer. Recommended: chosen.
-    chosen_key: NonEmptyStr
-    # Field of the other answer, in the same formats. Recommended: rejected.
-    rejected_key: NonEmptyStr
+    # Field of the prompt, a text or a list of messages. Absent: prompt.
+    prompt_key: NotRequired[NonEmptyStr]
+    # Field of the preferred answer: a text, or messages of which the last is the answer. Absent: chosen.
+    chosen_key: NotRequired[NonEmptyStr]
+    # Field of the other answer, in the same formats. Absent: rejected.
+    rejected_key: NotRequired[NonEmptyStr]
     # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
     # Absent: 0.
     split_validation_size: NotRequired[NonNegativeFloat | None]
@@ -284,12 +284,14 @@ class DataConfig(DataOrder):
 class SFTDataConfig(DataOrder):
     """Section `data` of an SFT recipe."""
 
-    # Begin each sample with the beginning-of-sequence token. Recommended: true where the tokenizer has one.
-    add_bos: bool
-    # End answers with the end-of-sequence token. Recommended: true.
-    add_eos: bool
+    # Begin each sample with the beginning-of-sequence token. Recommended: true where the tokenizer has one. Absent:
+    # true.
+    add_bos: NotRequired[bool]
+    # End answers with the end-of-sequence token. Recommended: true. Absent: true.
+    add_eos: NotRequired[bool]
     # End prompts with the chat template's generation prompt. Recommended: true with a chat template, otherwise false.
-    add_generation_prompt: bool
+    # Absent: false.
+    add_generation_prompt: NotRequired[bool]
     # Training data.
     train: SFTDataset
     # Validation data, in addition to what is split off the training data: one dataset, or a list of several, which are

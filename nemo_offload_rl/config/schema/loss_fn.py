@@ -12,29 +12,30 @@ class LossConfig(TypedDict):
     """Section `loss_fn`."""
 
     # Weight of the KL divergence to the reference policy; 0 skips the reference pass and saves its memory. 0 or more;
-    # recommended 0 to 0.01.
-    reference_policy_kl_penalty: NonNegativeFloat
+    # recommended 0 to 0.01. Absent: 0.01.
+    reference_policy_kl_penalty: NotRequired[NonNegativeFloat]
     # Estimator of that divergence: k1 (log ratio), k2 (half its square) or k3 (unbiased and never negative). In
     # expectation, k1 and k3 have the gradient of the divergence, and k2 does not. Also used for train/gen_kl_error.
-    # Recommended: k3.
-    reference_policy_kl_type: Literal["k1", "k2", "k3"]
-    # Largest absolute log ratio that enters the estimator; null for no bound. Recommended: 20.0.
-    kl_input_clamp_value: PositiveFloat | None
-    # Largest absolute value of the weighted estimate; null for no bound. Recommended: 10.0.
-    kl_output_clamp_value: PositiveFloat | None
-    # How far the probability ratio may fall below 1 before its gradient is cut. 0 to 1; recommended 0.2.
-    ratio_clip_min: Annotated[float, Field(ge=0, le=1)]
-    # How far the probability ratio may rise above 1 before its gradient is cut. 0 or more; recommended 0.2.
-    ratio_clip_max: NonNegativeFloat
+    # Recommended: k3. Absent: k3.
+    reference_policy_kl_type: NotRequired[Literal["k1", "k2", "k3"]]
+    # Largest absolute log ratio that enters the estimator; null for no bound. Recommended: 20.0. Absent: 20.0.
+    kl_input_clamp_value: NotRequired[PositiveFloat | None]
+    # Largest absolute value of the weighted estimate; null for no bound. Recommended: 10.0. Absent: 10.0.
+    kl_output_clamp_value: NotRequired[PositiveFloat | None]
+    # How far the probability ratio may fall below 1 before its gradient is cut. 0 to 1; recommended 0.2. Absent: 0.2.
+    ratio_clip_min: NotRequired[Annotated[float, Field(ge=0, le=1)]]
+    # How far the probability ratio may rise above 1 before its gradient is cut. 0 or more; recommended 0.2. Absent:
+    # 0.2.
+    ratio_clip_max: NotRequired[NonNegativeFloat]
     # Dual clipping: bound of the loss for negative advantages, as a multiple of the advantage. Above 1; null for no
-    # bound. Recommended: null, or 3.0.
-    ratio_clip_c: Annotated[float, Field(gt=1)] | None
+    # bound. Recommended: null, or 3.0. Absent: null.
+    ratio_clip_c: NotRequired[Annotated[float, Field(gt=1)] | None]
     # Average the loss over all tokens of the batch (true) or over the token averages of each sample (false).
-    # Recommended: true.
-    token_level_loss: bool
+    # Recommended: true. Absent: true.
+    token_level_loss: NotRequired[bool]
     # Weight tokens by the ratio of training to generation probability, which corrects for a sampler of another
-    # precision. Recommended: false.
-    use_importance_sampling_correction: bool
+    # precision. Recommended: false. Absent: false.
+    use_importance_sampling_correction: NotRequired[bool]
     # How these weights are bounded: tis (clamped), icepop (tokens outside of the bounds are dropped) or seq-mask-tis
     # (samples whose geometric mean is outside are dropped). Needs use_importance_sampling_correction. Null for no
     # bounds. Recommended: null, or tis where the sampler has another precision. Absent: null.
@@ -46,14 +47,14 @@ class LossConfig(TypedDict):
     # icepop, 0.999 with seq-mask-tis. Absent: null.
     truncated_importance_sampling_ratio_min: NotRequired[NonNegativeFloat | None]
     # Use one ratio for each sample, the geometric mean of its tokens' ratios (GSPO); needs token_level_loss false.
-    # Recommended: false.
-    sequence_level_importance_ratios: bool
-    # Use the plain policy gradient without a probability ratio (REINFORCE). Recommended: false.
-    disable_ppo_ratio: bool
+    # Recommended: false. Absent: false.
+    sequence_level_importance_ratios: NotRequired[bool]
+    # Use the plain policy gradient without a probability ratio (REINFORCE). Recommended: false. Absent: false.
+    disable_ppo_ratio: NotRequired[bool]
     # Set the value of the probability ratio to 1, which skips the log-prob pass before training; needs one optimizer
-    # step for each GRPO step. Recommended: false.
-    force_on_policy_ratio: bool
+    # step for each GRPO step. Recommended: false. Absent: false.
+    force_on_policy_ratio: NotRequired[bool]
     # Weight the KL estimate by the ratio of current to generation probability, which makes it an estimate for the
     # current policy; otherwise the samples are treated as the current policy's. Recommended: false with one optimizer
-    # step for each GRPO step, true with several.
-    use_on_policy_kl_approximation: bool
+    # step for each GRPO step, true with several. Absent: false.
+    use_on_policy_kl_approximation: NotRequired[bool]

@@ -165,21 +165,21 @@ class MegatronConfig(TypedDict):
     # more compute; recommended false while they fit.
     activation_checkpointing: bool
     # What is recomputed; takes effect only with activation_checkpointing: full (whole layers) or selective
-    # (recompute_modules). Recommended: full.
-    recompute_granularity: Literal["full", "selective"] | None
+    # (recompute_modules). Recommended: full. Absent: full.
+    recompute_granularity: NotRequired[Literal["full", "selective"] | None]
     # Modules recomputed with selective granularity: core_attn, moe_act, layernorm, mla_up_proj, mlp, moe,
-    # shared_experts; null for megatron-core's default, core_attn.
-    recompute_modules: list[str] | None
+    # shared_experts; null for megatron-core's default, core_attn. Absent: null.
+    recompute_modules: NotRequired[list[str] | None]
     # Offload the activations of offload_modules to pinned host memory between their forward and backward pass; not in
     # log-prob passes and validation. Needs Transformer Engine on a GPU, switched off on a CPU; cannot be combined with
-    # the CPU optimizer (optimizer_cpu_offload). Recommended: false while they fit.
-    fine_grained_activation_offloading: bool
+    # the CPU optimizer (optimizer_cpu_offload). Recommended: false while they fit. Absent: false.
+    fine_grained_activation_offloading: NotRequired[bool]
     # Parts of a layer whose activations are offloaded; read only with fine_grained_activation_offloading: attn_norm,
     # qkv_linear, core_attn, attn_proj (with core_attn), mlp_norm; for a mixture of experts also expert_fc1 and moe_act,
     # or fused_group_mlp (with use_transformer_engine_op_fuser). May be null while fine_grained_activation_offloading is
     # false. Recommended: [qkv_linear, core_attn, attn_proj] for dense models, [moe_act, expert_fc1] for mixtures of
-    # experts.
-    offload_modules: list[str] | None
+    # experts. Absent: null.
+    offload_modules: NotRequired[list[str] | None]
     # Largest share of a micro-batch's eligible bytes that is offloaded; the bytes that stay are spread over the layers.
     # 0 to 1; recommended 1.0, less where the link is the bottleneck. Absent: 1.0.
     activation_offload_fraction: NotRequired[Fraction]
@@ -198,17 +198,17 @@ class MegatronConfig(TypedDict):
     fine_grained_offloading_max_inflight_offloads: NotRequired[NonNegativeInt | None]
     # Which implementation captures parts of the layers as CUDA graphs in training: none, or transformer_engine (local
     # and full_iteration are rejected). Needs Transformer Engine on a GPU, switched off on a CPU. Recommended: none;
-    # transformer_engine for mixtures of experts where the CPU cannot launch kernels fast enough.
-    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"]
+    # transformer_engine for mixtures of experts where the CPU cannot launch kernels fast enough. Absent: none.
+    cuda_graph_impl: NotRequired[Literal["none", "local", "transformer_engine", "full_iteration"]]
     # Parts of a layer that are captured; read only with cuda_graph_impl other than none: attn; mlp of dense layers;
     # moe_router and, with it, moe_preprocess of a mixture of experts. With attn or mlp, rows are padded to
     # policy.max_total_sequence_length, which with attn must be a multiple of 128, and are not packed. Recommended: []
     # while off, otherwise [attn] for dense models, [attn, moe_router] for mixtures of experts, [moe_router] for those
-    # with packed rows.
-    cuda_graph_modules: list[str]
+    # with packed rows. Absent: [].
+    cuda_graph_modules: NotRequired[list[str]]
     # Number of training steps before the capture; read only with cuda_graph_impl other than none. 1 or more there;
-    # recommended 3.
-    cuda_graph_warmup_steps: NonNegativeInt
+    # recommended 3. Absent: 3.
+    cuda_graph_warmup_steps: NotRequired[NonNegativeInt]
     # When torch's allocator returns its cached memory to CUDA: 0 when generation needs it, which residency takes care
     # of; 1 also before each optimizer step; 2 also after it. Recommended: 0; 1 or 2 against fragmentation.
     empty_unused_memory_level: Literal[0, 1, 2]

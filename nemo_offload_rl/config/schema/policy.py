@@ -88,15 +88,15 @@ class PolicyConfig(TypedDict):
     # Samples in one forward and backward pass on one rank. 1 or more; as large as memory allows.
     train_micro_batch_size: PositiveInt
     # Largest gradient norm, for megatron_cfg.optimizer.clip_grad to refer to; 0 disables clipping. Recommended: 1.0;
-    # null if clip_grad is set to a number directly.
-    max_grad_norm: NonNegativeFloat | None
+    # null if clip_grad is set to a number directly. Absent: null.
+    max_grad_norm: NotRequired[NonNegativeFloat | None]
     # Number of steps with a loss or gradient that is not finite that a run may skip before it stops; a resumed run
     # counts on. 0 or more; recommended 10. Absent: 0, so that the first one stops the run.
     max_skipped_steps: NotRequired[NonNegativeInt]
     # Megatron: parallelism, optimizer, memory.
     megatron_cfg: MegatronConfig
-    # Packing of several samples into one row.
-    sequence_packing: SequencePackingConfig
+    # Packing of several samples into one row. Absent: no packing.
+    sequence_packing: NotRequired[SequencePackingConfig]
     # Memory of the buffer through which weights go to generation, in GiB, allocated only during a refit. Above 0;
     # recommended 1.0. If policy and engine share their GPUs, the buffer exists once, and its halves alternate; for an
     # engine on its own GPUs it is the size of a bucket, on both sides. Absent: 1.0.

@@ -1,11 +1,13 @@
 """What absent keys stand for is resolved once, and is what the recipe then prints."""
 
+from functools import cache
+
 import pytest
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.keys.absent_keys import AUTO_SECTIONS, IF_ABSENT, resolve_absent_keys
+from nemo_offload_rl.config.keys.absent_keys import AUTO_SECTIONS, IF_ABSENT, IF_ABSENT_IN, resolve_absent_keys
 from nemo_offload_rl.config.keys.tree import schema_keys
-from nemo_offload_rl.config.schema import GRPOMasterConfig
+from nemo_offload_rl.config.schema import DPOMasterConfig, GRPOMasterConfig, SFTMasterConfig
 from nemo_offload_rl.config.source.yaml_source import as_yaml
 from nemo_offload_rl.plan.plan import settings
 from tests.unit.config.conftest import CONFIGS
@@ -17,15 +19,25 @@ def at(config, path):
     return config
 
 
-@pytest.fixture(scope="module")
-def without_them():
-    """The tiny recipe without any key that may be absent and has a default."""
-    written = load(CONFIGS / "grpo_tiny_cpu.yaml").recipe.origins
-    sections = [path for path in IF_ABSENT if path in written or f"{path}.verify" in written]
-    return load(
-        CONFIGS / "grpo_tiny_cpu.yaml",
-        [f"~{path}" for path in sections if not any(path.startswith(f"{other}.") for other in sections)],
-    )
+ALGORITHM_OF = {"grpo": GRPOMasterConfig, "sft": SFTMasterConfig, "dpo": DPOMasterConfig}
+# What other keys of the recipe refer to, in numbers.
+INSTEAD = {"grpo": ["policy.train_global_batch_size=512", "~grpo.normalize_rewards"], "sft": [], "dpo": []}
+INSTEAD["grpo"].append("~grpo.use_leave_one_out_baseline")
+
+
+def may_be_absent(algorithm):
+    values = IF_ABSENT | IF_ABSENT_IN.get(algorithm, {})
+    return {path: value for path, value in values.items() if path in schema_keys(ALGORITHM_OF[algorithm])}
+
+
+@cache
+def without_them(algorithm):
+    """Returns an algorithm's tiny recipe without any key that may be absent and has a default."""
+    recipe = CONFIGS / f"{algorithm}_tiny_cpu.yaml"
+    written = load(recipe).recipe.origins
+    paths = [path for path in may_be_absent(algorithm) if any(f"{key}.".startswith(f"{path}.") for key in written)]
+    outer = [f"~{path}" for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
+    return load(recipe, ["policy.megatron_cfg.optimizer.clip_grad=1.0", *INSTEAD[algorithm], *outer])
 
 
 SECTIONS = {
@@ -44,12 +56,85 @@ SECTIONS = {
 OF_VLLM = [path for path in IF_ABSENT if path.startswith("policy.generation.vllm_cfg.")]
 
 
-@pytest.mark.parametrize("path", [path for path in IF_ABSENT if path not in OF_VLLM])
-def test_an_absent_key_is_in_the_resolved_recipe_with_its_value(without_them, path):
-    assert not schema_keys(GRPOMasterConfig)[path].required
-    expected = SECTIONS.get(path, IF_ABSENT[path])
-    assert at(without_them.config, path) == at(without_them.recipe.config, path) == expected
-    assert path not in without_them.recipe.origins
+@pytest.mark.parametrize(
+    ("algorithm", "path"),
+    [(name, path) for name in ALGORITHM_OF for path in may_be_absent(name) if path not in OF_VLLM],
+)
+def test_an_absent_key_is_in_the_resolved_recipe_with_its_value(algorithm, path):
+    assert not schema_keys(ALGORITHM_OF[algorithm])[path].required
+    loaded, expected = without_them(algorithm), SECTIONS.get(path, may_be_absent(algorithm)[path])
+    assert at(loaded.config, path) == at(loaded.recipe.config, path) == expected
+    assert path not in loaded.recipe.origins
+
+
+def test_absent_keys_have_nemo_rls_defaults():
+    """Those of its pydantic models; an absent section of the estimator leaves these settings to the keys of grpo."""
+    grpo = without_them("grpo").config
+    assert at(grpo, "grpo").items() >= {
+        "num_prompts_per_step": 32, "num_generations_per_prompt": 16, "max_num_epochs": 1, "max_num_steps": 1000000,
+        "normalize_rewards": True, "use_leave_one_out_baseline": True, "val_period": 10, "val_batch_size": 256,
+        "val_at_start": False, "val_at_end": False, "max_val_samples": 256, "seed": 42, "overlong_filtering": False,
+        "use_dynamic_sampling": False, "dynamic_sampling_max_gen_batches": 10, "batch_multiplier": 1,
+    }.items()  # fmt: skip
+    assert at(grpo, "grpo.adv_estimator") == {
+        "name": "grpo", "normalize_rewards": True, "use_leave_one_out_baseline": True
+    }  # fmt: skip
+    ranges = {"source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1.0}
+    assert at(grpo, "grpo.reward_scaling") == {"enabled": False, **ranges}
+    assert at(grpo, "grpo.reward_shaping.enabled") is False
+    clip = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "ratio_clip_c": None}
+    off = ("sequence_level_importance_ratios", "disable_ppo_ratio", "force_on_policy_ratio",
+           "use_on_policy_kl_approximation", "use_importance_sampling_correction")  # fmt: skip
+    kl = {"penalty": 0.01, "type": "k3"}
+    assert at(grpo, "loss_fn").items() >= {
+        **clip, "token_level_loss": True, "kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0,
+        **{f"reference_policy_kl_{name}": value for name, value in kl.items()}, **dict.fromkeys(off, False),
+    }.items()  # fmt: skip
+    assert at(without_them("sft").config, "sft").items() >= {
+        "max_num_steps": 60, "max_num_epochs": 1, "val_period": 10, "val_batches": 8, "val_global_batch_size": 32,
+        "val_micro_batch_size": 1, "val_at_start": True, "val_at_end": False, "seed": 42,
+    }.items()  # fmt: skip
+    assert at(without_them("dpo").config, "dpo").items() >= {
+        "max_num_steps": 150, "max_num_epochs": 1, "val_period": 25, "val_batches": 8, "val_global_batch_size": 8,
+        "val_micro_batch_size": 1, "val_at_start": True, "val_at_end": False, "seed": 42,
+        "reference_policy_kl_penalty": 0.05, "preference_loss_weight": 1.0, "sft_loss_weight": 0.0,
+        "preference_average_log_probs": False, "sft_average_log_probs": False,
+    }.items()  # fmt: skip
+    for algorithm in ("sft", "dpo"):
+        data = at(without_them(algorithm).config, "data")
+        assert [data[f"add_{name}"] for name in ("bos", "eos", "generation_prompt")] == [True, True, False]
+
+
+def test_absent_settings_of_advantages_are_those_of_the_estimator(error_of):
+    """NeMo-RL reads those of the estimator alone."""
+    without = [f"~grpo.{name}" for name in ("normalize_rewards", "use_leave_one_out_baseline")]
+    estimator = ["grpo.adv_estimator.normalize_rewards=false", "grpo.adv_estimator.use_leave_one_out_baseline=true"]
+    loaded = load(CONFIGS / "grpo_tiny_cpu.yaml", [*without, *estimator]).config["grpo"]
+    assert (loaded["normalize_rewards"], loaded["use_leave_one_out_baseline"]) == (False, True)
+    disagree = ["grpo.normalize_rewards=false", "~grpo.adv_estimator.normalize_rewards"]
+    assert "adv_estimator.normalize_rewards: is true, but grpo.normalize_rewards is false" in error_of(*disagree)
+
+
+def test_rules_hold_for_the_values_of_absent_keys(error_of):
+    """32 prompts with 16 answers are no multiple of 384 samples."""
+    absent = ["~grpo.num_prompts_per_step", "~grpo.num_generations_per_prompt"]
+    error = error_of(*absent, "policy.train_global_batch_size=384", "policy.train_micro_batch_size=128")
+    assert "grpo.num_prompts_per_step: " in error
+    assert "policy.train_global_batch_size (384)" in error
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "dataset", "values"),
+    [
+        ("sft", "ResponseDataset", {"input_key": "input", "output_key": "output", "seed": 42}),
+        ("dpo", "BinaryPreferenceDataset",
+         {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}),
+    ],
+)  # fmt: skip
+def test_absent_columns_are_those_of_nemo_rl(algorithm, dataset, values):
+    train = f"data.train={{_override_: true, dataset_name: {dataset}, data_path: rows.jsonl}}"
+    loaded = load(CONFIGS / f"{algorithm}_tiny_cpu.yaml", [train]).config["data"]["train"]
+    assert loaded.items() >= values.items()
 
 
 @pytest.mark.parametrize("path", OF_VLLM)
@@ -60,10 +145,11 @@ def test_keys_of_vllm_are_resolved_in_recipes_that_have_it(path):
     assert path not in loaded.recipe.origins
 
 
-def test_what_is_printed_is_the_same_recipe(without_them, tmp_path):
-    (tmp_path / "printed.yaml").write_text(as_yaml(without_them.recipe.config))
+def test_what_is_printed_is_the_same_recipe(tmp_path):
+    printed = without_them("grpo")
+    (tmp_path / "printed.yaml").write_text(as_yaml(printed.recipe.config))
     again = load(tmp_path / "printed.yaml", ["~warm_start"])
-    assert again.config == {name: value for name, value in without_them.config.items() if name != "warm_start"}
+    assert again.config == {name: value for name, value in printed.config.items() if name != "warm_start"}
 
 
 def test_what_a_recipe_says_stays_and_sections_that_it_lacks_are_not_made():

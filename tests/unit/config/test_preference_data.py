@@ -81,9 +81,9 @@ def test_a_wrong_key_is_named_with_its_remedy(train, further, path, message):
 
 
 def test_a_missing_key_is_named_with_its_meaning():
-    ((path, message),) = problems_of({name: value for name, value in BINARY.items() if name != "chosen_key"})
-    assert path == "data.train.chosen_key"
-    assert message.startswith("missing (its meaning: Field of the preferred answer")
+    ((path, message),) = problems_of({name: value for name, value in BINARY.items() if name != "data_path"})
+    assert path == "data.train.data_path"
+    assert message.startswith("missing (its meaning: The file or folder")
 
 
 def test_pairs_may_be_in_a_file_or_a_folder_which_has_to_be_there(tmp_path):

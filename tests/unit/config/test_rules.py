@@ -465,10 +465,6 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
     ("overrides", "message"),
     [
         (["grpo.batch_multiplier=0.01", "grpo.use_dynamic_sampling=true"], "is less than one prompt; raise it"),
-        (
-            ["grpo.reward_scaling.enabled=true", "~grpo.reward_scaling.source_min"],
-            "grpo.reward_scaling.enabled: is true, which needs source_min, source_max, target_min and target_max",
-        ),
         ([f"{TIS}_ratio=2.0"], f"{TIS}_type: is null, but {TIS}_ratio is set; name a type"),
         (
             ["++cluster.max_restarts=2", "checkpointing.save_optimizer=false"],
