@@ -14,6 +14,7 @@ import torch
 
 from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling, unscaled
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
+from nemo_offload_rl.algorithms.importance_sampling import sequence_prob_errors
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty, RewardShaping, StopProperlyPenalty
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
@@ -90,6 +91,8 @@ class GRPO(Algorithm):
         loss_fn: the loss of the rollouts.
         batch_sizes: sizes of the policy's batches and micro-batches.
         overlong_filtering: whether to leave answers that were cut off out of the loss.
+        sequence_error_limit: difference of sampler and policy probabilities (``sequence_prob_errors``) above which an
+            answer is left out of the loss; None for no limit.
         prob_error_limit: train/token_mult_prob_error (sampler against policy probabilities) above which a step logs a
             warning; None for no warning.
         save_optimizer: whether checkpoints include the optimizer's state.
@@ -107,6 +110,7 @@ class GRPO(Algorithm):
         loss_fn: ClippedPGLoss,
         batch_sizes: BatchSizes,
         overlong_filtering: bool,
+        sequence_error_limit: float | None,
         prob_error_limit: float | None,
         save_optimizer: bool,
     ) -> None:
@@ -119,6 +123,8 @@ class GRPO(Algorithm):
         self._loss_fn = loss_fn
         self._batch_sizes = batch_sizes
         self._overlong_filtering = overlong_filtering
+        self._sequence_error_limit = sequence_error_limit
+        self._needs_prev_logprobs = loss_fn.needs_prev_logprobs or sequence_error_limit is not None
         self._prob_error_limit = prob_error_limit
 
     def step(self, step: int, timer: Timer) -> dict[str, float]:
@@ -135,6 +141,7 @@ class GRPO(Algorithm):
         advantages = self._advantages(self._sample.shaped_rewards(rollouts))
         batch["advantages"] = advantages.view(-1, 1) * batch["token_mask"]
         self._add_logprobs(batch, timer)
+        metrics |= self._leave_out_by_error(batch)
 
         sizes = self._batch_sizes
         metrics |= self._train(batch, self._loss_fn, timer, gbs=sizes.train_global, mbs=sizes.train_micro)
@@ -146,8 +153,7 @@ class GRPO(Algorithm):
 
     def _leave_generation(self) -> None:
         """Has the engines free the GPU and the policy's state copied back while rewards and advantages are computed."""
-        loss = self._loss_fn
-        has_passes = loss.needs_prev_logprobs or loss.needs_reference_logprobs
+        has_passes = self._needs_prev_logprobs or self._loss_fn.needs_reference_logprobs
         self._policy.start_return(self._generation.start_finish_generation(), logprobs=has_passes)
 
     def _warn_of_prob_error(self, step: int, error: float) -> None:
@@ -161,10 +167,21 @@ class GRPO(Algorithm):
                 self._prob_error_limit,
             )
 
+    def _leave_out_by_error(self, batch: BatchedData) -> dict[str, float]:
+        """Leaves answers out of the loss whose probabilities differ too much between sampler and policy."""
+        if self._sequence_error_limit is None:
+            return {}
+        errors, before = sequence_prob_errors(batch), batch["sample_mask"]
+        batch["sample_mask"] = before * (errors <= self._sequence_error_limit)
+        return {
+            "train/max_seq_mult_prob_error": float(errors.max()),
+            "train/num_masked_seqs_by_logprob_error": float((before - batch["sample_mask"]).sum()),
+        }
+
     def _add_logprobs(self, batch: BatchedData, timer: Timer) -> None:
-        """Adds the log-probs before the update that the loss needs: the policy's and the reference policy's."""
+        """Adds the log-probs before the update: the policy's and the reference policy's, where they are needed."""
         mbs = self._batch_sizes.logprob
-        if self._loss_fn.needs_prev_logprobs:
+        if self._needs_prev_logprobs:
             with timer.phase("logprobs"):
                 batch["prev_logprobs"] = self._policy.get_logprobs(batch, mbs=mbs)["logprobs"]
         if self._loss_fn.needs_reference_logprobs:
@@ -297,6 +314,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
                 logprob=fitted_policy["logprob_batch_size"],
             ),
             overlong_filtering=section["overlong_filtering"],
+            sequence_error_limit=section["seq_logprob_error_threshold"],
             prob_error_limit=section["token_mult_prob_error_limit"],
             save_optimizer=config["checkpointing"]["save_optimizer"],
         )

@@ -1,4 +1,4 @@
-"""Bounds importance-sampling weights, which correct for the difference between sampler and policy probabilities."""
+"""Measures the difference between sampler and policy probabilities, and bounds the weights that correct for it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from nemo_offload_rl.data.batch import BatchedData
+
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 
 
@@ -16,6 +18,20 @@ def importance_weight(log_weights: torch.Tensor) -> torch.Tensor:
     weights = log_weights.exp()
     # Masked before exp, whose derivative is infinite there.
     return torch.where(weights.isfinite(), log_weights, -inf).exp()
+
+
+def sequence_prob_errors(batch: BatchedData) -> torch.Tensor:
+    """Returns the factor by which sampler and policy probabilities of each sample differ, as in NeMo-RL.
+
+    Args:
+        batch: has the log-probs of both.
+
+    Returns:
+        float32 [B], the mean of exp |difference of the log-probs| over a sample's trained tokens; 0 without any.
+    """
+    mask = batch["token_mask"] * batch["sample_mask"][:, None]
+    errors = torch.where(mask > 0, batch["generation_logprobs"] - batch["prev_logprobs"], 0.0).abs()
+    return (errors.exp() * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,8 @@ IF_ABSENT: Mapping[str, Any] = {
     "grpo.adv_estimator.normalize_rewards": True,
     "grpo.adv_estimator.use_leave_one_out_baseline": True,
     "grpo.overlong_filtering": False,
+    "grpo.seq_logprob_error_threshold": None,
+    "grpo.skip_reference_policy_logprobs_calculation": False,
     "grpo.use_dynamic_sampling": False,
     "grpo.dynamic_sampling_max_gen_batches": 10,
     "grpo.val_period": 10,

@@ -97,6 +97,14 @@ def estimator_agrees_on_baseline(in_estimator: bool, in_grpo: bool) -> Verdict:
     )
 
 
+@rule("grpo.skip_reference_policy_logprobs_calculation", "loss_fn.reference_policy_kl_penalty")
+def skipped_reference_is_not_needed(skips: bool, penalty: float) -> Verdict:
+    """Refuses to skip the reference policy's log-probs if the loss needs them."""
+    if not skips or penalty == 0:
+        return None
+    return f"is true, which needs loss_fn.reference_policy_kl_penalty 0; found {penalty}; set either"
+
+
 @rule("grpo.advantage_clip_low?", "grpo.advantage_clip_high?")
 def advantage_bounds_are_in_order(low: float | None, high: float | None) -> Verdict:
     """Requires the lower bound of advantages to be below the upper one."""

@@ -105,6 +105,14 @@ class GRPOConfig(TypedDict):
     # Largest train/token_mult_prob_error that counts as rounding; the run warns of each step above it. Above 1;
     # recommended 1.05. Null or absent: no limit and no warning.
     token_mult_prob_error_limit: NotRequired[Annotated[float, Field(gt=1, allow_inf_nan=False)] | None]
+    # Leave an answer out of the loss if the sampler's and the policy's probabilities of it differ by more than this
+    # factor: the mean of exp |difference of the log-probs| over its tokens. The step then has the log-prob pass before
+    # training also with loss_fn.force_on_policy_ratio. 1 or more; recommended null, or 1.5. Null or absent: no answer
+    # is left out.
+    seq_logprob_error_threshold: NotRequired[Annotated[float, Field(ge=1, allow_inf_nan=False)] | None]
+    # Whether to skip the reference policy's log-probs. They are only computed if loss_fn.reference_policy_kl_penalty is
+    # above 0, so that true only requires that to be 0. Absent: false.
+    skip_reference_policy_logprobs_calculation: NotRequired[bool]
     # Drop prompts whose answers all got the same reward, after reward_scaling, and sample more until the batch is full
     # (DAPO). Recommended: false. Absent: false.
     use_dynamic_sampling: NotRequired[bool]

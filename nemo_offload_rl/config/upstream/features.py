@@ -130,7 +130,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         "write grpo.val_num_generations_per_prompt",
     ),
     OffOnly("grpo.reward_shaping.mode", ("response_length", None), "reward shaping by the length of the reasoning"),
-    OffOnly("grpo.seq_logprob_error_threshold", _NULL, "dropping sequences by their log-prob error"),
     OffOnly("grpo.val_start_at", (-1, None), "delaying the first validation"),
     OffOnly("logger.mlflow_enabled", _FALSE, "MLflow", "use tensorboard_enabled or wandb_enabled"),
     OffOnly("logger.swanlab_enabled", _FALSE, "SwanLab", "use tensorboard_enabled or wandb_enabled"),
@@ -308,6 +307,10 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
         "tunes reward shaping by the length of the reasoning, which is off",
         True,
     ),
+    WithoutEffect(
+        "grpo.zero_variance_prompt_filtering",
+        "NeMo-RL does not read it either; grpo.use_dynamic_sampling drops prompts whose rewards are all equal",
+    ),
     WithoutEffect("logger.mlflow", "tunes mlflow_enabled, which is off", True),
     WithoutEffect("logger.swanlab", "tunes swanlab_enabled, which is off", True),
     WithoutEffect("logger.tensorboard.log_dir", "TensorBoard files go into the run folder"),
@@ -322,6 +325,10 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect(
         "policy.generation.vllm_cfg.cap_max_tokens_to_context",
         "a prompt plus its answer never exceeds policy.max_total_sequence_length",
+    ),
+    WithoutEffect(
+        "policy.generation.vllm_cfg.enable_expert_parallel",
+        "NeMo-RL does not read it either; policy.generation.vllm_cfg.expert_parallel_size above 1 turns it on",
     ),
     WithoutEffect("policy.generation.vllm_cfg.refit_with_reload_api", _TRANSPORTS, True),
     *(WithoutEffect(f"policy.generation.vllm_cfg.{key}", _VLLM_SERVERS, True) for key in _KEYS_OF_VLLM_SERVERS),

@@ -1,3 +1,4 @@
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,10 +30,12 @@ from nemo_offload_rl.algorithms.grpo import (
     _validated,
     prepare,
 )
+from nemo_offload_rl.algorithms.importance_sampling import sequence_prob_errors
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
+from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
@@ -76,6 +79,7 @@ class Setting:
         loss=PLAIN,
         settings=SETTINGS,
         overlong_filtering=False,
+        sequence_error_limit=None,
         prob_error_limit=None,
         train_micro=40,
         train_global=40,
@@ -114,6 +118,7 @@ class Setting:
             loss_fn=loss,
             batch_sizes=BatchSizes(train_global=train_global, train_micro=train_micro, logprob=16),
             overlong_filtering=overlong_filtering,
+            sequence_error_limit=sequence_error_limit,
             prob_error_limit=prob_error_limit,
             save_optimizer=True,
         )
@@ -360,6 +365,38 @@ def test_a_sampler_with_other_probabilities_is_said(monkeypatch, caplog, error, 
     setting.grpo.step(3, Timer())
     said = "Step 3: train/token_mult_prob_error is 1.060, above grpo.token_mult_prob_error_limit (1.05)"
     assert (said in caplog.text) is is_warned_of
+
+
+def test_answers_whose_probabilities_differ_too_much_are_left_out():
+    """As in NeMo-RL by the mean of exp |log-prob of the sampler - of the policy| over an answer's tokens."""
+    rows = {
+        "token_mask": torch.tensor([[0.0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1]]),
+        "sample_mask": torch.tensor([1.0, 1, 1, 0]),
+        "generation_logprobs": torch.tensor([[9.0, -1.0, -1.0], [0, -1.0, 9], [0, -3.0, -1.0], [0, 1, 1]]),
+        "prev_logprobs": torch.tensor([[0.0, -1.5, -1.0], [0, -1.0, 0], [0, -1.0, -1.0], [0, 0, 0]]),
+    }
+    expected = [(math.exp(0.5) + 1) / 2, 1.0, (math.exp(2.0) + 1) / 2, 0.0]
+    assert sequence_prob_errors(BatchedData(rows)).tolist() == pytest.approx(expected)
+
+    class Imprecise(ToyGeneration):
+        """Reports log-probs that are off by 1, a factor of e, in answers of more than one token."""
+
+        def generate(self, request):
+            output = super().generate(request)
+            off = [[value - (len(row) > 2) for value in row] for row in output.logprobs]
+            return replace(output, logprobs=off)
+
+    on_policy = replace(PLAIN, force_on_policy_ratio=True)  # has no log-prob pass of its own
+    plain = Setting(loss=on_policy, generation=Imprecise()).grpo.step(1, Timer())
+    setting = Setting(loss=on_policy, generation=Imprecise(), sequence_error_limit=1.5)
+    limited = setting.grpo.step(1, Timer())
+    num_left_out = limited["train/num_masked_seqs_by_logprob_error"]
+    assert 0 < num_left_out == plain["train/num_valid_samples"] - limited["train/num_valid_samples"]
+    assert limited["train/max_seq_mult_prob_error"] == pytest.approx(math.e, rel=1e-4)
+    assert limited["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+    assert plain["train/token_mult_prob_error"] > 1.1
+    assert "get_logprobs" in setting.policy.calls
+    assert "train/max_seq_mult_prob_error" not in plain
 
 
 def test_overlong_filtering_leaves_cut_off_answers_out():

@@ -386,6 +386,10 @@ BROKEN = {
         ["grpo.adv_estimator.use_leave_one_out_baseline=true"],
         "grpo.adv_estimator.use_leave_one_out_baseline: is true, but grpo.use_leave_one_out_baseline is false",
     ),
+    "skipped_reference_is_not_needed": (
+        ["++grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0.1"],
+        "grpo.skip_reference_policy_logprobs_calculation: is true, which needs loss_fn.reference_policy_kl_penalty 0",
+    ),
     "advantage_bounds_are_in_order": (
         ["grpo.advantage_clip_low=1.0", "grpo.advantage_clip_high=-1.0"],
         "grpo.advantage_clip_low: is 1.0, but must be below grpo.advantage_clip_high (-1.0)",
