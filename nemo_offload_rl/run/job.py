@@ -60,7 +60,7 @@ from nemo_offload_rl.run.row_tokens import as_left_open, with_numbers_of
 from nemo_offload_rl.run.setup import Preparation, with_run_length
 from nemo_offload_rl.run.train_loop import Run, StopReason, TimeLimit
 from nemo_offload_rl.storage.checksum import FileSum
-from nemo_offload_rl.storage.disk import HF_WEIGHTS, replace_folder, replacing, translate_disk_full, unfinished
+from nemo_offload_rl.storage.disk import HF_FILES, replace_folder, replacing, translate_disk_full, unfinished
 from nemo_offload_rl.storage.manifest import read_manifest
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class Job:
             section = self.config[self.algorithm]
             if section.get("export_hf") and ending.reason.is_done:
                 folder = run_dir / HF_FOLDER
-                with translate_disk_full(folder), replacing(folder, HF_WEIGHTS) as new:
+                with translate_disk_full(folder), replacing(folder, HF_FILES) as new:
                     algorithm.export_hf(new)
                     save_tokenizer(self.preparation.tokenizer, new)
         return ending

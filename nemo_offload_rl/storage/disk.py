@@ -6,11 +6,12 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-HF_WEIGHTS = "model*.safetensors*"  # the weights and their index in a Hugging Face folder
+# Files of a Hugging Face folder that would be wrong beside another model: the weights with their index, and its ends.
+HF_FILES = ("model*.safetensors*", "generation_config.json")
 
 _RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 # No space, no quota left, or a file above the limit of `ulimit -f`: the user can fix these while the run goes on.
@@ -121,14 +122,14 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def replacing(folder: Path, stale: str) -> Iterator[Path]:
+def replacing(folder: Path, stale: Sequence[str]) -> Iterator[Path]:
     """Yields a new folder beside a folder, and replaces that with it once the `with` block has filled it.
 
     If the block raises, the new folder is removed, and the other one stays as it was.
 
     Args:
         folder: the folder; may be missing.
-        stale: glob pattern of the files that the folder loses if the new one lacks them; others are kept.
+        stale: glob patterns of the files that the folder loses if the new one lacks them; others are kept.
     """
     folder = folder.resolve()
     new = unfinished(folder)
@@ -144,14 +145,14 @@ def replacing(folder: Path, stale: str) -> Iterator[Path]:
 
 
 def unfinished(folder: Path) -> Path:
-    """Returns the folder beside a folder in which its successor is made."""
-    return folder.with_name(f"tmp_{folder.name}")
+    """Returns the folder beside a folder in which its successor is made; what it holds is of no use to anyone."""
+    return folder.with_name(f"{folder.name}.partial")
 
 
-def replace_folder(folder: Path, new: Path, stale: str = "*") -> None:
+def replace_folder(folder: Path, new: Path, stale: Sequence[str] = ("*",)) -> None:
     """Flushes a complete folder to the disk, and renames it to another, whose contents are removed only then.
 
-    If the process is killed between its two renames, the old contents are in `old_NAME` beside it.
+    If the process is killed between its two renames, the old contents are in `NAME.replaced` beside it.
 
     Args:
         folder: the final name; may be missing.
@@ -160,7 +161,7 @@ def replace_folder(folder: Path, new: Path, stale: str = "*") -> None:
     """
     for path in [new, *new.rglob("*")]:
         sync(path)
-    old = folder.with_name(f"old_{folder.name}")
+    old = folder.with_name(f"{folder.name}.replaced")
     if folder.exists():
         if old.exists():
             shutil.rmtree(old)
@@ -169,7 +170,7 @@ def replace_folder(folder: Path, new: Path, stale: str = "*") -> None:
     sync(folder.parent)
     if old.exists():
         for path in old.iterdir():
-            if not path.match(stale) and not (folder / path.name).exists():
+            if not any(map(path.match, stale)) and not (folder / path.name).exists():
                 path.rename(folder / path.name)
         shutil.rmtree(old)
 

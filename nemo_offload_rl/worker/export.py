@@ -8,7 +8,7 @@ import torch
 from nemo_offload_rl.config import for_machine
 from nemo_offload_rl.hf_config import GENERATION_CONFIG_FILE
 from nemo_offload_rl.mcore.weights.export import HF_CONFIG_DIR
-from nemo_offload_rl.storage.disk import HF_WEIGHTS, replacing, translate_disk_full
+from nemo_offload_rl.storage.disk import HF_FILES, replacing, translate_disk_full
 from nemo_offload_rl.storage.manifest import require_whole
 from nemo_offload_rl.worker.export_source import read_export_source
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
@@ -53,7 +53,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         init_reference_model=False,
         init_optimizer=False,
     )
-    with translate_disk_full(folder), replacing(folder, HF_WEIGHTS) as new:
+    with translate_disk_full(folder), replacing(folder, HF_FILES) as new:
         try:
             worker.load_checkpoint(str(source.policy))
             worker.export_hf(str(new))

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import xxhash
 
 from nemo_offload_rl.storage.checksum import PIECE_BYTES, FileSum, HashingFile, file_sum
 from nemo_offload_rl.storage.disk import (
-    HF_WEIGHTS,
+    HF_FILES,
     DiskFullError,
     as_by_umask,
     free_bytes,
@@ -179,7 +180,13 @@ def model(tmp_path):
     """Makes a folder with weights in two files, a tokenizer and a file of the user."""
     folder = tmp_path / "model"
     folder.mkdir()
-    for name in ("model-00001.safetensors", "model.safetensors.index.json", "tokenizer.json", "NOTES.md"):
+    for name in (
+        "model-00001.safetensors",
+        "model.safetensors.index.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "NOTES.md",
+    ):
         (folder / name).write_text("old")
     return folder
 
@@ -189,33 +196,45 @@ def texts(folder):
 
 
 def test_a_folder_is_replaced_once_the_new_one_is_complete(tmp_path, model):
-    (tmp_path / "tmp_model").mkdir()
-    (tmp_path / "tmp_model" / "left by a killed process").touch()
-    with replacing(model, HF_WEIGHTS) as new:
+    (tmp_path / "model.partial").mkdir()
+    (tmp_path / "model.partial" / "left by a killed process").touch()
+    with replacing(model, HF_FILES) as new:
         (new / "model.safetensors").write_text("new")
         (new / "tokenizer.json").write_text("new")
         assert texts(model)["tokenizer.json"] == "old"
     assert texts(model) == {"model.safetensors": "new", "tokenizer.json": "new", "NOTES.md": "old"}
     assert os.listdir(tmp_path) == ["model"]
-    with replacing(tmp_path / "further" / "one", HF_WEIGHTS) as new:
+    with replacing(tmp_path / "further" / "one", HF_FILES) as new:
         (new / "model.safetensors").write_text("new")
     assert texts(tmp_path / "further" / "one") == {"model.safetensors": "new"}
 
 
 def test_a_folder_stays_as_it_was_where_the_new_one_fails(tmp_path, model):
     before = texts(model)
-    with pytest.raises(FileNotFoundError), replacing(model, HF_WEIGHTS) as new:
+    with pytest.raises(FileNotFoundError), replacing(model, HF_FILES) as new:
         (new / "absent").rename(new / "model.safetensors")
     assert texts(model) == before
     assert os.listdir(tmp_path) == ["model"]
 
 
+def test_folders_that_users_have_named_after_it_stay(tmp_path, model):
+    copies = [tmp_path / name for name in ("old_model", "tmp_model", ".model", "model.old", "model.bak")]
+    for copy in copies:
+        shutil.copytree(model, copy)
+    before = texts(model)
+    for _ in range(2):  # a folder that is there, and one that is not
+        with replacing(model, HF_FILES) as new:
+            (new / "model.safetensors").write_text("new")
+        assert [texts(copy) for copy in copies] == [before] * len(copies)
+        shutil.rmtree(model)
+
+
 def test_a_kill_between_the_renames_loses_no_folder(tmp_path, model):
-    model.rename(tmp_path / "old_model")  # what such a kill leaves, beside tmp_model
-    with pytest.raises(OSError, match="no space"), replacing(model, HF_WEIGHTS):
+    model.rename(tmp_path / "model.replaced")  # what such a kill leaves, beside model.partial
+    with pytest.raises(OSError, match="no space"), replacing(model, HF_FILES):
         raise OSError("no space")
-    assert texts(tmp_path / "old_model")["model-00001.safetensors"] == "old"
-    with replacing(model, HF_WEIGHTS) as new:
+    assert texts(tmp_path / "model.replaced")["model-00001.safetensors"] == "old"
+    with replacing(model, HF_FILES) as new:
         (new / "model.safetensors").write_text("new")
     assert texts(model) == {"model.safetensors": "new", "tokenizer.json": "old", "NOTES.md": "old"}
     assert os.listdir(tmp_path) == ["model"]
