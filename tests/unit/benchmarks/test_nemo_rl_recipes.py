@@ -66,7 +66,7 @@ def test_the_page_has_the_tables_of_its_result():
     assert max(row["seconds"] for row in result["rows"]) < 1
     refused = [row for row in result["rows"] if row["megatron_policy"] and not row["loads"]]
     unknown = [row["recipe"] for row in refused if "unknown key" in row["why"]]
-    assert len(unknown) == 2, unknown  # of one key NeMo-RL reads nothing, either; the other recipe is of NeMo Gym
-    assert "42 of 168. 43 recipes ask only for features that this package has; 42 of these load. 32 of" in " ".join(
+    assert len(unknown) == 1, unknown  # a recipe of NeMo Gym
+    assert "43 of 168. 43 recipes ask only for features that this package has; 43 of these load. 32 of" in " ".join(
         PAGE.read_text().split()
     )
