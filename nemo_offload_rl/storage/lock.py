@@ -34,6 +34,8 @@ _SILENT_S = 60.0
 _POLL_S = 0.1
 # Time within which a process has signed the file after it has made it, or has seen its owner silent; above _POLL_S.
 _SIGNED_S = 0.5
+# Time within which a process that holds the flock has signed, on a busy machine too; it is waited for only to name it.
+_NAMED_S = 5.0
 
 
 class LockedError(ValueError):
@@ -189,7 +191,8 @@ class FolderLock:
 
     def _signed_by(self, *, is_alive: bool = False) -> Owner | None:
         """Waits for the file's signature, if `is_alive` that of a process which exists; returns None without one."""
-        deadline, kernel = time.monotonic() + _SIGNED_S, Owner.this_process().kernel
+        deadline = time.monotonic() + (_NAMED_S if is_alive else _SIGNED_S)
+        kernel = Owner.this_process().kernel
         while True:
             owner = self._look()[-1]
             has_ended = owner is not None and owner.kernel == kernel and not Path(f"/proc/{owner.pid}").exists()

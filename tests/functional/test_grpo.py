@@ -68,7 +68,7 @@ def test_a_checkpoint_exports_to_a_folder_that_transformers_loads(grpo_run, tmp_
     # As in a checkpoint of a model whose folder has this file.
     (checkpoint / "policy/hf_config/generation_config.json").write_text('{"eos_token_id": [12, 13]}')
     arguments = [forked_python(), "-m", "nemo_offload_rl.cli", "export", checkpoint, tmp_path / "hf"]
-    done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"wrote {tmp_path / 'hf'}\n", "")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -92,7 +92,7 @@ def test_a_reward_that_is_no_number_ends_the_run_with_one_sentence(tmp_path):
 def test_a_wrong_recipe_ends_with_status_2_and_no_traceback(tmp_path):
     overrides = ["grpo.num_prompts_per_step=0", "policy.precison=float32"]
     started = command("run_grpo.py", tmp_path, overrides)
-    done = subprocess.run(started, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(started, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     output = done.stdout + done.stderr
     assert done.returncode == 2
     assert "Traceback" not in output

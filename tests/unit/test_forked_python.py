@@ -33,7 +33,7 @@ def test_a_module_has_arguments_streams_folder_environment_and_status_of_its_own
         input="to stdin",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == status
@@ -56,7 +56,7 @@ def test_a_worker_of_ray_is_forked_with_its_variables_and_by_ray_where_it_asks_f
         [forked_python(), rays_own, tmp_path / "default_worker.py", *options],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert done.stdout == ("started by Ray\n" if asked else "['--node=a'] yes True\n")
@@ -64,5 +64,5 @@ def test_a_worker_of_ray_is_forked_with_its_variables_and_by_ray_where_it_asks_f
 
 def test_code_is_run_by_python_itself():
     code = "import sys; print(sys.executable)"
-    done = subprocess.run([forked_python(), "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([forked_python(), "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == sys.executable

@@ -127,7 +127,7 @@ def test_a_missing_wait_would_show(make_worker, monkeypatch, plain_bf16):
 
     def map_behind_the_step(self: HostRange, index: int) -> None:
         if self.tensor.data_ptr() in moments:
-            assert stepped.wait(timeout=60)
+            assert stepped.wait(timeout=300)
         map_chunk(self, index)
 
     monkeypatch.setattr(HostRange, "map", map_behind_the_step)

@@ -174,7 +174,7 @@ def in_a_process(code: str, *arguments: str) -> dict:
         logging.basicConfig(stream=log, format="%(levelname)s %(message)s")
     """
     source = "\n".join(map(textwrap.dedent, (preamble, code, "print(json.dumps({**result, 'log': log.getvalue()}))")))
-    done = subprocess.run([sys.executable, "-c", source, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", source, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

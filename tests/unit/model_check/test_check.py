@@ -123,7 +123,7 @@ def test_the_process_ends_with_the_one_that_started_it():
         assert starter.stdout is not None
         checking = psutil.Process(int(starter.stdout.readline()))
         os.kill(starter.pid, signal.SIGKILL)
-        checking.wait(timeout=120)  # it looks for its starter once it runs
+        checking.wait(timeout=300)  # it looks for its starter once it runs
 
 
 def checked_worker(policy):

@@ -72,7 +72,7 @@ except ValueError as error:
 
 def _run(script: str) -> str:
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False, start_new_session=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False, start_new_session=True
     )
     assert run.returncode == 0, run.stderr
     return run.stdout

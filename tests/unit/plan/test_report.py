@@ -205,6 +205,6 @@ def test_a_model_folder_is_read(tmp_path, capsys):
 
 def test_it_runs_as_a_command_with_nothing_to_complain_of():
     command = [forked_python(), "-m", "nemo_offload_rl.cli", "plan", str(CONFIGS / "sft_tiny_cpu.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "logprob to train" in done.stdout
