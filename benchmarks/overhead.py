@@ -41,7 +41,7 @@ WARM_UP_STEPS = 3
 WHOLE_STEP = "whole step"
 # The framework's names for the passes that both sides have.
 PASSES = {
-    "generation": "generation",
+    "sampling": "generation",
     "rewards": "rewards and advantages",
     "logprobs": "log-probs",
     "training": "training",

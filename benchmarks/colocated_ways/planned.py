@@ -11,7 +11,7 @@ from nemo_offload_rl.run.preflight import check_sizes
 
 _TIMED = {
     "refit": Phase.REFIT,
-    "generation": Phase.GENERATE,
+    "sampling": Phase.GENERATE,
     "logprobs": Phase.LOGPROB,
     "reference_logprobs": Phase.LOGPROB,
     "training": Phase.TRAIN,

@@ -122,7 +122,7 @@ class RolloutMaker:
         prompts = [prompt for prompt in self.prompt_format.prompts(problems) for _ in range(num_generations)]
         prompt_ids = [prompt.prompt_ids for prompt in prompts]
         sample_ids = _next_sample_ids(prompt_ids, num_sampled)
-        with timer.phase("generation"):
+        with timer.phase("sampling"):
             output = self.generation.generate(GenerationRequest(prompt_ids, sample_ids, step, sampling))
         on_answers()
         with timer.phase("rewards"):

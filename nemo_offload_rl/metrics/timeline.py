@@ -26,7 +26,7 @@ _ENTERED_IN = {"refit": ("refit",), "generate": ("refit",), "logprob": ("logprob
 # Metric with the peak GPU memory of a phase's last call, named after the worker's method.
 _PEAKS = {
     "refit": "performance/memory/policy/gpu_peak_refit_gib",
-    "generation": "performance/memory/generation/gpu_peak_allocated_gib",
+    "sampling": "performance/memory/generation/gpu_peak_allocated_gib",
     "logprobs": "performance/memory/policy/gpu_peak_logprobs_gib",
     "reference_logprobs": "performance/memory/policy/gpu_peak_logprobs_gib",
     "training": "performance/memory/policy/gpu_peak_train_gib",
@@ -59,7 +59,7 @@ def typical_step(rows: Sequence[MetricRow]) -> MetricRow | None:
 def phase_bars(row: MetricRow) -> list[Bar]:
     """Returns a step's phases one after the other, in the order in which they first ended; then the time outside them.
 
-    A phase that is entered several times, such as `generation` with dynamic sampling, is one bar.
+    A phase that is entered several times, such as `sampling` with dynamic sampling, is one bar.
     """
     phases = phase_seconds(row)
     whole = phases.pop(STEP_SECONDS, sum(phases.values()))
@@ -191,7 +191,7 @@ def _draw_memory(axes: Axes, memory: Sequence[tuple[Bar, float]]) -> None:
             color=INK,
         )
     axes.set_ylim(0, 1.2 * largest)
-    _style(axes, "Peak of GPU memory in each phase, GiB of the fullest rank, or engine in generation")
+    _style(axes, "Peak of GPU memory in each phase, GiB of the fullest rank, or engine in sampling")
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
 
 

@@ -239,7 +239,7 @@ def test_a_step_calls_the_verbs_in_order_and_times_them():
     assert not setting.generation.awake
     assert list(timer.seconds()) == [
         "refit",
-        "generation",
+        "sampling",
         "rewards",
         "finish_generation",
         "logprobs",

@@ -456,7 +456,7 @@ def test_steps_count_from_the_second_on_in_tokens_per_second_and_in_the_longest_
     generation = SimpleNamespace(generate=generate)
 
     def step(number, timer):
-        with timer.phase("generation"):
+        with timer.phase("sampling"):
             for of_answers in lengths[number]:
                 generation.generate(of_answers)
         return {
@@ -633,8 +633,8 @@ def test_deterministic_kernels_take_short_packed_rows_in_training():
 def test_the_plan_of_the_full_recipe_names_every_phase():
     recipe = config.load(RECIPES["full"], overrides(OURS, ARGUMENTS)).config
     planned = planned_gib(recipe, 140 * 2**30)
-    assert set(planned) == {"refit", "generation", "logprobs", "reference_logprobs", "training"}
-    assert 30 < planned["generation"] < 0.6 * 140  # a KV cache for 1024 sequences of 512 tokens, 20 GiB of state
-    assert planned["generation"] < planned["refit"] < 140
+    assert set(planned) == {"refit", "sampling", "logprobs", "reference_logprobs", "training"}
+    assert 30 < planned["sampling"] < 0.6 * 140  # a KV cache for 1024 sequences of 512 tokens, 20 GiB of state
+    assert planned["sampling"] < planned["refit"] < 140
     assert planned_gib(recipe, 24 * 2**30)["refit"] < 24  # not enough for both at once
     assert 140 > planned["training"] > planned["logprobs"] > 25  # rows of 16,384 tokens beside 20 GiB of state

@@ -17,11 +17,11 @@ def test_metrics_of_a_step_are_one_object_on_disk_at_once(tmp_path):
     logger = RunLogger(tmp_path / "run", tensorboard=False)
     logger.log(0, {"validation/accuracy": 0.25})
     logger.log(1, {"train/reward": 0.5, "train/num_tokens": 12})
-    logger.log(1, {"timing/train/generation": 1.5, "train/reward": 0.75})
+    logger.log(1, {"timing/train/sampling": 1.5, "train/reward": 0.75})
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()  # before close
     assert [json.loads(line) for line in lines] == [
         {"step": 0, "validation/accuracy": 0.25},
-        {"step": 1, "train/reward": 0.75, "train/num_tokens": 12, "timing/train/generation": 1.5},
+        {"step": 1, "train/reward": 0.75, "train/num_tokens": 12, "timing/train/sampling": 1.5},
     ]
     logger.close()
 

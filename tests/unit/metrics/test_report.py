@@ -19,10 +19,10 @@ def row_of(table_text: str, phase: str) -> list[str]:
 
 ROWS = [
     {"step": 0, "validation/accuracy": 0.4, "timing/train/validation": 2.0},
-    {"step": 1, "timing/train/generation": 1.0, "timing/train/training": 0.5, "timing/train/total_step_time": 2.0},
+    {"step": 1, "timing/train/sampling": 1.0, "timing/train/training": 0.5, "timing/train/total_step_time": 2.0},
     {
         "step": 2,
-        "timing/train/generation": 2.0,
+        "timing/train/sampling": 2.0,
         "timing/train/training": 0.5,
         "timing/train/refit": 1.0,
         "timing/train/total_step_time": 6.0,
@@ -32,7 +32,7 @@ ROWS = [
 
 def test_phase_table_sums_calls_and_shares_of_the_whole_time():
     text = shown(phase_table(ROWS))
-    assert row_of(text, "generation") == ["generation", "2", "3.00", "1.500", "30.0%"]
+    assert row_of(text, "sampling") == ["sampling", "2", "3.00", "1.500", "30.0%"]
     assert row_of(text, "training") == ["training", "2", "1.00", "0.500", "10.0%"]
     assert row_of(text, "refit") == ["refit", "1", "1.00", "1.000", "10.0%"]
     assert row_of(text, "outside the phases") == ["outside the phases", "2", "3.00", "1.500", "30.0%"]
@@ -52,14 +52,14 @@ def test_progress_is_one_line_a_step_where_there_is_no_terminal():
         progress.update(1, {"train/reward": 0.5, "validation/accuracy": 0.25, "performance/tokens_per_sec": 12345.6})
         progress.update(
             2,
-            {"train/reward": 0.75, "train/kl_penalty": 0.00123, "timing/train/generation": 1.0,
+            {"train/reward": 0.75, "train/kl_penalty": 0.00123, "timing/train/sampling": 1.0,
              "timing/train/total_step_time": 1.5},
         )  # fmt: skip
     lines = console.file.getvalue().splitlines()
     assert lines[0] == "grpo 1/20  reward 0.500  accuracy 0.250  tokens/s 12,346"
     # The last measured accuracy is shown, and the last tokens/s.
     assert lines[1] == (
-        "grpo 2/20  reward 0.750  accuracy 0.250  KL 1.23e-03  tokens/s 12,346  1.50 s (generation 1.00)"
+        "grpo 2/20  reward 0.750  accuracy 0.250  KL 1.23e-03  tokens/s 12,346  1.50 s (sampling 1.00)"
     )
     assert len(lines) == 2
 

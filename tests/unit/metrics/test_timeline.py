@@ -13,7 +13,7 @@ from nemo_offload_rl.metrics.timeline import (
 
 STEP = {
     "timing/train/refit": 1.0,
-    "timing/train/generation": 4.0,
+    "timing/train/sampling": 4.0,
     "timing/train/logprobs": 2.0,
     "timing/train/training": 2.5,
     "timing/train/total_step_time": 10.0,
@@ -36,7 +36,7 @@ def test_phases_follow_one_another_and_fill_the_step():
     bars = phase_bars(STEP)
     assert [(bar.label, bar.start_s, bar.seconds) for bar in bars] == [
         ("refit", 0.0, 1.0),
-        ("generation", 1.0, 4.0),
+        ("sampling", 1.0, 4.0),
         ("logprobs", 5.0, 2.0),
         ("training", 7.0, 2.5),
         (OUTSIDE, 9.5, 0.5),
