@@ -58,9 +58,7 @@ def test_progress_is_one_line_a_step_where_there_is_no_terminal():
     lines = console.file.getvalue().splitlines()
     assert lines[0] == "grpo 1/20  reward 0.500  accuracy 0.250  tokens/s 12,346"
     # The last measured accuracy is shown, and the last tokens/s.
-    assert lines[1] == (
-        "grpo 2/20  reward 0.750  accuracy 0.250  KL 1.23e-03  tokens/s 12,346  1.50 s (sampling 1.00)"
-    )
+    assert lines[1] == ("grpo 2/20  reward 0.750  accuracy 0.250  KL 1.23e-03  tokens/s 12,346  1.50 s (sampling 1.00)")
     assert len(lines) == 2
 
 
