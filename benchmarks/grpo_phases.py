@@ -34,8 +34,7 @@ from nemo_offload_rl import config
 from nemo_offload_rl.algorithms import grpo
 from nemo_offload_rl.metrics.moves import Moves, median_moves, moves_table
 from nemo_offload_rl.placement.cluster import Cluster
-from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
-from nemo_offload_rl.run.resident_state import smallest_gpu_bytes
+from nemo_offload_rl.run.preflight import machine_of, resolve_for
 from nemo_offload_rl.run.setup import with_run_length
 
 RECIPE = Path(__file__).parent / "recipes" / "grpo_1_5B_random.yaml"
@@ -119,8 +118,7 @@ def measure(way: str, arguments: argparse.Namespace, watch: GpuWatch, console: C
     recipe: Any = config.load(arguments.config, overrides).config
     section = recipe["cluster"]
     with Cluster(num_nodes=section["num_nodes"], gpus_per_node=section["gpus_per_node"]) as cluster:
-        recipe, _ = config.for_machine(recipe, has_gpus=cluster.has_gpus)
-        recipe, _ = fitted_to_gpus(recipe, "grpo", smallest_gpu_bytes(cluster))
+        recipe = resolve_for(machine_of(cluster), recipe, "grpo").config
         preparation = grpo.prepare(recipe)
         algorithm: Any = preparation.build(with_run_length(recipe["policy"], arguments.steps), cluster)
         try:

@@ -1,7 +1,6 @@
 """The command-line interface `nemo-offload-rl`."""
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import sys
@@ -204,10 +203,11 @@ def _plan(options: argparse.Namespace) -> None:
     from nemo_offload_rl.memory.units import GIB
     from nemo_offload_rl.plan.activations import limit_where_unknown
     from nemo_offload_rl.plan.architecture import UnknownArchitectureError
+    from nemo_offload_rl.plan.colocation import DECIDED_CELLS, with_resident_state
     from nemo_offload_rl.plan.optimizer_ways import plan_ways
-    from nemo_offload_rl.plan.planner import PlannedRun, make_plan, plan_run
+    from nemo_offload_rl.plan.planner import PlannedRun, Planner, make_plan, plan_run
     from nemo_offload_rl.plan.report import print_plan, print_residency
-    from nemo_offload_rl.plan.resident_state import DECIDED_CELLS, with_resident_state
+    from nemo_offload_rl.plan.resolve import Machine, resolve
 
     earlier = _earlier_steps(options)
     link = _link_bytes_per_s(options, earlier)
@@ -218,7 +218,15 @@ def _plan(options: argparse.Namespace) -> None:
     def planned(of: Mapping[str, Any]) -> PlannedRun:
         return plan_run(of, model, algorithm=validated.algorithm, link_bytes_per_s=link)
 
-    config, notes, rows = _fit_to_gpu(validated, model, planned, gpu_bytes)
+    host = _planned_host(options)
+    hosts = () if options.host_memory is None else (host.memory,) * validated.config["cluster"]["num_nodes"]
+    machine = Machine(has_gpus=True, gpu_bytes=gpu_bytes, hosts=hosts)
+    resolved = resolve(validated.config, machine, model, algorithm=validated.algorithm)
+    config = resolved.config
+    # The plan's tables and alternatives show what would make room.
+    notes = [*resolved.lines, *(str(problem) for problem in resolved.problems)]
+    if notes and gpu_bytes is None:
+        notes.append("--gpu-memory GIB shows the tokens for a GPU of that size")
 
     def written_at(key: str) -> str:
         if key in DECIDED_CELLS and value_at(config, key) != value_at(validated.config, key):
@@ -237,7 +245,7 @@ def _plan(options: argparse.Namespace) -> None:
 
     def plan_with(more: Sequence[str]) -> PlannedRun:
         other = load(options.recipe, [*overrides, *more]).config
-        return planned(with_resident_state(other, planned, gpu_bytes)[0])
+        return planned(with_resident_state(other, Planner(model, validated.algorithm, gpu_bytes))[0])
 
     cpu_speed = _cpu_speed(options, earlier, run)
     print_plan(
@@ -245,56 +253,13 @@ def _plan(options: argparse.Namespace) -> None:
         ways=plan_ways(config["policy"], plan_with, cpu_params_per_s=cpu_speed.params_per_s),
         gpu_bytes=gpu_bytes,
         packing=config["policy"]["sequence_packing"],
-        row_lines=[*notes, *rows],
+        row_lines=notes,
         link_source=_link_source(options, link),
         cpu_speed=cpu_speed,
         written_at=written_at,
-        host=_planned_host(options),
+        host=host,
         as_json=options.json,
     )
-
-
-def _fit_to_gpu(
-    recipe: "ValidatedRecipe",
-    model: Mapping[str, Any],
-    planned: Callable[[Mapping[str, Any]], "PlannedRun"],
-    gpu_bytes: int | None,
-) -> tuple[Mapping[str, Any], list[str], list[str]]:
-    """Decides the settings that the recipe leaves to the size of the GPU.
-
-    Args:
-        recipe: the validated recipe.
-        model: the model's Hugging Face config.
-        planned: returns the plan of a run for a config.
-        gpu_bytes: the GPU's memory in bytes; None if it is unknown.
-
-    Returns:
-        The config; a line for each target that stays on the GPU; and lines about the tokens of packed rows.
-    """
-    from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-    from nemo_offload_rl.plan.resident_state import with_resident_state
-    from nemo_offload_rl.plan.row_tokens import with_row_tokens
-    from nemo_offload_rl.run.awake_engine import with_awake_engine_here
-    from nemo_offload_rl.run.engine_build import with_engine_build
-    from nemo_offload_rl.run.kv_cache import with_kv_cache_bytes
-
-    config: Mapping[str, Any] = recipe.config
-    notes: list[str] = []
-    with contextlib.suppress(UnknownArchitectureError):  # which the caller reports
-        config, notes = with_resident_state(config, planned, gpu_bytes)
-    try:
-        for decide in (with_kv_cache_bytes, with_awake_engine_here, with_engine_build):
-            config, lines = decide(config, recipe.algorithm, gpu_bytes)
-            notes += lines
-    except ValueError as error:  # the plan's tables show what would make room
-        notes.append(str(error))
-    try:
-        config, rows = with_row_tokens(config, model, algorithm=recipe.algorithm, gpu_bytes=gpu_bytes)
-    except ValueError as error:  # the alternatives that `plan` prints show what would make room
-        rows = [str(error)]
-    if (notes or rows) and gpu_bytes is None:
-        rows = [*rows, "--gpu-memory GIB shows the tokens for a GPU of that size"]
-    return config, notes, rows
 
 
 def _check_plan_options(options: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from colocated_ways.comparisons import SLEEP_AND_WAKE_UP, SWITCH_BOTH_WAYS
 from colocated_ways.marks import Mark
 from colocated_ways.measured import Figure
 from colocated_ways.switches import Switch, median_seconds, names_of_spans
-from nemo_offload_rl.run.kv_cache import ARGUMENT
+from nemo_offload_rl.plan.colocation import KV_CACHE_BYTES
 
 _ENGINE_IMPORT = "vllm_import"
 
@@ -83,5 +83,5 @@ def figures_of_policy(policy: Mapping[str, Any]) -> Iterator[Figure]:
         for name in ("train_mb_tokens", "logprob_mb_tokens"):
             yield name, packing[name], "tokens"
     vllm_kwargs = policy["generation"].get("vllm_kwargs") or {}
-    if ARGUMENT in vllm_kwargs:
-        yield ARGUMENT, vllm_kwargs[ARGUMENT], "bytes"
+    if KV_CACHE_BYTES in vllm_kwargs:
+        yield KV_CACHE_BYTES, vllm_kwargs[KV_CACHE_BYTES], "bytes"

@@ -1,13 +1,10 @@
 """Computes the GPU memory that the plan gives each phase of a GRPO step, for comparison with its peak."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.phase_memory import phase_bytes
+from nemo_offload_rl.plan.resolve import Resolved
 from nemo_offload_rl.residency.table import Phase
-from nemo_offload_rl.run.preflight import check_sizes
 
 _TIMED = {
     "refit": Phase.REFIT,
@@ -19,14 +16,14 @@ _TIMED = {
 """The timer's names of what a phase is entered for."""
 
 
-def planned_gib(config: Mapping[str, Any], gpu_bytes: int) -> dict[str, float]:
+def planned_gib(resolved: Resolved, gpu_bytes: int) -> dict[str, float]:
     """Returns GiB by the timer's name of a phase; empty where the plan has no vLLM.
 
     Args:
-        config: the recipe as the run resolves it.
+        resolved: a GRPO recipe as it runs.
         gpu_bytes: memory of the GPU.
     """
-    run = check_sizes(config, "grpo")
+    run, config = resolved.run, resolved.config
     if run is None or run.engine is None:
         return {}
     fields = hf_config(config["policy"]).to_dict()

@@ -24,8 +24,7 @@ from colocated_ways.timeline import median_switch, timelines
 from nemo_offload_rl import config
 from nemo_offload_rl.algorithms import grpo
 from nemo_offload_rl.placement.cluster import Cluster
-from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
-from nemo_offload_rl.run.resident_state import smallest_gpu_bytes
+from nemo_offload_rl.run.preflight import machine_of, resolve_for
 from nemo_offload_rl.run.setup import with_run_length
 
 BENCHMARKS = Path(__file__).parents[1]
@@ -86,10 +85,10 @@ def run_setting(setting: str, arguments: argparse.Namespace) -> Measured:
         with cluster:
             measured.num_gpus = cluster.world_size
             with marks.span(Driver.SIZES):
-                recipe, _ = config.for_machine(recipe, has_gpus=cluster.has_gpus)
-                gpu_bytes = smallest_gpu_bytes(cluster)
-                recipe, notes = fitted_to_gpus(recipe, "grpo", gpu_bytes)
-            print(*notes, sep="\n")
+                machine = machine_of(cluster)
+                resolved = resolve_for(machine, recipe, "grpo")
+                recipe = resolved.config
+            print(*resolved.lines, sep="\n")
             check_engine_sleeps(recipe["policy"], setting, arguments)
             measured.figures += figures_of_policy(recipe["policy"])
             marks.note(Driver.BUILD)
@@ -105,8 +104,8 @@ def run_setting(setting: str, arguments: argparse.Namespace) -> Measured:
                     switch_start_s = time.monotonic()
                     switch_alone(cycles, recipe["policy"], arguments.switches, measured)
                     measured.greedy_ids = cycles.greedy(fitting(_GREEDY, recipe["policy"])).output_ids
-                    if setting != UPSTREAM and gpu_bytes is not None:
-                        for phase, gib in planned_gib(recipe, gpu_bytes).items():
+                    if setting != UPSTREAM and machine.gpu_bytes is not None:
+                        for phase, gib in planned_gib(resolved, machine.gpu_bytes).items():
                             measured.add(f"{phase}: planned GPU memory", gib, "GiB")
             finally:
                 algorithm.shutdown()

@@ -29,7 +29,7 @@ _SHARE_BESIDE_POLICY = 0.001
 def is_built_beside_policy(policy: Mapping[str, Any]) -> bool:
     """Returns whether the engine is built at the same time as the policy, for which the driver found room on the GPU.
 
-    `run.engine_build` decides; a remaining `auto` means that it did not look for room.
+    `plan.colocation` decides; a remaining `auto` means that it did not look for room.
 
     Args:
         policy: The recipe's `policy`, validated, with `backend: vllm`.

@@ -227,7 +227,7 @@ def _init_random_weights(bridge: Any, chunks: list[Any], *, seed: int) -> list[A
 def _device_for_whole_model(hf_config: Any) -> torch.device:
     """Returns the current GPU if the whole model takes at most a quarter of its memory, else the CPU.
 
-    The GPU then holds the whole model beside the rank's part of it, which `plan.engine_build` takes into account.
+    The GPU then holds the whole model beside the rank's part of it, which `plan.colocation` takes into account.
     """
     from transformers import AutoModelForCausalLM
 

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +18,7 @@ import torch
 from ray._common.utils import get_default_ray_temp_dir
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from nemo_offload_rl.placement.local_ray import disconnect_and_kill, handlers_kept, object_store_options
 from nemo_offload_rl.placement.node_watch import NodeLostError, NodeWatch
@@ -148,6 +148,31 @@ class Cluster:
     def node_of(self, bundle: int) -> Node:
         """Returns the node of a bundle, and so of the rank with the same number."""
         return self.nodes[bundle // self.bundles_per_node]
+
+    def on_each_node[Value](self, function: Callable[[], Value]) -> list[Value]:
+        """Calls a function once on each node that has bundles, and returns the results in the order of the bundles.
+
+        Args:
+            function: Importable there; takes no GPU.
+
+        Raises:
+            ValueError: If a node does not answer.
+        """
+        task = ray.remote(function)
+        refs = {
+            node_id: task.options(
+                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+            ).remote()
+            for node_id in self.node_ids
+        }
+        try:
+            values = dict(zip(refs, ray.get(list(refs.values()), timeout=_PLACEMENT_TIMEOUT_S), strict=True))
+        except RayError as error:
+            raise ValueError(
+                f"A node of the Ray cluster did not say how much memory it has: {error}; see `ray status`, and start "
+                "the same command again once all nodes answer."
+            ) from error
+        return [values[node.id] for node in self.nodes]
 
     def wait(self, refs: Sequence[Any], timeout_s: float | None) -> tuple[list[Any], list[Any]]:
         """Waits for one of the references, like `ray.wait`, but returns early, perhaps with none, if a node is lost.

@@ -40,7 +40,7 @@ def stays_awake(policy: Mapping[str, Any]) -> bool:
     """Returns whether vLLM keeps its weights and KV cache on the GPU while the policy computes there.
 
     Args:
-        policy: as in `keeps_generation_weights`, with the decision of `plan.awake_engine` where the recipe leaves it
+        policy: as in `keeps_generation_weights`, with the decision of `plan.colocation` where the recipe leaves it
             open.
     """
     return colocates_vllm(policy) and policy["residency"]["generation_weights"] == "gpu"

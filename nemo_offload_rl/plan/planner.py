@@ -10,9 +10,16 @@ from nemo_offload_rl.config.megatron.device_split import split_devices
 from nemo_offload_rl.plan import checkpoint_snapshot, cpu_optimizer
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import module_bytes, needed_slab_bytes, slab_bytes
+from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.engine_targets import keeps_generation_weights
 from nemo_offload_rl.plan.generation import EngineMemory, engine_memory
-from nemo_offload_rl.plan.host_budget import ACTIVATIONS, GENERATION_WEIGHTS, RankNeed, check_host_budget
+from nemo_offload_rl.plan.host_budget import (
+    ACTIVATIONS,
+    GENERATION_WEIGHTS,
+    HostMemory,
+    RankNeed,
+    check_host_budget,
+)
 from nemo_offload_rl.plan.model_facts import fp32_grad_bytes, shard_facts
 from nemo_offload_rl.plan.plan import (
     TWO_WAY_SHARE,
@@ -92,12 +99,54 @@ class PlannedRun:
     needs: Sequence[RankNeed]
     engine: EngineMemory | None = None
 
+    def check_hosts(self, hosts: Sequence[HostMemory]) -> None:
+        """Checks that hosts have the memory that their ranks need.
+
+        Args:
+            hosts: memory of the hosts, in the order of the ranks; those behind its end are not checked.
+
+        Raises:
+            HostBudgetError: one has too little.
+        """
+        names = dict.fromkeys(need.host for need in self.needs)
+        check_host_budget(self.needs, dict(zip(names, hosts, strict=False)), self.plan.host_memory_limit_bytes)
+
     @property
     def first_host_state_bytes(self) -> int:
         """Bytes of the training state of all ranks of the first host, on GPUs and in host memory."""
         ranks_per_stage = len(self.needs) // len(self.plan.ranks)
         stages = [need.rank // ranks_per_stage for need in self.needs if need.host == self.needs[0].host]
         return sum(sum(self.plan.ranks[stage].target_bytes.values()) for stage in stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """Plans recipes of one model for machines with GPUs of one size.
+
+    Attributes:
+        hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
+        algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
+        gpu_bytes: memory of the smallest GPU; None where that is not known.
+        hosts: memory of the hosts of the policy's ranks, in the order of the ranks; empty to skip their check.
+        has_random_weights: whether each rank initialises the whole model with random weights, since no folder has them.
+    """
+
+    hf_config: Mapping[str, Any]
+    algorithm: str
+    gpu_bytes: int | None
+    hosts: Sequence[HostMemory] = ()
+    has_random_weights: bool = False
+
+    def plan(self, config: Mapping[str, Any]) -> PlannedRun | None:
+        """Returns the plan of a validated recipe; None where the model's sizes are not known.
+
+        Raises:
+            ValueError: as in `plan_run`.
+        """
+        try:
+            return plan_run(config, self.hf_config, algorithm=self.algorithm)
+        except UnknownArchitectureError:
+            return None
 
 
 def plan_run(

@@ -13,9 +13,9 @@ from nemo_offload_rl.memory.units import round_up, show_gib
 from nemo_offload_rl.plan.activation_facts import AUTO, LOGPROB_TOKENS, TRAIN_TOKENS, stated_row_tokens, with_tokens
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, engine_bytes_beside_policy
-from nemo_offload_rl.plan.host_budget import HostBudgetError, HostMemory, check_host_budget
+from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.plan.phase_memory import MARGIN, logprob_bytes, training_bytes
-from nemo_offload_rl.plan.planner import PlannedRun, plan_run
+from nemo_offload_rl.plan.planner import PlannedRun, Planner, plan_run
 from nemo_offload_rl.residency.table import Phase
 
 MOST_TOKENS = 32768
@@ -28,22 +28,12 @@ _SECTION = "policy.sequence_packing"
 _PASSES = {TRAIN_TOKENS: (Phase.TRAIN, "training"), LOGPROB_TOKENS: (Phase.LOGPROB, "log-prob passes")}
 
 
-def with_row_tokens(
-    config: Mapping[str, Any],
-    hf_config: Mapping[str, Any],
-    *,
-    algorithm: str,
-    gpu_bytes: int | None,
-    host: HostMemory | None = None,
-) -> tuple[Mapping[str, Any], list[str]]:
+def with_row_tokens(config: Mapping[str, Any], planner: Planner) -> tuple[Mapping[str, Any], list[str]]:
     """Replaces `auto` in policy.sequence_packing by a number of tokens.
 
     Args:
         config: a validated recipe, resolved for the ranks' machine; not modified.
-        hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
-        algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
-        gpu_bytes: memory of the smallest GPU; None where that is not known.
-        host: memory of the only host, into which offloaded activations have to fit; None to skip that check.
+        planner: plans it; its hosts must have memory for the activations of the rows that are offloaded.
 
     Returns:
         The config with numbers, and a line for the user for each of them; the config itself if rows are not packed or
@@ -56,13 +46,13 @@ def with_row_tokens(
     keys = open_keys(config)
     if not keys:
         return config, []
-    group_size = ALGORITHMS[algorithm].group_size
     try:
-        if gpu_bytes is not None:
-            return _chosen(config, hf_config, algorithm, keys, gpu_bytes, host)
+        if planner.gpu_bytes is not None:
+            return _chosen(config, keys, planner, planner.gpu_bytes)
         unknown = "no GPU's memory is known here"
     except UnknownArchitectureError:
         unknown = "the model's sizes are not known before it is built"
+    group_size = ALGORITHMS[planner.algorithm].group_size
     tokens = {key: stated_row_tokens(config["policy"], key, group_size) for key in keys}
     lines = [
         f"packed rows of {_PASSES[key][1]} have up to {number:,} tokens, max_total_sequence_length times the "
@@ -78,18 +68,25 @@ def open_keys(config: Mapping[str, Any]) -> list[str]:
     return [key for key in _PASSES if packing["enabled"] and key in packing and packing[key] == AUTO]
 
 
+def resolve_auto(config: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of `config` in which the numbers that it leaves open are taken from `resolved`."""
+    packing = resolved["policy"]["sequence_packing"]
+    return with_tokens(config, {key: packing[key] for key in open_keys(config)})
+
+
+def restore_auto(written: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a checkpoint's recipe (may be empty) with `auto` for the numbers that this run's recipe leaves open."""
+    keys = open_keys(config)
+    return with_tokens(written, dict.fromkeys(keys, AUTO)) if keys and written else dict(written)
+
+
 def _chosen(
-    config: Mapping[str, Any],
-    hf_config: Mapping[str, Any],
-    algorithm: str,
-    keys: Sequence[str],
-    gpu_bytes: int,
-    host: HostMemory | None,
+    config: Mapping[str, Any], keys: Sequence[str], planner: Planner, gpu_bytes: int
 ) -> tuple[Mapping[str, Any], list[str]]:
-    limits = _Limits.of(config, ALGORITHMS[algorithm].group_size)
+    limits = _Limits.of(config, ALGORITHMS[planner.algorithm].group_size)
     tokens, lines = dict.fromkeys(keys, limits.least), []
-    run = plan_run(with_tokens(config, tokens), hf_config, algorithm=algorithm)
-    room = _Room(config, hf_config, algorithm, gpu_bytes, host, run)
+    run = plan_run(with_tokens(config, tokens), planner.hf_config, algorithm=planner.algorithm)
+    room = _Room(config, planner, gpu_bytes, run)
     for key in keys:
         tokens[key] = room.most_tokens(key, limits)
         lines.append(room.line(key, tokens[key]))
@@ -136,18 +133,14 @@ class _Room:
 
     Attributes:
         config: the recipe.
-        hf_config: the model's Hugging Face config.
-        algorithm: the recipe's algorithm.
+        planner: plans it.
         gpu_bytes: memory of the smallest GPU.
-        host: memory of the only host; None to skip that check.
         run: the plan with the shortest rows; training state does not depend on the row length.
     """
 
     config: Mapping[str, Any]
-    hf_config: Mapping[str, Any]
-    algorithm: str
+    planner: Planner
     gpu_bytes: int
-    host: HostMemory | None
     run: PlannedRun
 
     def most_tokens(self, key: str, limits: _Limits) -> int:
@@ -186,10 +179,9 @@ class _Room:
         if key != TRAIN_TOKENS or self.run.plan.activations is None:
             return True
         try:
-            longer = plan_run(with_tokens(self.config, {key: tokens}), self.hf_config, algorithm=self.algorithm)
-            if self.host is not None:
-                first = {longer.needs[0].host: self.host}
-                check_host_budget(longer.needs, first, longer.plan.host_memory_limit_bytes)
+            longer = self.planner.plan(with_tokens(self.config, {key: tokens}))
+            assert longer is not None, "the plan of the shortest rows was made"
+            longer.check_hosts(self.planner.hosts)
         except HostBudgetError:
             return False
         return True
@@ -213,4 +205,6 @@ class _Room:
 
     def _pass_bytes(self, key: str, tokens: int) -> tuple[int, ...]:
         pass_bytes = logprob_bytes if key == LOGPROB_TOKENS else training_bytes
-        return pass_bytes(with_tokens(self.config, {key: tokens}), self.hf_config, algorithm=self.algorithm)
+        return pass_bytes(
+            with_tokens(self.config, {key: tokens}), self.planner.hf_config, algorithm=self.planner.algorithm
+        )

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from nemo_offload_rl.config import ValidatedRecipe, for_machine
+from nemo_offload_rl.config import ValidatedRecipe
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.tokenizer import save_tokenizer
 from nemo_offload_rl.metrics.logger import METRICS_FILE, RunLogger, read_metrics
@@ -25,6 +25,8 @@ from nemo_offload_rl.metrics.samples import JudgedAnswer, as_plain_text, samples
 from nemo_offload_rl.metrics.timeline import plot_step
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.gpu_monitor import GpuMetrics, NoGpuMetrics, watch_gpus
+from nemo_offload_rl.plan.resolve import Machine, Resolved
+from nemo_offload_rl.plan.row_tokens import resolve_auto, restore_auto
 from nemo_offload_rl.run.algorithm import Algorithm
 from nemo_offload_rl.run.background_writer import WriteBesideRun
 from nemo_offload_rl.run.checkpoints import (
@@ -45,9 +47,8 @@ from nemo_offload_rl.run.folder import (
     read_recipe,
     write_recipe,
 )
-from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
 from nemo_offload_rl.run.interrupt import Interrupt, Progress
-from nemo_offload_rl.run.resident_state import smallest_gpu_bytes
+from nemo_offload_rl.run.preflight import resolve_for
 from nemo_offload_rl.run.resume import (
     OnDamaged,
     branch_run_folder,
@@ -56,7 +57,6 @@ from nemo_offload_rl.run.resume import (
     run_folder_of,
     warn_without_manifest,
 )
-from nemo_offload_rl.run.row_tokens import as_left_open, with_numbers_of
 from nemo_offload_rl.run.setup import Preparation, with_run_length
 from nemo_offload_rl.run.train_loop import Run, StopReason, TimeLimit
 from nemo_offload_rl.storage.checksum import FileSum
@@ -102,9 +102,10 @@ class Job:
 
     Attributes:
         algorithm: a key of `ALGORITHMS`.
-        config: the resolved recipe.
+        config: the validated recipe.
         notes: lines about the recipe for the user.
         preparation: the algorithm's preparation.
+        resolved: the recipe as it runs on the machine; None until `for_machine`.
         when_built: called once the policy has been built, and so has read the model.
     """
 
@@ -112,6 +113,7 @@ class Job:
     config: dict[str, Any]
     notes: list[str]
     preparation: Preparation
+    resolved: Resolved | None = None
     when_built: Callable[[], None] = lambda: None
 
     @classmethod
@@ -128,8 +130,17 @@ class Job:
 
     def starting_from(self, model: Path, when_built: Callable[[], None]) -> Job:
         """Returns the same job with a Hugging Face folder's weights; it calls `when_built` once they have been read."""
-        policy = self.config["policy"] | {"model_name": str(model), "hf_config": None}
-        return replace(self, config=self.config | {"policy": policy}, when_built=when_built)
+
+        def with_model(config: Any) -> dict[str, Any]:
+            return {**config, "policy": {**config["policy"], "model_name": str(model), "hf_config": None}}
+
+        assert self.resolved is not None, "the machine is known before anything runs"
+        resolved = replace(self.resolved, config=with_model(self.resolved.config))
+        return replace(self, config=with_model(self.config), resolved=resolved, when_built=when_built)
+
+    def for_machine(self, machine: Machine) -> Job:
+        """Returns the same job, resolved for a machine; raises the errors of `preflight.resolve_for`."""
+        return replace(self, resolved=resolve_for(machine, self.config, self.algorithm))
 
     def check_checkpoint(self, console: Console) -> None:
         """Checks the checkpoint to resume from, as far as the driver alone can, and the lock on its run folder.
@@ -160,7 +171,7 @@ class Job:
             run_dir = new_run_folder(log_dir)
         else:
             run_dir = run_folder_of(newest, self.config) or branch_run_folder(newest, log_dir, say)
-            changed = changed_keys(as_left_open(read_recipe(newest) or {}, self.config), self.config)
+            changed = changed_keys(restore_auto(read_recipe(newest) or {}, self.config), self.config)
             suffix = f", with other values than before: {', '.join(changed)}" if changed else ""
             say(f"Resuming from {newest}{suffix}.")
         ending = self.run_in(run_dir, session, checkpoints, newest)
@@ -189,20 +200,18 @@ class Job:
         with ExitStack() as stack:
             stack.enter_context(lock_run_folder(run_dir, session.console))
             stack.enter_context(logged_to(run_dir, session.console))
-            config, adaptations = for_machine(self.config, has_gpus=session.cluster.has_gpus)
-            gpu_bytes = smallest_gpu_bytes(session.cluster)
-            config, decided = fitted_to_gpus(config, self.algorithm, gpu_bytes)
-            for note in [*self.notes, *adaptations, *decided]:
+            assert self.resolved is not None, "the machine is known before anything runs"
+            for note in [*self.notes, *self.resolved.lines]:
                 _say(session.console, note, style="dim")
-            policy = with_run_length(config["policy"], self.preparation.schedule.num_steps)
+            policy = with_run_length(self.resolved.config["policy"], self.preparation.schedule.num_steps)
             session.interrupt.check()
             algorithm = self.preparation.build(policy, session.cluster)
             # After an immediate stop the workers may be in the middle of a step, so the cluster kills them.
             stack.callback(lambda: None if session.interrupt.stopped else algorithm.shutdown())
             self.when_built()
-            gpus = _gpu_metrics(config["logger"], session.cluster)
+            gpus = _gpu_metrics(self.resolved.config["logger"], session.cluster)
             stack.callback(gpus.close)
-            job = replace(self, config=with_numbers_of(config, self.config))  # checkpoints save this config
+            job = replace(self, config=resolve_auto(self.config, self.resolved.config))  # checkpoints save this config
             ending = job._train(algorithm, run_dir, session, checkpoints, newest, gpus)
             logger.info("%s ends: %s", self.algorithm, ending.reason.value)
             if ending.reason is not StopReason.INTERRUPTED:

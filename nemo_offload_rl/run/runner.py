@@ -132,8 +132,8 @@ def _attempt(
 
     with ExitStack() as stack:
         try:
-            jobs = [one for one in (warm_start, job) if one is not None]
-            cluster = stack.enter_context(_start_cluster(jobs, restarts))
+            jobs: Sequence[Job] = [one for one in (warm_start, job) if one is not None]
+            cluster, jobs = stack.enter_context(_start_cluster(jobs, restarts))
         # Memory does not suffice, RAY_ADDRESS cannot be used, or there are fewer GPUs or nodes than asked for.
         except ValueError as error:
             _print_error(errors, error)
@@ -143,6 +143,8 @@ def _attempt(
             return EXIT_FAILED
         stack.callback(interrupt.close)
         try:
+            *before, job = jobs
+            warm_start = before[0] if before else None
             ending = _run_jobs(job, warm_start, release_warm_start, Session(cluster, interrupt, console, limit))
         # The run folder is locked; the checkpoint cannot be used; the disk is full; a row, or a reward, cannot be used.
         except (LockedError, CheckpointError, DiskFullError, DataError, RewardError) as error:
@@ -219,28 +221,27 @@ def _prepare(recipe: ValidatedRecipe) -> tuple[Job, Job | None]:
 
 
 @contextmanager
-def _start_cluster(jobs: Sequence[Job], restarts: Restarts) -> Iterator[Cluster]:
-    """Starts or joins the cluster of the last job, and checks that all jobs fit.
+def _start_cluster(jobs: Sequence[Job], restarts: Restarts) -> Iterator[tuple[Cluster, Sequence[Job]]]:
+    """Starts or joins the cluster of the last job, and resolves all jobs for it.
 
-    It checks before Ray starts on this machine; in a joined cluster, whose GPUs are not known before, it checks after.
+    It resolves them before Ray starts on this machine; for a joined cluster, whose nodes are not known before, after.
 
     Args:
         jobs: the jobs to run.
         restarts: the command's restarts; a restart waits for the replacement of lost nodes, and stays on GPUs.
     """
-    import torch
-
-    from nemo_offload_rl.config import for_machine
     from nemo_offload_rl.config.megatron.device_split import split_devices
     from nemo_offload_rl.placement.cluster import Cluster, starts_ray_here
-    from nemo_offload_rl.run.preflight import check_before_start, check_sizes
+    from nemo_offload_rl.run.preflight import check_environment, machine_here, machine_of
     from nemo_offload_rl.run.restarts import NODE_REPLACEMENT_S
 
     starts_here = starts_ray_here()
     if starts_here:
-        has_gpus = torch.cuda.device_count() > 0
+        here = machine_here()
+        jobs = [job.for_machine(here) for job in jobs]
         for job in jobs:
-            check_before_start(for_machine(job.config, has_gpus=has_gpus)[0], job.algorithm)
+            assert job.resolved is not None
+            check_environment(job.resolved.config["policy"])
     section = jobs[-1].config["cluster"]
     low, high = section.get("master_port_range_low"), section.get("master_port_range_high")
     with Cluster(
@@ -254,9 +255,9 @@ def _start_cluster(jobs: Sequence[Job], restarts: Restarts) -> Iterator[Cluster]
     ) as cluster:
         restarts.need_gpus = cluster.has_gpus
         if not starts_here:
-            for job in jobs:
-                check_sizes(for_machine(job.config, has_gpus=cluster.has_gpus)[0], job.algorithm)
-        yield cluster
+            joined = machine_of(cluster)
+            jobs = [job.for_machine(joined) for job in jobs]
+        yield cluster, jobs
 
 
 def _run_jobs(job: Job, warm_start: Job | None, release_warm_start: Callable[[], None], session: Session) -> Ending:

@@ -31,6 +31,7 @@ from colocated_ways.upstream_state import UpstreamEngine
 from gpu_watch import GpuWatch
 from ports import free_port
 from ray.exceptions import ActorDiedError, RayTaskError
+from support.machine import planner_of, resolved_for
 from support.tiny_megatron import one_rank, tiny_megatron
 
 from nemo_offload_rl import config
@@ -39,8 +40,8 @@ from nemo_offload_rl.data.sequences import response_batch
 from nemo_offload_rl.generation.interface import GenerationError, GenerationOutput
 from nemo_offload_rl.placement.local_ray import handlers_kept
 from nemo_offload_rl.plan.plan import settings
+from nemo_offload_rl.plan.resolve import Resolved
 from nemo_offload_rl.residency.table import Phase
-from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
 from nemo_offload_rl.run.setup import with_run_length
 from nemo_offload_rl.worker.errors import WorkerError
 
@@ -406,7 +407,7 @@ def test_runs_without_switches_are_compared_by_what_they_computed():
 def resolved_policy(setting, gpu_gib, *added, **changed):
     arguments = SimpleNamespace(**vars(ARGUMENTS) | changed)
     recipe = config.load(RECIPES["full"], [*overrides(setting, arguments), *added]).config
-    return fitted_to_gpus(recipe, "grpo", gpu_gib * 2**30)[0]["policy"]
+    return resolved_for(recipe, gpu_gib).config["policy"]
 
 
 def test_the_engine_of_ours_stays_awake_where_there_is_room_and_sleeps_in_all_else():
@@ -632,9 +633,10 @@ def test_deterministic_kernels_take_short_packed_rows_in_training():
 
 def test_the_plan_of_the_full_recipe_names_every_phase():
     recipe = config.load(RECIPES["full"], overrides(OURS, ARGUMENTS)).config
-    planned = planned_gib(recipe, 140 * 2**30)
+    resolved = Resolved(recipe, planner_of(recipe, None).plan(recipe))
+    planned = planned_gib(resolved, 140 * 2**30)
     assert set(planned) == {"refit", "sampling", "logprobs", "reference_logprobs", "training"}
     assert 30 < planned["sampling"] < 0.6 * 140  # a KV cache for 1024 sequences of 512 tokens, 20 GiB of state
     assert planned["sampling"] < planned["refit"] < 140
-    assert planned_gib(recipe, 24 * 2**30)["refit"] < 24  # not enough for both at once
+    assert planned_gib(resolved, 24 * 2**30)["refit"] < 24  # not enough for both at once
     assert 140 > planned["training"] > planned["logprobs"] > 25  # rows of 16,384 tokens beside 20 GiB of state

@@ -9,7 +9,9 @@ import pytest
 import ray
 
 from nemo_offload_rl.placement.cluster import Cluster, available_threads, num_cpus_of_ray
+from nemo_offload_rl.placement.machine import host_facts
 from nemo_offload_rl.placement.nodes import require_gpus, require_no_segments, require_one_node
+from nemo_offload_rl.run.preflight import node_facts
 
 # Each of these tests starts its own Ray, so each runs in its own process.
 START_AND_STOP = """
@@ -127,6 +129,9 @@ def test_what_a_joined_cluster_lacks_is_said_before_anything_is_reserved(ray_clu
         assert cluster.node_of(0) == cluster.node_of(1)
         assert cluster.node_name(1) is None
         assert cluster.loss_of(1, ask=True) is None
+        [(host, _), same] = cluster.on_each_node(node_facts)
+        assert host.total_bytes == host_facts().total_bytes
+        assert same[0] is host  # a node with two groups of ranks is asked once
 
 
 def test_a_restart_without_the_gpus_of_the_first_attempt_does_not_fall_back_to_the_cpu(ray_cluster):

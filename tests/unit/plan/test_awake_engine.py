@@ -3,18 +3,17 @@
 import copy
 
 import pytest
+from support.machine import planner_of, resolved_for
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.awake_engine import check_awake_engine_fits
+from nemo_offload_rl.plan.colocation import check_awake_engine_fits, with_awake_engine
 from nemo_offload_rl.plan.engine_targets import engine_table
 from nemo_offload_rl.plan.generation import free_bytes_for_refit
 from nemo_offload_rl.plan.phase_memory import phase_bytes
 from nemo_offload_rl.plan.planner import plan_run
 from nemo_offload_rl.residency.table import Phase, Target
-from nemo_offload_rl.run.awake_engine import with_awake_engine_here
-from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
 
 RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"
 KEY = "policy.residency.generation_weights"
@@ -32,7 +31,7 @@ def recipe(*overrides):
 def decided(gpu_gib, *overrides):
     config = recipe(*overrides)
     before = copy.deepcopy(config)
-    found, lines = with_awake_engine_here(config, "grpo", gpu_gib and int(gpu_gib * GIB))
+    found, lines = with_awake_engine(config, planner_of(config, gpu_gib))
     assert config == before
     return found["policy"]["residency"]["generation_weights"], lines
 
@@ -83,10 +82,11 @@ def test_what_the_recipe_says_is_left_as_it_is(where):
 
 def test_all_decisions_agree():
     config = load(RECIPE, [VLLM[0], *LONG_ROWS]).config
-    found, lines = fitted_to_gpus(config, "grpo", 139 * GIB)
+    resolved = resolved_for(config, 139)
+    found = resolved.config
     assert found["policy"]["residency"]["generation_weights"] == "gpu"
     assert found["policy"]["generation"]["vllm_cfg"]["build_beside_policy"] is True
-    assert sum("while the policy computes" in line for line in lines) == 1
+    assert sum("while the policy computes" in line for line in resolved.lines) == 1
 
 
 def test_an_awake_engine_is_in_every_phase_of_table_and_plan():
@@ -113,7 +113,7 @@ def test_it_stays_awake_beside_rows_that_are_left_open_if_they_are_no_shorter_fo
     assert decided(80, *RESIDENT, rows) == (None, [])
     assert decided(20, *RESIDENT, rows) == (None, [])  # not even the longest sequence fits
     config = load(RECIPE, [*VLLM, *RESIDENT, rows]).config
-    found, _ = fitted_to_gpus(config, "grpo", 140 * GIB)
+    found = resolved_for(config, 140).config
     assert found["policy"]["residency"]["generation_weights"] == "gpu"
     assert found["policy"]["sequence_packing"]["train_mb_tokens"] == 32768
 
@@ -135,7 +135,7 @@ def test_what_torch_keeps_of_training_counts_beside_a_refit_where_it_stays():
 def test_rows_that_are_left_open_are_shorter_beside_an_engine_that_is_to_stay_awake():
     def tokens(where):
         config = load(RECIPE, [*VLLM, *RESIDENT, f"++{KEY}={where}", "policy.sequence_packing.train_mb_tokens=auto"])
-        return fitted_to_gpus(config.config, "grpo", 80 * GIB)[0]["policy"]["sequence_packing"]["train_mb_tokens"]
+        return resolved_for(config.config, 80).config["policy"]["sequence_packing"]["train_mb_tokens"]
 
     assert 8192 < tokens("gpu") < tokens("discard")
 

@@ -1,13 +1,13 @@
 """Tests that, by the plan, GRPO of 8 B parameters (benchmarks/recipes/grpo_8B_random.yaml) fits a GPU of 78 GiB."""
 
+from support.machine import resolved_for
+
 from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_refit_fits, check_share_beside_policy
 from nemo_offload_rl.plan.phase_memory import phase_bytes
-from nemo_offload_rl.plan.planner import plan_run
 from nemo_offload_rl.residency.table import Phase, Target
-from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
 
 RECIPE = "benchmarks/recipes/grpo_8B_random.yaml"
 GPU = 78 * GIB
@@ -15,9 +15,9 @@ N = 8_190_735_360
 
 
 def planned(*overrides):
-    config, _ = fitted_to_gpus(load(RECIPE, overrides).config, "grpo", GPU)
+    resolved = resolved_for(load(RECIPE, overrides).config, 78)
+    config, run = resolved.config, resolved.run
     fields = hf_config(config["policy"]).to_dict()
-    run = plan_run(config, fields, algorithm="grpo")
     return config, run, phase_bytes(config, fields, run, run.engine, algorithm="grpo", gpu_bytes=GPU)
 
 

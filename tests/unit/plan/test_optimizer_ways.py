@@ -11,7 +11,7 @@ from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
 from nemo_offload_rl.memory.units import GIB, MIB, show_gib
 from nemo_offload_rl.placement.machine import HostFacts
-from nemo_offload_rl.plan.awake_engine import check_awake_engine_fits
+from nemo_offload_rl.plan.colocation import check_awake_engine_fits
 from nemo_offload_rl.plan.generation import check_refit_fits, check_share_beside_policy, engine_bytes_beside_policy
 from nemo_offload_rl.plan.optimizer_ways import (
     CPU_ADAM_PARAMS_PER_S,

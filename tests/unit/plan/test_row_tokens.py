@@ -13,6 +13,7 @@ from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.phase_memory import MARGIN
 from nemo_offload_rl.plan.plan import settings
+from nemo_offload_rl.plan.planner import Planner
 from nemo_offload_rl.plan.row_tokens import MOST_TOKENS, with_row_tokens
 from nemo_offload_rl.plan.training_memory import forward_pass_bytes, training_pass_bytes
 from tests.unit.config.conftest import CONFIGS
@@ -33,9 +34,8 @@ HOST = SimpleNamespace(hostname="here", available_bytes=1 << 38, cgroup_free_byt
 def chosen(gpu_gib, *overrides, recipe=GRPO, model=QWEN2_1_5B, host=None):
     validated = load(recipe, list(overrides))
     before = copy.deepcopy(validated.config)
-    config, lines = with_row_tokens(
-        validated.config, model, algorithm=validated.algorithm, gpu_bytes=gpu_gib and int(gpu_gib * GIB), host=host
-    )
+    planner = Planner(model, validated.algorithm, gpu_gib and int(gpu_gib * GIB), () if host is None else (host,))
+    config, lines = with_row_tokens(validated.config, planner)
     assert validated.config == before
     packing = config["policy"]["sequence_packing"]
     return packing["train_mb_tokens"], packing["logprob_mb_tokens"], lines

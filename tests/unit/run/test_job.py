@@ -25,6 +25,7 @@ from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.metrics.logger import METRICS_FILE
 from nemo_offload_rl.metrics.names import MEASUREMENTS
+from nemo_offload_rl.plan.resolve import Machine
 from nemo_offload_rl.run import job as job_module
 from nemo_offload_rl.run.checkpoints import RunState
 from nemo_offload_rl.run.interrupt import Interrupt, Stopped
@@ -64,7 +65,7 @@ def make_job(folder: Path, *overrides: str) -> Job:
             save_optimizer=True,
         )
 
-    job = Job.prepare(recipe)
+    job = Job.prepare(recipe).for_machine(Machine(has_gpus=False))
     return replace(job, preparation=replace(job.preparation, build=build))
 
 
@@ -160,14 +161,14 @@ def test_a_second_run_goes_on_where_the_first_ended(tmp_path, session):
     assert "with other values than before: sft.max_num_steps, sft.val_at_end." in shown(session)
 
 
-def test_row_tokens_are_chosen_once_told_and_kept_in_checkpoints(tmp_path, monkeypatch):
-    monkeypatch.setattr(job_module, "smallest_gpu_bytes", lambda cluster: 80 << 30)
+def test_row_tokens_are_chosen_once_told_and_kept_in_checkpoints(tmp_path):
     packing, built = "policy.sequence_packing", []
     rows_of = [f"{packing}.enabled=true", f"{packing}.train_mb_tokens=auto"]
 
     def run_on_gpus(num_steps):
         session = replace(make_session(), cluster=SimpleNamespace(has_gpus=True))
         job = make_job(tmp_path, *rows_of, f"sft.max_num_steps={num_steps}", "sft.export_hf=false")
+        job = job.for_machine(Machine(has_gpus=True, gpu_bytes=80 << 30))
         build = job.preparation.build
 
         def recorded(policy, cluster):
@@ -594,7 +595,7 @@ def test_metrics_of_gpus_are_in_the_row_of_their_step(tmp_path, session, monkeyp
     )
     cluster = SimpleNamespace(has_gpus=True, num_nodes=2, node_ids=["a", "b"])
     overrides = ["logger.monitor_gpus=true", "logger.gpu_monitoring.flush_interval=3"]
-    make_job(tmp_path, *overrides).run(replace(session, cluster=cluster))
+    make_job(tmp_path, *overrides).for_machine(Machine(has_gpus=True)).run(replace(session, cluster=cluster))
     assert asked == [(["a", "b"], {"collection_interval_s": 10, "flush_interval_s": 3})]
     lines = (tmp_path / "logs/exp_001/metrics.jsonl").read_text().splitlines()
     powers = [json.loads(line)["performance/gpus/node0/gpu0/power_w"] for line in lines]

@@ -7,16 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 from huggingface_hub import constants
 
-from nemo_offload_rl.config import for_machine, load
+from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement import cluster
 from nemo_offload_rl.plan.host_budget import HostBudgetError
+from nemo_offload_rl.plan.resolve import Machine
 from nemo_offload_rl.run import preflight, runner
-from nemo_offload_rl.run.preflight import check_before_start, check_sizes
+from nemo_offload_rl.run.job import Job
+from nemo_offload_rl.run.preflight import check_environment, machine_here, machine_of, resolve_for
 from nemo_offload_rl.run.restarts import Restarts
 from nemo_offload_rl.run.runner import EXIT_WRONG_RECIPE, run
 
@@ -50,8 +51,7 @@ def check(monkeypatch):
         for name, value in dict(environ).items():
             monkeypatch.setenv(name, value)
         validated = load(recipe, list(overrides))
-        config, _ = for_machine(validated.config, has_gpus=torch.cuda.device_count() > 0)
-        check_before_start(config, validated.algorithm)
+        check_environment(resolve_for(machine_here(), validated.config, validated.algorithm).config["policy"])
 
     return on_a_gpu
 
@@ -126,7 +126,7 @@ def hub_model(tmp_path, monkeypatch):
 def test_a_model_of_the_hub_is_planned_as_one_in_the_recipe(hub_model):
     both = [[], [f"policy.model_name={hub_model}", "policy.hf_config=null"]]
     configs = [load(GRPO_1_5B, overrides).config for overrides in both]
-    in_recipe, of_hub = (check_sizes(config, "grpo") for config in configs)
+    in_recipe, of_hub = (resolve_for(Machine(has_gpus=True), config, "grpo").run for config in configs)
     assert of_hub.plan == in_recipe.plan
     assert of_hub.engine == in_recipe.engine
 
@@ -171,16 +171,20 @@ def test_the_recipes_variables_count_beside_the_shells(check):
 
 
 @pytest.mark.parametrize("has_gpus", [True, False])
-def test_of_a_cluster_that_is_joined_the_sizes_are_checked(monkeypatch, has_gpus):
-    """The cluster's sizes count; its environment is another."""
-    checked = []
+def test_of_a_cluster_that_is_joined_the_nodes_count(monkeypatch, has_gpus):
+    """Its nodes' sizes count; its environment is not this machine's."""
+    host = SimpleNamespace(hostname="there", available_bytes=1 << 40, cgroup_free_bytes=None, memlock_bytes=None)
+    nodes = [(host, [8, 6]), (host, [7])]
     monkeypatch.setattr(cluster, "starts_ray_here", lambda: False)
-    monkeypatch.setattr(cluster, "Cluster", lambda **_: nullcontext(SimpleNamespace(has_gpus=has_gpus)))
-    monkeypatch.setattr(preflight, "check_sizes", lambda *job: checked.append(job))
-    monkeypatch.setattr(preflight, "check_before_start", lambda *_: pytest.fail("Ray is not started here"))
-    jobs = [SimpleNamespace(config=load(TINY, []).config, algorithm=name) for name in ("sft", "grpo")]
-    with runner._start_cluster(jobs, Restarts(0)):
-        assert checked == [(for_machine(job.config, has_gpus=has_gpus)[0], job.algorithm) for job in jobs]
+    joined = SimpleNamespace(has_gpus=has_gpus, on_each_node=lambda function: nodes)
+    monkeypatch.setattr(cluster, "Cluster", lambda **_: nullcontext(joined))
+    monkeypatch.setattr(preflight, "machine_here", lambda: pytest.fail("Ray is not started here"))
+    monkeypatch.setattr(Job, "for_machine", lambda job, machine: machine)
+    job = Job("grpo", load(TINY, []).config, [], None)
+    with runner._start_cluster([job, job], Restarts(0)) as (_, jobs):
+        assert jobs == [Machine(has_gpus, 6 if has_gpus else None, (host, host))] * 2
+    nodes.append((host, [None]))
+    assert machine_of(joined).gpu_bytes is None  # one GPU's memory is not known
 
 
 def test_a_value_that_the_model_cannot_have_is_said():

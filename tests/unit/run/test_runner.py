@@ -2,12 +2,15 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ray.exceptions import ActorDiedError
 
+from nemo_offload_rl.plan.resolve import Resolved
 from nemo_offload_rl.run import runner
+from nemo_offload_rl.run.job import Job
 from nemo_offload_rl.run.runner import EXIT_WRONG_RECIPE, run
 from nemo_offload_rl.run.train_loop import TimeLimit
 from nemo_offload_rl.storage.lock import FolderLock
@@ -166,7 +169,7 @@ def test_a_restart_needs_gpus_if_the_first_attempt_had_them(monkeypatch):
         raise WorkerError(0, "train", ActorDiedError(), "")
 
     monkeypatch.setattr("nemo_offload_rl.placement.cluster.Cluster", FakeCluster)
-    monkeypatch.setattr("nemo_offload_rl.run.preflight.check_before_start", lambda *arguments: None)
+    monkeypatch.setattr(Job, "for_machine", lambda job, machine: replace(job, resolved=Resolved(job.config, None)))
     monkeypatch.setattr(runner, "_run_jobs", lose_a_worker)
     with pytest.raises(WorkerError):
         run(CONFIGS / "sft_tiny_cpu.yaml", ["+cluster.max_restarts=1", "checkpointing.enabled=true"], "sft")

@@ -1,16 +1,14 @@
 """Tests which parameters and optimizer state stay on the GPU beside vLLM."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
+from support.machine import planner_of
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.plan.colocation import with_resident_state
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.residency.table import Phase, Placement, Target
-from nemo_offload_rl.run import resident_state
-from nemo_offload_rl.run.resident_state import smallest_gpu_bytes, with_resident_state_here
 
 RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"  # 2.88 GiB of parameters
 
@@ -18,7 +16,7 @@ RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"  # 2.88 GiB of parameters
 def where_params_are(gpu_gib, *overrides, backend="vllm"):
     config = load(RECIPE, [f"policy.generation.backend={backend}", *overrides]).config
     before = copy.deepcopy(config)
-    found, lines = with_resident_state_here(config, "grpo", gpu_gib and int(gpu_gib * GIB))
+    found, lines = with_resident_state(config, planner_of(config, gpu_gib))
     assert config == before
     return settings(found["policy"]).table[Phase.GENERATE][Target.PARAMS], lines
 
@@ -43,7 +41,7 @@ AUTO_STATE = "++policy.residency.table.generate.optimizer_state=auto"
 def where_state_is(gpu_gib, *overrides):
     config = load(RECIPE, ["policy.generation.backend=vllm", *overrides]).config
     before = copy.deepcopy(config)
-    found, lines = with_resident_state_here(config, "grpo", int(gpu_gib * GIB))
+    found, lines = with_resident_state(config, planner_of(config, gpu_gib))
     assert config == before
     table = settings(found["policy"]).table
     return table[Phase.REFIT][Target.OPTIMIZER_STATE], table[Phase.GENERATE][Target.OPTIMIZER_STATE], lines[1:]
@@ -83,20 +81,3 @@ def test_a_refit_must_find_room_beside_what_stays():
 )
 def test_they_leave_otherwise(gpu_gib, overrides, backend):
     assert where_params_are(gpu_gib, *overrides, backend=backend) == (Placement.HOST, [])
-
-
-def test_the_smallest_gpu_counts_where_all_ranks_are_on_this_machine(monkeypatch):
-    gpus = [SimpleNamespace(total_bytes=8), SimpleNamespace(total_bytes=6)]
-    monkeypatch.setattr(resident_state, "gpu_facts", lambda: gpus)
-    monkeypatch.setattr(resident_state.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
-
-    def smallest(has_gpus=True, num_nodes=1, address="10.0.0.1"):
-        nodes = [SimpleNamespace(address=address)] * num_nodes
-        return smallest_gpu_bytes(SimpleNamespace(has_gpus=has_gpus, num_nodes=num_nodes, nodes=nodes))
-
-    assert smallest() == 6
-    assert smallest(num_nodes=2) is None
-    assert smallest(has_gpus=False) is None
-    assert smallest(address="10.0.0.2") is None  # the one node of a Ray cluster that the driver is not on
-    gpus.append(SimpleNamespace(total_bytes=None))
-    assert smallest() is None

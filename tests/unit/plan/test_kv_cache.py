@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.machine import planner_of
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.generation.vllm_arguments import engine_arguments
 from nemo_offload_rl.generation.vllm_backend import explain_kv_cache_oom
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.run.kv_cache import with_kv_cache_bytes
+from nemo_offload_rl.plan.colocation import with_kv_cache_bytes
 
 RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"
 
@@ -18,7 +19,7 @@ RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"
 def given(gpu_gib, *overrides, backend="vllm"):
     config = load(RECIPE, [f"policy.generation.backend={backend}", *overrides]).config
     before = copy.deepcopy(config)
-    found, lines = with_kv_cache_bytes(config, "grpo", gpu_gib and int(gpu_gib * GIB))
+    found, lines = with_kv_cache_bytes(config, planner_of(config, gpu_gib))
     assert config == before
     return found["policy"], lines
 

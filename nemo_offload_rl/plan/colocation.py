@@ -1,0 +1,357 @@
+"""Decides what the policy and a vLLM engine keep on the GPU that they share, where the recipe leaves that open.
+
+In order: training state that stays on the GPU during generation, the size of vLLM's KV cache, an engine that stays
+awake while the policy computes, and a policy that is built at the same time as the engine. Each saves a move or a wait
+where both fit.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_offload_rl.config.rules.residency import AUTO, TABLE
+from nemo_offload_rl.memory.units import GIB, show_gib
+from nemo_offload_rl.plan.architecture import UnknownArchitectureError
+from nemo_offload_rl.plan.engine_targets import GENERATION_WEIGHTS_KEY, colocates_vllm
+from nemo_offload_rl.plan.generation import (
+    POLICY_OVERHEAD_BYTES,
+    EngineMemory,
+    check_longest_sequence_fits,
+    kept_in_refit,
+    refit_fits,
+    share_beside_policy,
+)
+from nemo_offload_rl.plan.phase_memory import phase_bytes
+from nemo_offload_rl.plan.plan import OffloadPlan
+from nemo_offload_rl.plan.planner import PlannedRun, Planner
+from nemo_offload_rl.plan.row_tokens import open_keys, with_row_tokens
+from nemo_offload_rl.residency.table import Phase, Placement, Target
+
+PARAMS_CELL = f"{TABLE}.{Phase.GENERATE}.{Target.PARAMS}"
+STATE_CELL = f"{TABLE}.{Phase.GENERATE}.{Target.OPTIMIZER_STATE}"
+DECIDED_CELLS = (PARAMS_CELL, STATE_CELL, f"{TABLE}.{Phase.REFIT}.{Target.OPTIMIZER_STATE}")
+"""Paths, in a recipe, of the cells that are decided here."""
+
+KV_CACHE_BYTES = "kv_cache_memory_bytes"
+"""vLLM's argument for the size of its KV cache."""
+
+_BUILD = "build_beside_policy"
+
+# GPU memory of the process that compares the model with transformers while rank 0 is built: a CUDA context and two
+# small models.
+_MODEL_CHECK_BYTES = GIB
+# A whole model of random weights takes at most the GPU's memory divided by this, on each rank (`mcore.build`).
+_WHOLE_MODELS_PER_GPU = 4
+
+_Config = Mapping[str, Any]
+
+
+def with_resident_state(config: _Config, planner: Planner) -> tuple[_Config, list[str]]:
+    """Decides where parameters and optimizer state are during generation, where the recipe leaves that open.
+
+    Parameters stay on the GPU if their cell is absent or auto, and they fit. If parameters did not fit, optimizer state
+    is not considered. Otherwise it stays on the GPU if it fits and the recipe leaves it open: its cell is auto, or the
+    recipe sets neither the cell nor offload_optimizer_for_refit and does not move parameters.
+
+    Args:
+        config: a validated recipe, resolved for the ranks' machine; not modified.
+        planner: plans it.
+
+    Returns:
+        The config, and a line for each target that stays on the GPU.
+
+    Raises:
+        HostBudgetError: a rank needs more host memory than the recipe's limit.
+    """
+    policy, gpu_bytes = config["policy"], planner.gpu_bytes
+    if not colocates_vllm(policy) or gpu_bytes is None:  # with vLLM on other GPUs, nothing needs to move
+        return config, []
+    lines = []
+    if _cell(policy, Phase.GENERATE, Target.PARAMS) in (None, AUTO):
+        resident = _with_cells(config, (Phase.GENERATE,), Target.PARAMS, "gpu")
+        planned = planner.plan(resident)
+        if planned is None or not _fits(planned, gpu_bytes):
+            return config, []
+        config = resident
+        lines.append(_line("parameters", Target.PARAMS, planned, f"{PARAMS_CELL}=host offloads them"))
+    if _leaves_state_to_the_plan(policy):
+        resident = _with_cells(config, (Phase.REFIT, Phase.GENERATE), Target.OPTIMIZER_STATE, "keep")
+        planned = planner.plan(resident)
+        if planned is not None and _has_state(planned) and _fits(planned, gpu_bytes):
+            config = resident
+            lines.append(_line("optimizer state", Target.OPTIMIZER_STATE, planned, f"{STATE_CELL}=host offloads it"))
+    return config, lines
+
+
+def _leaves_state_to_the_plan(policy: Mapping[str, Any]) -> bool:
+    phases = (Phase.REFIT, Phase.GENERATE)
+    if any(_cell(policy, phase, Target.OPTIMIZER_STATE) == AUTO for phase in phases):
+        return True
+    says_where = any(_cell(policy, phase, Target.OPTIMIZER_STATE) for phase in phases)
+    moves_params = _cell(policy, Phase.GENERATE, Target.PARAMS) == Placement.HOST
+    return not says_where and not moves_params and policy["offload_optimizer_for_refit"] is None
+
+
+def _cell(policy: Mapping[str, Any], phase: Phase, target: Target) -> Any:
+    cells = (policy["residency"]["table"] or {}).get(phase) or {}
+    return cells.get(target)
+
+
+def _with_cells(config: _Config, phases: Sequence[Phase], target: Target, cell: str) -> _Config:
+    changed = copy.deepcopy(dict(config))
+    table = changed["policy"]["residency"]["table"] or {}
+    of_phases = {phase.value: {**(table.get(phase) or {}), target.value: cell} for phase in phases}
+    changed["policy"]["residency"]["table"] = {**table, **of_phases}
+    return changed
+
+
+def _has_state(planned: PlannedRun) -> bool:
+    """Returns whether a rank has optimizer state that could stay on the GPU."""
+    plan = planned.plan
+    return not plan.streams_optimizer_state and any(rank.target_bytes[Target.OPTIMIZER_STATE] for rank in plan.ranks)
+
+
+def _fits(planned: PlannedRun, gpu_bytes: int) -> bool:
+    """Returns whether the policy's state fits on the GPU beside the engine, in generation and in a refit."""
+    plan, engine = planned.plan, planned.engine
+    return (
+        engine is not None
+        and refit_fits(plan, engine, gpu_bytes)
+        and engine.share_of(gpu_bytes) <= share_beside_policy(plan, engine, gpu_bytes)
+    )
+
+
+def _line(name: str, target: Target, planned: PlannedRun, remedy: str) -> str:
+    nbytes = max(rank.target_bytes[target] for rank in planned.plan.ranks)
+    subject = "stay" if target is Target.PARAMS else "stays"
+    pronoun = "they fit" if target is Target.PARAMS else "it fits"
+    return (
+        f"the policy's {name}, {show_gib(nbytes)} GiB a rank, {subject} on the GPU during generation, since {pronoun} "
+        f"there together with vLLM; {remedy}"
+    )
+
+
+def with_kv_cache_bytes(config: _Config, planner: Planner) -> tuple[_Config, list[str]]:
+    """Decides the size of vLLM's KV cache, unless the recipe sets it, so that vLLM does not measure free memory.
+
+    Args:
+        config: a validated recipe, resolved for the ranks' machine; not modified.
+        planner: plans it.
+
+    Returns:
+        The config with `policy.generation.vllm_kwargs.kv_cache_memory_bytes`, and a line for the user; the config
+        itself if the recipe sets the size, or the sizes are not known and vLLM has to measure free memory.
+
+    Raises:
+        ValueError: the share of the GPU leaves no room for one sequence.
+    """
+    policy, gpu_bytes = config["policy"], planner.gpu_bytes
+    # On GPUs of its own, vLLM measures free memory.
+    if not colocates_vllm(policy) or gpu_bytes is None or _kv_cache_bytes(policy) is not None:
+        return config, []
+    planned = planner.plan(config)
+    if planned is None or planned.engine is None:
+        return config, []
+    engine = planned.engine
+    check_longest_sequence_fits(engine, gpu_bytes)
+    nbytes = engine.kv_cache_bytes(gpu_bytes)
+    given = copy.deepcopy(dict(config))
+    generation = given["policy"]["generation"]
+    generation["vllm_kwargs"] = {**(generation.get("vllm_kwargs") or {}), KV_CACHE_BYTES: nbytes}
+    if engine.is_capped(gpu_bytes):
+        why = f"room for all {engine.max_num_seqs:,} that vLLM runs at once (max_num_seqs)"
+    else:
+        why = (
+            f"gpu_memory_utilization minus {show_gib(engine.weights_bytes)} GiB of weights and an estimated "
+            f"{show_gib(engine.reserve_bytes)} GiB for activations and graphs"
+        )
+    return given, [
+        f"vLLM's KV cache has {show_gib(nbytes)} GiB of each GPU, for {nbytes // engine.sequence_bytes:,} sequences of "
+        f"{engine.max_model_len:,} tokens: {why}; policy.generation.vllm_kwargs.{KV_CACHE_BYTES} sets it"
+    ]
+
+
+def _kv_cache_bytes(policy: Mapping[str, Any]) -> int | None:
+    """Returns the size of vLLM's KV cache that the recipe or the plan sets; None where vLLM measures free memory."""
+    size: int | None = (policy["generation"].get("vllm_kwargs") or {}).get(KV_CACHE_BYTES)
+    return size
+
+
+def with_awake_engine(config: _Config, planner: Planner) -> tuple[_Config, list[str]]:
+    """Lets vLLM keep its weights and KV cache on the GPU if they fit there in every phase, and during the build.
+
+    Where the recipe leaves the tokens of packed rows open, vLLM stays awake only if the rows come out as long as beside
+    a vLLM that sleeps: longer rows save more time than a shorter switch.
+
+    Args:
+        config: a validated recipe, resolved for the ranks' machine, with the KV cache's bytes; not modified.
+        planner: plans it.
+
+    Returns:
+        The config, and a line for the user if the engine stays awake; the config itself if the recipe decides it, the
+        sizes are not known, or vLLM measures free memory.
+    """
+    policy, gpu_bytes = config["policy"], planner.gpu_bytes
+    if not colocates_vllm(policy) or gpu_bytes is None or policy["residency"]["generation_weights"] is not None:
+        return config, []
+    if _kv_cache_bytes(policy) is None or planner.plan(config) is None:
+        return config, []
+    awake = copy.deepcopy(dict(config))
+    awake["policy"]["residency"]["generation_weights"] = "gpu"
+    with_rows = _with_the_same_rows(config, awake, planner)
+    found = None if with_rows is None else _most_bytes(with_rows, planner, gpu_bytes)
+    if found is None:
+        return config, []
+    phase, most, engine_bytes = found
+    if most > gpu_bytes:
+        return config, []
+    return awake, [
+        f"vLLM stays awake with {show_gib(engine_bytes)} GiB while the policy computes, since the GPU has room for "
+        f"both in the {phase} phase, which needs the most ({show_gib(most)} of {show_gib(gpu_bytes)} GiB); "
+        f"{GENERATION_WEIGHTS_KEY}=discard makes it sleep"
+    ]
+
+
+def check_awake_engine_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) -> None:
+    """Checks that training fits on the GPU beside an engine that stays awake, with the least memory for activations.
+
+    Args:
+        plan: the offload plan, with the sizes of every pipeline stage.
+        engine: the memory that the engine takes.
+        gpu_bytes: memory of the smallest GPU.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    awake = engine.awake_bytes(gpu_bytes)
+    least = max(
+        sum(rank.gpu_bytes[Phase.TRAIN].values()) + max(rank.least_activation_bytes, rank.step_grad_bytes)
+        for rank in plan.ranks
+    )
+    needed = least + POLICY_OVERHEAD_BYTES + engine.refit_graph_bytes + awake
+    if engine.stays_awake and needed > gpu_bytes:
+        raise ValueError(
+            f"{GENERATION_WEIGHTS_KEY} is gpu, so vLLM keeps {show_gib(awake)} GiB during training, and training "
+            f"needs at least {show_gib(needed - awake)} GiB, but the GPU has {show_gib(gpu_bytes)} GiB; set it to "
+            "discard, or lower policy.generation.vllm_kwargs.max_num_seqs or the tokens of a micro-batch."
+        )
+
+
+def _with_the_same_rows(config: _Config, awake: _Config, planner: Planner) -> _Config | None:
+    """Returns the config with an awake engine and numbers for its packed rows.
+
+    Returns None where a sleeping engine would allow other numbers.
+    """
+    if not open_keys(config):
+        return awake
+    without_hosts = dataclasses.replace(planner, hosts=())
+    try:
+        asleep_rows, awake_rows = (with_row_tokens(one, without_hosts)[0] for one in (config, awake))
+    except ValueError:  # the longest sample does not fit; the rows' own decision raises the error for the user
+        return None
+    return awake_rows if _packing(asleep_rows) == _packing(awake_rows) else None
+
+
+def _packing(config: _Config) -> Any:
+    return config["policy"]["sequence_packing"]
+
+
+def _most_bytes(config: _Config, planner: Planner, gpu_bytes: int) -> tuple[Phase, int, int] | None:
+    """Returns the phase that takes the most GPU memory, its bytes, and the engine's bytes.
+
+    Returns None where the policy and the engine cannot be built at the same time, or the sizes are not known.
+    """
+    run = planner.plan(config)
+    if run is None or why_not_at_once(run, planner, gpu_bytes) is not None:
+        return None
+    assert run.engine is not None, "the recipe has vLLM"
+    try:
+        of_phases = phase_bytes(
+            config, planner.hf_config, run, run.engine, algorithm=planner.algorithm, gpu_bytes=gpu_bytes
+        )
+    except UnknownArchitectureError:
+        return None
+    phase = max(of_phases, key=lambda one: of_phases[one])
+    return phase, of_phases[phase], run.engine.awake_bytes(gpu_bytes)
+
+
+def with_engine_build(config: _Config, planner: Planner) -> tuple[_Config, list[str]]:
+    """Decides whether vLLM and the policy are built at the same time, where the recipe leaves that open.
+
+    vLLM measures the GPU's free memory during its build unless it is given the KV cache's size in bytes, so only then
+    can the policy be built meanwhile.
+
+    Args:
+        config: a validated recipe, resolved for the ranks' machine, with the KV cache's bytes; not modified.
+        planner: plans it.
+
+    Returns:
+        The config with `policy.generation.vllm_cfg.build_beside_policy` set, and a line for the user; the config itself
+        if the recipe decides it, the sizes are not known, or vLLM measures free memory.
+    """
+    policy, gpu_bytes = config["policy"], planner.gpu_bytes
+    if not colocates_vllm(policy) or gpu_bytes is None or _kv_cache_bytes(policy) is None:
+        return config, []
+    if policy["generation"]["vllm_cfg"][_BUILD] != AUTO:
+        return config, []
+    planned = planner.plan(config)
+    if planned is None or planned.engine is None:
+        return config, []
+    reason = why_not_at_once(planned, planner, gpu_bytes)
+    decided = copy.deepcopy(dict(config))
+    decided["policy"]["generation"]["vllm_cfg"][_BUILD] = reason is None
+    if reason is not None:
+        return decided, [f"the policy is built after vLLM, not at the same time: {reason}"]
+    return decided, [
+        "the policy and vLLM are built at the same time, since the GPU has room for both; "
+        f"policy.generation.vllm_cfg.{_BUILD}=false builds the policy after vLLM"
+    ]
+
+
+def policy_build_bytes(plan: OffloadPlan, gpu_bytes: int, *, has_random_weights: bool) -> int:
+    """Returns the peak GPU memory of one rank while it is built.
+
+    At the end, all of its training state is on the GPU. The rank moves the state into flat buffers, one target after
+    the other, and frees a target's old memory only after that target has moved.
+
+    Args:
+        plan: the offload plan, with the sizes of every pipeline stage.
+        gpu_bytes: memory of the smallest GPU.
+        has_random_weights: whether the whole model is initialised with random weights on the GPU, before the rank
+            allocates gradients.
+    """
+    most = 0
+    for rank in plan.ranks:
+        state = rank.gpu_bytes[Phase.TRAIN]
+        most = max(most, sum(state.values()) + max(state.values()))
+        if has_random_weights:
+            most = max(most, state[Target.PARAMS] + gpu_bytes // _WHOLE_MODELS_PER_GPU)
+    return most + POLICY_OVERHEAD_BYTES + _MODEL_CHECK_BYTES
+
+
+def why_not_at_once(run: PlannedRun, planner: Planner, gpu_bytes: int) -> str | None:
+    """Returns why the policy has to wait until the engine is built; None if both can be built at the same time.
+
+    Args:
+        run: the plan of a recipe with vLLM, whose KV cache is given in bytes.
+        planner: made it.
+        gpu_bytes: memory of the smallest GPU.
+    """
+    plan, engine = run.plan, run.engine
+    assert engine is not None, "the recipe has vLLM"
+    policy = policy_build_bytes(plan, gpu_bytes, has_random_weights=planner.has_random_weights)
+    awake = engine.awake_bytes(gpu_bytes)
+    both = policy + awake
+    if both > gpu_bytes:
+        return f"both would take up to {show_gib(both)} of the GPU's {show_gib(gpu_bytes)} GiB"
+    # The engine sleeps for the first time after its first generation: vLLM's sleep() asserts that it does not lower the
+    # GPU's free memory, which can fail while a policy is being built. So all of the engine is on the GPU in the first
+    # refit.
+    first_refit = kept_in_refit(plan, engine) + engine.refit_bytes + awake
+    if first_refit > gpu_bytes:
+        return (
+            f"the first refit, which runs before vLLM first sleeps, would take up to {show_gib(first_refit)} of the "
+            f"GPU's {show_gib(gpu_bytes)} GiB"
+        )
+    return None
