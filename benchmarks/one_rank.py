@@ -5,6 +5,8 @@ from typing import Any
 
 from ports import free_port
 
+from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.plan.planner import worker_plan
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 
@@ -20,6 +22,7 @@ def one_rank_worker(
     """
     return MegatronPolicyWorker(
         policy,  # type: ignore[arg-type]
+        plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=1, group_size=group_size),
         rank=0,
         world_size=1,
         local_rank=0,
@@ -27,5 +30,4 @@ def one_rank_worker(
         master_port=free_port(),
         seed=0,
         init_reference_model=init_reference_model,
-        group_size=group_size,
     )

@@ -17,6 +17,8 @@ from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.cpu import for_machine
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.plan.planner import worker_plan
 from nemo_offload_rl.worker.environment import library_environment
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
@@ -64,6 +66,7 @@ def running(
     with environment_of(section["megatron_cfg"]):
         worker = MegatronPolicyWorker(
             section,  # type: ignore[arg-type]
+            plan=worker_plan(section, hf_config(section).to_dict(), world_size=world_size),
             rank=rank,
             world_size=world_size,
             local_rank=rank,

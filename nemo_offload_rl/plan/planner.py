@@ -9,10 +9,10 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.megatron.device_split import split_devices
 from nemo_offload_rl.plan import checkpoint_snapshot, cpu_optimizer
 from nemo_offload_rl.plan.activation_facts import activation_facts
-from nemo_offload_rl.plan.activations import module_bytes, needed_slab_bytes, slab_bytes
+from nemo_offload_rl.plan.activations import limit_where_unknown, module_bytes, needed_slab_bytes, slab_bytes
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.engine_targets import keeps_generation_weights
-from nemo_offload_rl.plan.generation import EngineMemory, engine_memory
+from nemo_offload_rl.plan.generation import EngineMemory, engine_memory, free_bytes_for_refit
 from nemo_offload_rl.plan.host_budget import (
     ACTIVATIONS,
     GENERATION_WEIGHTS,
@@ -83,6 +83,56 @@ def rank_activations(facts: ActivationFacts, settings: ActivationOptions) -> Ran
 def _with_activations(rank: RankPlan, activations: RankActivations) -> RankPlan:
     fixed_bytes = {**rank.fixed_bytes, ACTIVATIONS: activations.slab_bytes}
     return dataclasses.replace(rank, activations=activations, fixed_bytes=fixed_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerPlan:
+    """Holds what a rank of the policy has to know of the plan; the driver makes it for all ranks.
+
+    Attributes:
+        offload: where everything lives in each phase, and how it is moved.
+        activation_bytes: host memory for the activations of a rank of each pipeline stage; 0 where they stay on the
+            GPU, or nothing is trained.
+        generator_bytes: free GPU memory with which a refit and generation need nothing of the cache of torch's
+            allocator; None where that is not known.
+    """
+
+    offload: OffloadPlan
+    activation_bytes: tuple[int, ...]
+    generator_bytes: int | None
+
+
+def worker_plan(
+    policy: Mapping[str, Any],
+    hf_config: Mapping[str, Any],
+    *,
+    world_size: int,
+    group_size: int = 1,
+    init_optimizer: bool = True,
+) -> WorkerPlan:
+    """Returns the plan of a policy's ranks.
+
+    Args:
+        policy: the recipe's `policy` section, resolved for the ranks' machine.
+        hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
+        world_size: ranks of the policy.
+        group_size: rows of a sample that belong together, such as a chosen and a rejected answer.
+        init_optimizer: whether the policy will be trained.
+
+    Raises:
+        ValueError: the host memory for activations cannot be computed, and the recipe does not give it.
+    """
+    plan = settings(policy)
+    stages = policy["megatron_cfg"]["pipeline_model_parallel_size"]
+    activations = (0,) * stages
+    if plan.activations is not None and init_optimizer:
+        try:
+            facts = activation_facts(hf_config, policy, world_size=world_size, group_size=group_size)
+        except UnknownArchitectureError as error:
+            activations = (limit_where_unknown(plan.activations, error),) * stages
+        else:
+            activations = tuple(slab_bytes(of_stage, plan.activations) for of_stage in facts)
+    return WorkerPlan(plan, activations, free_bytes_for_refit(policy, hf_config))
 
 
 @dataclasses.dataclass(frozen=True)

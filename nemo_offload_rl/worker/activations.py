@@ -2,22 +2,17 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.activation_offload.report import StepReport, gpu_waited, stays_alive, table, why_no_effect
 from nemo_offload_rl.mcore.build import TrainingState
-from nemo_offload_rl.mcore.distributed.parallel import mpu
 from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.streams import Waits
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.activation_facts import activation_facts
-from nemo_offload_rl.plan.activations import limit_where_unknown, slab_bytes
-from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.residency.attach import Engine
 
@@ -31,30 +26,6 @@ _WAITED_SHARE = 0.02
 
 class NoEffectError(ValueError):
     """Reports that a module of a strict recipe offloaded nothing."""
-
-
-def activation_bytes(
-    hf_config: Mapping[str, Any], policy: Mapping[str, Any], plan: OffloadPlan, *, world_size: int, group_size: int
-) -> int:
-    """Compute the host memory for this rank's activations; 0 where they stay on the GPU.
-
-    Args:
-        hf_config: the model's Hugging Face config with every field.
-        policy: the recipe's section, adapted to this machine.
-        plan: the offload plan made from the recipe.
-        world_size: ranks of the whole cluster.
-        group_size: rows of a sample that belong together.
-
-    Raises:
-        ValueError: it cannot be computed for this architecture, and the recipe does not give it.
-    """
-    if plan.activations is None:
-        return 0
-    try:
-        facts = activation_facts(hf_config, policy, world_size=world_size, group_size=group_size)
-    except UnknownArchitectureError as error:
-        return limit_where_unknown(plan.activations, error)
-    return slab_bytes(facts[mpu.get_pipeline_model_parallel_rank()], plan.activations)
 
 
 class Activations:

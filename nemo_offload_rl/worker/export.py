@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 from nemo_offload_rl.config import for_machine
-from nemo_offload_rl.hf_config import GENERATION_CONFIG_FILE
+from nemo_offload_rl.hf_config import GENERATION_CONFIG_FILE, hf_config
 from nemo_offload_rl.mcore.weights.export import HF_CONFIG_DIR
+from nemo_offload_rl.plan.planner import worker_plan
 from nemo_offload_rl.storage.disk import HF_FILES, replacing, translate_disk_full
 from nemo_offload_rl.storage.manifest import require_whole
 from nemo_offload_rl.worker.export_source import read_export_source
@@ -44,6 +45,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     }
     worker = MegatronPolicyWorker(
         policy,
+        plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=1, init_optimizer=False),
         rank=0,
         world_size=1,
         local_rank=0,

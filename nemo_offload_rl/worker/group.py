@@ -12,9 +12,11 @@ from ray.exceptions import RayError
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.metrics.memory import largest_of
 from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
 from nemo_offload_rl.plan.flops import FlopModel
+from nemo_offload_rl.plan.planner import WorkerPlan, worker_plan
 from nemo_offload_rl.refit.checksum import merge_checksums
 from nemo_offload_rl.refit.interface import RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan
@@ -67,6 +69,7 @@ class PolicyWorkerGroup:
         init_reference_model: bool,
         init_optimizer: bool = True,
         group_size: int = 1,
+        plan: WorkerPlan | None = None,
         worker_cls: str = MEGATRON_POLICY_WORKER,
         before_build: Callable[[], None] | None = None,
     ) -> None:
@@ -79,14 +82,24 @@ class PolicyWorkerGroup:
             init_reference_model: Whether to keep the initial weights as the reference policy.
             init_optimizer: Whether the policy will be trained.
             group_size: Rows of a sample that belong together, such as a chosen and a rejected answer.
+            plan: The ranks' plan; None to make it from the config.
             worker_cls: "package.module:Class" of the worker, imported only in the ranks' processes.
             before_build: Called while the ranks' processes import the worker, before any of them takes GPU memory. If
                 it raises, the ranks are ended.
 
         Raises:
-            ValueError: If the world size does not fit the recipe's parallel sizes; nothing was started.
+            ValueError: If the world size does not fit the recipe's parallel sizes, or the host memory for activations
+                cannot be computed and the recipe does not give it; nothing was started.
         """
         require_parallel_sizes_fit(config["megatron_cfg"], cluster.world_size)
+        if plan is None:
+            plan = worker_plan(
+                config,
+                hf_config(config).to_dict(),
+                world_size=cluster.world_size,
+                group_size=group_size,
+                init_optimizer=init_optimizer,
+            )
         actor_class = ray.remote(WorkerActor)
         self._actors = [
             actor_class.options(
@@ -107,12 +120,12 @@ class PolicyWorkerGroup:
         self._failure: WorkerError | None = None
         arguments = {
             "config": config,
+            "plan": plan,
             "world_size": cluster.world_size,
             "local_rank": 0,
             "seed": seed,
             "init_reference_model": init_reference_model,
             "init_optimizer": init_optimizer,
-            "group_size": group_size,
         }
         self._started: list[Any] = []
         self._process_refs = [actor.process.remote() for actor in self._actors]

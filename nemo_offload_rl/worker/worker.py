@@ -27,16 +27,15 @@ from nemo_offload_rl.mcore.weights.hf_weights import HfWeights
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.flops import FlopModel, flop_model_if_known
-from nemo_offload_rl.plan.generation import free_bytes_for_refit
 from nemo_offload_rl.plan.host_budget import ACTIVATIONS
-from nemo_offload_rl.plan.plan import settings
+from nemo_offload_rl.plan.planner import WorkerPlan
 from nemo_offload_rl.refit.export import WeightExport
 from nemo_offload_rl.refit.interface import RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
 from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.manifest import Manifest, find_damage
-from nemo_offload_rl.worker.activations import Activations, activation_bytes
+from nemo_offload_rl.worker.activations import Activations
 from nemo_offload_rl.worker.batching import MicroBatcher
 from nemo_offload_rl.worker.checkpoints import PolicyCheckpoints
 from nemo_offload_rl.worker.early_moves import EarlyMoves
@@ -54,6 +53,7 @@ class MegatronPolicyWorker:
 
     Args:
         config: the recipe's policy section, validated.
+        plan: the plan of all ranks, as `planner.worker_plan` makes it.
         rank: this process's rank.
         world_size: number of ranks.
         local_rank: index of this process's GPU as the process sees it.
@@ -62,7 +62,6 @@ class MegatronPolicyWorker:
         seed: seed of random weights and of the model-parallel random states.
         init_reference_model: keep the initial weights for `get_reference_policy_logprobs`.
         init_optimizer: False for a policy that is only evaluated or exported.
-        group_size: rows of a sample that belong together, such as a chosen and a rejected answer.
         hf_config: the model's Hugging Face config, if the caller has read it already.
 
     Attributes:
@@ -78,6 +77,7 @@ class MegatronPolicyWorker:
         self,
         config: PolicyConfig,
         *,
+        plan: WorkerPlan,
         rank: int,
         world_size: int,
         local_rank: int,
@@ -86,15 +86,14 @@ class MegatronPolicyWorker:
         seed: int,
         init_reference_model: bool,
         init_optimizer: bool = True,
-        group_size: int = 1,
         hf_config: Any = None,
     ) -> None:
         self._config = config
         self._rank = rank
         self._world_size = world_size
         hf_config = read_hf_config(config) if hf_config is None else hf_config
-        plan = settings(config)
-        binding = bind_to_gpu(plan.numa, local_rank=local_rank)
+        offload = plan.offload
+        binding = bind_to_gpu(offload.numa, local_rank=local_rank)
         captures = config["megatron_cfg"]["cuda_graph_impl"] != "none"
         self.device = parallel.initialize(
             parallel_sizes(config["megatron_cfg"]),
@@ -110,30 +109,28 @@ class MegatronPolicyWorker:
             undo.callback(parallel.destroy)
             self._stream = ComputeStream(self.device, captures=captures)
             undo.callback(self._stream.close)
-            facts = self._model_fields = hf_config.to_dict()  # before the bridge changes the config
-            streamed = plan.streams_optimizer_state
+            self._model_fields = hf_config.to_dict()  # before the bridge changes the config
+            streamed = offload.streams_optimizer_state
             self.state: Final = build(config, hf_config, seed=seed, init_optimizer=init_optimizer, streamed=streamed)
             undo.callback(self.state.close)
-            nbytes = 0
-            if init_optimizer:
-                nbytes = activation_bytes(facts, config, plan, world_size=world_size, group_size=group_size)
+            nbytes = plan.activation_bytes[parallel.mpu.get_pipeline_model_parallel_rank()]
             self.engine: Final = make_engine(
                 self.state,
-                plan,
+                offload,
                 node=binding.node,
                 with_reference=init_reference_model,
                 fixed_bytes={ACTIVATIONS: nbytes},
-                generator_bytes=free_bytes_for_refit(config, facts),
+                generator_bytes=plan.generator_bytes,
             )
             undo.callback(self.engine.close)
-            self.activations = Activations(self.state, plan, self.engine, nbytes)
+            self.activations = Activations(self.state, offload, self.engine, nbytes)
             undo.callback(self.activations.close)
             self.graphs = make_graphs(self.state, self.engine, self.activations.offloader)
             undo.pop_all()
         self.residency = self.engine.residency
         self._checkpoints = PolicyCheckpoints(self.state, self.engine, config["megatron_cfg"])
         self.batcher: Final = MicroBatcher(config, self.device)
-        self._early = EarlyMoves(self.residency, config, plan)
+        self._early = EarlyMoves(self.residency, config, offload)
         self._passes = logprob_passes(config, self.state)
         self._skipped = SkippedSteps(config["max_skipped_steps"])
         self._peaks = GpuPeaks(lambda: self.engine.mapped_bytes)

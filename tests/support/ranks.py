@@ -63,10 +63,13 @@ def worker_of_rank(
     policy: dict[str, Any], rank: int, world_size: int, port: int, *, init_reference_model: bool = False
 ) -> Any:
     """The `MegatronPolicyWorker` of one rank of this machine; call it on every rank. All share a single GPU."""
+    from nemo_offload_rl.hf_config import hf_config
+    from nemo_offload_rl.plan.planner import worker_plan
     from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
     return MegatronPolicyWorker(
         policy,
+        plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=world_size),
         rank=rank,
         world_size=world_size,
         local_rank=0 if torch.cuda.device_count() == 1 else rank,

@@ -3,8 +3,11 @@
 import psutil
 import ray
 import torch
+from support.tiny import policy_without_model
 
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.plan.plan import settings
+from nemo_offload_rl.plan.planner import WorkerPlan
 from nemo_offload_rl.worker.group import PolicyWorkerGroup
 
 SIZES = {
@@ -23,7 +26,13 @@ def toy_group(cluster, *, tp=1, before_build=None, **toy):
     """Starts a group of two; `toy` says which faults its workers have."""
     config = {"megatron_cfg": SIZES | {"tensor_model_parallel_size": tp}, "toy": toy}
     return PolicyWorkerGroup(
-        config, cluster, seed=7, init_reference_model=True, worker_cls=TOY_WORKER, before_build=before_build
+        config,
+        cluster,
+        seed=7,
+        init_reference_model=True,
+        plan=WorkerPlan(settings(policy_without_model()), (0,), None),
+        worker_cls=TOY_WORKER,
+        before_build=before_build,
     )
 
 

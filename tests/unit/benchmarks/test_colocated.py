@@ -38,8 +38,10 @@ from nemo_offload_rl import config
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.data.sequences import response_batch
 from nemo_offload_rl.generation.interface import GenerationError, GenerationOutput
+from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement.local_ray import handlers_kept
 from nemo_offload_rl.plan.plan import settings
+from nemo_offload_rl.plan.planner import worker_plan
 from nemo_offload_rl.plan.resolve import Resolved
 from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.run.setup import with_run_length
@@ -245,7 +247,7 @@ def test_a_worker_that_moves_its_state_as_nemo_rl_does_trains_as_ours():
 
     def losses(worker_cls):
         worker = worker_cls(
-            policy,
+            policy, plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=1),
             rank=0, world_size=1, local_rank=0, master_addr="localhost", master_port=free_port(), seed=0,
             init_reference_model=False,
         )  # fmt: skip

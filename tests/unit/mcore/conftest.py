@@ -8,6 +8,8 @@ import torch
 from support.ranks import free_port
 from support.tiny import tiny_policy
 
+from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.plan.planner import worker_plan
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 
@@ -20,8 +22,12 @@ def make_worker() -> Iterator[Callable[..., MegatronPolicyWorker]]:
         if built:
             built[-1].shutdown()
         torch.set_num_threads(1)
+        policy = tiny_policy() if policy is None else policy
+        sizes = {name: arguments[name] for name in ("group_size", "init_optimizer") if name in arguments}
+        arguments.pop("group_size", None)
         worker = MegatronPolicyWorker(
-            tiny_policy() if policy is None else policy,
+            policy,
+            plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=1, **sizes),
             rank=0,
             world_size=1,
             local_rank=0,

@@ -92,7 +92,6 @@ def test_each_rank_has_its_environment_and_arguments(group, tmp_path):
         assert arguments["world_size"] == 2
         assert arguments["seed"] == 7
         assert arguments["init_reference_model"] is True
-        assert arguments["group_size"] == 1
         environment = arguments["environment"]
         assert environment["RANK"] == str(rank)
         assert environment["WORLD_SIZE"] == "2"

@@ -23,8 +23,8 @@ class CannotTravelError(Exception):
 
 class ToyWorker:
     def __init__(
-        self, config, *, rank, world_size, local_rank, master_addr, master_port, seed, init_reference_model,
-        init_optimizer=True, group_size=1,
+        self, config, *, plan, rank, world_size, local_rank, master_addr, master_port, seed, init_reference_model,
+        init_optimizer=True,
     ):  # fmt: skip
         if config["toy"].get("fails_to_build") == rank:
             raise ValueError(f"rank {rank} has a bad recipe")
@@ -41,7 +41,6 @@ class ToyWorker:
             "seed": seed,
             "init_reference_model": init_reference_model,
             "init_optimizer": init_optimizer,
-            "group_size": group_size,
             "address": f"{master_addr}:{master_port}",
             "environment": dict(os.environ),
             "sys_path": list(sys.path),
