@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="also run what is marked `reliability`: runs that are hit everywhere, and 2,000 steps (half an hour)",
     )
-    parser.addoption("--fuzz", action="store_true", help="2,000 mutated recipes and 500 data files instead of some")
+    parser.addoption("--fuzz", action="store_true", help="500 mutated data files instead of 120")
     parser.addoption("--fuzz-seed", type=int, default=1, metavar="N", help="seed of the mutations")
 
 

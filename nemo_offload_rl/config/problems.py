@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.config.limits import MAX_PROBLEMS
+MAX_PROBLEMS = 100
+"""Number of problems that a message lists; finding the nearest valid key takes some milliseconds for each."""
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.config.keys.absent_keys import section_of_auto
-from nemo_offload_rl.config.limits import MAX_DEFAULTS, MAX_FILES, MAX_INTEGER, MAX_PROBLEMS, MAX_VALUES, MIN_INTEGER
-from nemo_offload_rl.config.problems import Origin, Problem, RecipeError, nearest, show, show_file
-from nemo_offload_rl.config.source.interpolation import InterpolationError, Resolver, leaves, written_interpolations
+from nemo_offload_rl.config.problems import MAX_PROBLEMS, Origin, Problem, RecipeError, nearest, show, show_file
+from nemo_offload_rl.config.source.interpolation import InterpolationError, Resolver, written_interpolations
 from nemo_offload_rl.config.source.overrides import apply_overrides, merge
 from nemo_offload_rl.config.source.yaml_source import Node, read_yaml
 from nemo_offload_rl.storage.regular_file import UnreadableFileError
@@ -104,8 +103,6 @@ class _Inheritance:
     def __init__(self, problems: list[Problem]) -> None:
         self._problems = problems
         self._merged: dict[tuple[str, str], Node | None] = {}
-        self._num_defaults = 0
-        self._num_values = 0
 
     def read(self, path: Path, chain: tuple[Path, ...] = (), named_at: Origin | None = None) -> Node | None:
         """Returns the file merged over the files in its `defaults`; None if one of them cannot be read.
@@ -122,10 +119,6 @@ class _Inheritance:
         # The `defaults` of a symbolic link are relative to the folder of the link.
         key = (os.path.realpath(path.parent), path.name)
         if key not in self._merged:
-            if len(self._merged) >= MAX_FILES:
-                message = f"with {show_file(path)} the recipe consists of more than {MAX_FILES} files; merge some"
-                self._problems.append(Problem("defaults", named_at, message))
-                return None
             self._merged[key] = None
             self._merged[key] = self._merge(path, chain, named_at)
         return self._merged[key]
@@ -137,15 +130,10 @@ class _Inheritance:
             self._problems.append(_unreadable(path, error, named_at))
             return None
         self._problems += found
-        if root is None or not self._has_room(root):
+        if root is None:
             return None
         defaults = root.value.pop("defaults", None)
         parents = _parents(defaults, self._problems) if defaults is not None else []
-        self._num_defaults += len(parents)
-        if self._num_defaults > MAX_DEFAULTS:
-            message = f"names more than {MAX_DEFAULTS} files, counting the defaults of all files together; delete some"
-            self._problems.append(Problem("defaults", defaults.origin if defaults else None, message))
-            return None
         bases = [self.read(path.parent / name, (*chain, path), origin) for name, origin in parents]
         merged = Node({}, root.origin)
         for base in bases:
@@ -153,13 +141,6 @@ class _Inheritance:
                 return None
             merged = merge(merged, base)
         return merge(merged, root)
-
-    def _has_room(self, root: Node) -> bool:
-        self._num_values += root.count()
-        if self._num_values > MAX_VALUES:
-            message = f"with it the recipe's files have more than {MAX_VALUES:,} keys and values; delete some"
-            self._problems.append(Problem("", root.origin, message))
-        return self._num_values <= MAX_VALUES
 
 
 def _unreadable(path: Path, error: UnreadableFileError, named_at: Origin | None) -> Problem:
@@ -187,7 +168,7 @@ def _resolve(root: Node) -> tuple[dict[str, Any], dict[str, str], list[Problem]]
     """Resolves every `${...}`: returns the plain values, the original texts, and the problems."""
     plain = root.plain()
     origins = root.origins()
-    problems = [Problem(path, origins[path], message) for path, message in _drop_long_integers(plain)]
+    problems: list[Problem] = []
     written = written_interpolations(plain)
     resolver = Resolver(copy.deepcopy(plain), written)
     for path in written:
@@ -198,29 +179,6 @@ def _resolve(root: Node) -> tuple[dict[str, Any], dict[str, str], list[Problem]]
             if len(problems) > MAX_PROBLEMS:
                 break
     return plain, written, problems
-
-
-def _drop_long_integers(plain: dict[str, Any], below: str = "") -> list[tuple[str, str]]:
-    """Replaces integers of more than 64 bits by null.
-
-    No library accepts them, and Python refuses to print even longer ones.
-
-    Args:
-        plain: the recipe, modified in place.
-        below: checks only the values at this path.
-
-    Returns:
-        The path of each replaced integer, and what is wrong with it.
-    """
-    value = plain if not below else _at(plain, below)
-    long = [
-        path
-        for path, leaf in leaves(value, below)
-        if isinstance(leaf, int) and not MIN_INTEGER <= leaf <= MAX_INTEGER and not isinstance(leaf, bool)
-    ]
-    for path in long:
-        _put(plain, path, None)
-    return [(path, "is an integer of more than 64 bits") for path in long]
 
 
 def _at(plain: Any, path: str) -> Any:

@@ -9,10 +9,10 @@ from typing import Any, cast
 from nemo_offload_rl.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_offload_rl.config.keys.absent_keys import resolve_absent_keys
 from nemo_offload_rl.config.keys.schema_problems import ABSENT, megatron_problems, schema_problems, value_at
-from nemo_offload_rl.config.limits import MAX_PROBLEMS
 from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
 from nemo_offload_rl.config.model.hf_check import hf_config_problems
 from nemo_offload_rl.config.problems import (
+    MAX_PROBLEMS,
     Origin,
     Problem,
     RecipeError,

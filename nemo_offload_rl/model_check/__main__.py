@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.config import resolve_absent_keys
-from nemo_offload_rl.config.limits import MAX_FILE_BYTES
+from nemo_offload_rl.config.source.yaml_source import MAX_FILE_BYTES
 from nemo_offload_rl.model_check.process import ENVIRONMENT, REQUEST_ON_STDIN
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, read_regular_file
 

@@ -1,4 +1,4 @@
-"""Runs fuzz cases in one child process. `python -m support.fuzz_run recipes 7 120 121` repeats case 120 of seed 7.
+"""Runs fuzz cases in one child process. `python -m support.fuzz_run data 7 120 121` repeats case 120 of seed 7.
 
 A case passes if it is refused with a message, or accepted with every property held. It fails with another exception,
 more than 10 s of CPU time, more than 1 GiB beyond what is imported, the death of the process, or a broken property.
@@ -26,7 +26,7 @@ MAX_SILENT_S = 120  # wall time, for a case that waits instead of computing; oth
 MAX_BYTES = 2**30
 
 # For each kind the module with `prepare(folder)` and `run_case(rng, folder)`, which returns whether it was accepted.
-KINDS = {"recipes": "support.fuzz_recipes", "data": "support.fuzz_data", "self": "support.fuzz_self"}
+KINDS = {"data": "support.fuzz_data", "self": "support.fuzz_self"}
 
 RunCase = Callable[[random.Random, Path], bool]
 

@@ -51,9 +51,8 @@ LAYERS = {
     "residency": layer("memory", *LEAVES, never="ray transformers"),
     "activation_offload": layer("memory", *LEAVES, never="ray transformers"),
     "activation_offload.schedule": layer(never="torch ray megatron"),
-    "config.limits": layer(never=NO_LIBRARY),
-    "config.problems": layer("config.limits", never=NO_LIBRARY),
-    "config.source": layer("config.limits", "config.problems", "storage", never=NO_LIBRARY),
+    "config.problems": layer(never=NO_LIBRARY),
+    "config.source": layer("config.problems", "storage", never=NO_LIBRARY),
     "config.installed": layer("config.problems", never=NO_LIBRARY),
     "config.megatron": layer("config.problems", never=NO_LIBRARY),
     "config.model": layer("config.problems", "config.installed", never=NO_LIBRARY),
@@ -65,7 +64,7 @@ LAYERS = {
         "config.algorithms", "named_datasets", never=NO_LIBRARY
     ),
     "config.recipe": layer(
-        "config.limits", "config.problems", "config.source", "config.keys", "storage", never=NO_LIBRARY
+        "config.problems", "config.source", "config.keys", "storage", never=NO_LIBRARY
     ),
     "config.rules": layer(
         "config.problems", "config.installed", "config.megatron", "config.model", "config.upstream",

@@ -63,8 +63,8 @@ def parse_override(text: str) -> Override:
         override.validate()
     except OverrideSyntaxError:
         raise
-    except ValueError as error:  # Python raises it for an integer of more than 4,300 digits
-        raise OverrideSyntaxError("has an integer of more than 64 bits") from error
+    except ValueError as error:
+        raise OverrideSyntaxError("has an integer of more than 4,300 digits") from error
     except HydraException as error:
         raise OverrideSyntaxError("cannot be read as an override; write section.key=value") from error
     return override

@@ -3,14 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nemo_offload_rl.config.limits import (
-    MAX_ALL_OVERRIDE_CHARS,
-    MAX_DEPTH,
-    MAX_OVERRIDE_CHARS,
-    MAX_PROBLEMS,
-)
 from nemo_offload_rl.config.problems import Origin, Problem, nearest, show
-from nemo_offload_rl.config.source.interpolation import nesting
 from nemo_offload_rl.config.source.yaml_source import REPLACES_BASE, Node, wrong_key
 
 SectionOf = Callable[[str, Any], dict[str, Any] | None]
@@ -42,45 +35,21 @@ def apply_overrides(
     from nemo_offload_rl.config.source.override_grammar import OverrideSyntaxError, parse_override
 
     problems: list[Problem] = []
-    num_chars = 0
     places: Sequence[str | None] = [None] * len(overrides) if given_in is None else given_in
     for text, place in zip(overrides, places, strict=True):
         origin = Origin(file=place, override=text)
-        num_chars += len(text)
-        message = _too_large(text, num_chars)
         path = ""
-        if message is None:
-            try:
-                override = parse_override(text)
-            except OverrideSyntaxError as error:
-                message = str(error)
-            else:
-                path = override.key_or_group
-                _write_out(root, path, section_of)
-                message = _apply(root, override, origin, is_known, section_of)
+        try:
+            override = parse_override(text)
+        except OverrideSyntaxError as error:
+            message: str | None = str(error)
+        else:
+            path = override.key_or_group
+            _write_out(root, path, section_of)
+            message = _apply(root, override, origin, is_known, section_of)
         if message:
-            problems.append(Problem(_shorten(path), origin, message))
-        if num_chars > MAX_ALL_OVERRIDE_CHARS or len(problems) > MAX_PROBLEMS:
-            break
+            problems.append(Problem(path, origin, message))
     return problems
-
-
-def _too_large(text: str, num_chars: int) -> str | None:
-    """Returns what is wrong with an override's size; `num_chars` is its length plus that of all earlier ones."""
-    if len(text) > MAX_OVERRIDE_CHARS:
-        return f"has {len(text):,} characters, more than {MAX_OVERRIDE_CHARS:,}; write its value into a recipe"
-    if num_chars > MAX_ALL_OVERRIDE_CHARS:
-        return (
-            f"with it the overrides have more than {MAX_ALL_OVERRIDE_CHARS:,} characters; write some of them into a "
-            "recipe"
-        )
-    if nesting(text) > MAX_DEPTH:
-        return f"has brackets nested more than {MAX_DEPTH} levels deep; no key takes such a value"
-    return None
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _write_out(root: Node, path: str, section_of: SectionOf) -> None:
@@ -109,8 +78,6 @@ def _apply(
     *sections, name = path.split(".")
     if not all([*sections, name]):
         return "has an empty key; write section.key=value"
-    if len(sections) >= MAX_DEPTH:
-        return f"names a key more than {MAX_DEPTH} levels deep; no key lies that deep"
     if override.is_delete():
         return _delete(root, sections, name, override)
     parent, missing = _find(root, sections)

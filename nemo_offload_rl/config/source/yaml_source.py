@@ -7,10 +7,8 @@ from typing import Any
 
 import yaml
 
-from nemo_offload_rl.config.limits import MAX_FILE_BYTES
 from nemo_offload_rl.config.problems import Origin, Problem, show, show_file
 from nemo_offload_rl.config.source.indentation import hint_at_broken_yaml
-from nemo_offload_rl.config.source.yaml_size import TooLargeError, measure
 from nemo_offload_rl.storage.regular_file import read_regular_file
 
 # PyYAML's C loader, if available, is five times faster.
@@ -53,7 +51,10 @@ _SCALAR_TAGS = {
     f"{_TAG}null": (f"{_TAG}null",),
     f"{_TAG}timestamp": (),
 }
-_LONGEST_SEXAGESIMAL = 100  # characters of a number such as 1:30:00, which PyYAML reads in quadratic time
+
+MAX_FILE_BYTES = 1_048_576
+"""Size of the largest file that is read. The largest example has 6 KB; a chat template or a long list of layers adds a
+few more."""
 
 
 @dataclass
@@ -79,14 +80,6 @@ class Node:
         if isinstance(self.value, list):
             return [node.plain() for node in self.value]
         return self.value
-
-    def count(self) -> int:
-        """Returns the number of values, sections and lists in the tree, including the node itself."""
-        if isinstance(self.value, dict):
-            return 1 + sum(node.count() for node in self.value.values())
-        if isinstance(self.value, list):
-            return 1 + sum(node.count() for node in self.value)
-        return 1
 
     def origins(self, path: str = "") -> dict[str, Origin]:
         """Returns the origin of every key by its full path; items of lists are `key.0`, `key.1` ..."""
@@ -123,7 +116,6 @@ def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:
         return None, [Problem("", Origin(name), f"is not UTF-8 text (byte {error.start})")]
     loader = _RecipeLoader(text)
     try:
-        _measure(text)
         root = loader.get_single_node()
         builder = _Builder(loader, name)
         if root is None:
@@ -135,8 +127,6 @@ def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:
             origin = Origin(name, root.start_mark.line + 1)
             return None, [Problem("", origin, f"is {kind}; a recipe is a mapping of sections such as policy and data")]
         return builder.build(root, ""), builder.problems
-    except TooLargeError as error:
-        return None, [Problem("", Origin(name, error.line), f"the file {error}")]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         message = ", ".join(part for part in (error.context, error.problem) if part)
@@ -148,14 +138,6 @@ def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         return None, [Problem("", Origin(name, line), f"broken YAML: {error.reason}")]
-    finally:
-        loader.dispose()
-
-
-def _measure(text: str) -> None:
-    loader = _RecipeLoader(text)
-    try:
-        measure(loader)
     finally:
         loader.dispose()
 
@@ -245,8 +227,6 @@ class _Builder:
             found = self.loader.resolve(yaml.ScalarNode, node.value, (True, False))
             if found not in _SCALAR_TAGS[node.tag]:
                 return _unreadable(node)
-        if node.tag == f"{_TAG}int" and ":" in node.value and len(node.value) > _LONGEST_SEXAGESIMAL:
-            return _unreadable(node)
         return None
 
 
@@ -271,7 +251,7 @@ _UNREADABLE = (ArithmeticError, AttributeError, LookupError, ValueError)
 
 def _unreadable(node: Any) -> str:
     kind = node.tag.removeprefix("tag:yaml.org,2002:")
-    return f"{show(node.value)} cannot be read as {'an integer of 64 bits' if kind == 'int' else kind}"
+    return f"{show(node.value)} cannot be read as {kind}"
 
 
 def _join(path: str, key: str) -> str:
