@@ -28,7 +28,7 @@ from result_file import TableValue, write_result
 from nemo_offload_rl.cli import main as nemo_offload_rl
 from nemo_offload_rl.config import RecipeError, load
 from nemo_offload_rl.config.keys.schema_problems import ABSENT, value_at
-from nemo_offload_rl.config.model.unsupported_models import FOLLOWED_FAMILIES
+from nemo_offload_rl.config.model.families import CORRECTED_FAMILIES
 from nemo_offload_rl.config.problems import Problem
 from nemo_offload_rl.config.recipe import read_recipe
 
@@ -159,7 +159,7 @@ def facts_of(config: Mapping[str, Any]) -> Row:
         "megatron_policy": value_at(config, "policy.megatron_cfg.enabled") is True,
         "algorithm": next((algorithm for algorithm in algorithms if algorithm in config), "-"),
         "model": "" if name is ABSENT or " " in str(name) else str(name),
-        "architecture_supported": family in FOLLOWED_FAMILIES,
+        "architecture_supported": family in CORRECTED_FAMILIES,
         "asks_for": ", ".join(asks_for),
     }
 

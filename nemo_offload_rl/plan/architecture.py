@@ -8,42 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_offload_rl.config.model.families import FAMILIES, Family, family_of
 from nemo_offload_rl.config.model.model_kind import expert_layers
 from nemo_offload_rl.config.problems import show, show_choices
 
 MEGATRON = "policy.megatron_cfg"
 
-
-@dataclass(frozen=True)
-class Family:
-    """Holds the values that the bridge of a model family fixes; None where the bridge reads the model's config.
-
-    Attributes:
-        qkv_bias: whether the query, key and value projections have biases.
-        output_bias: whether attention's output projection has a bias.
-        mlp_bias: whether dense MLPs have biases.
-        qk_norm: whether queries and keys are normalised.
-        experts: whether MLPs are mixtures of experts.
-        tied_embeddings: whether the output layer has the embedding's weight.
-    """
-
-    qkv_bias: bool | None
-    output_bias: bool | None
-    mlp_bias: bool | None
-    qk_norm: bool
-    experts: bool = False
-    tied_embeddings: bool | None = None
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(qkv_bias=None, output_bias=None, mlp_bias=None, qk_norm=False),
-    "mistral": Family(qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False),
-    "qwen2": Family(qkv_bias=True, output_bias=False, mlp_bias=False, qk_norm=False),
-    "qwen3": Family(qkv_bias=None, output_bias=None, mlp_bias=False, qk_norm=True),
-    "qwen3_moe": Family(qkv_bias=None, output_bias=None, mlp_bias=False, qk_norm=True, experts=True),
-    # Megatron-Bridge has no names for the biases of gemma's attention_bias, so a model with them cannot be built.
-    "gemma": Family(qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, tied_embeddings=True),
-}
 
 # Fields of `policy.megatron_cfg` that change which parameters the model has, with the values that are supported here.
 FOLLOWED_ONLY_AT: Mapping[str, tuple[Any, ...]] = {
@@ -108,9 +78,11 @@ def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, A
         ValueError: the config lacks a field that the family needs, or the field is not a valid size.
     """
     kind = hf_config["model_type"] if "model_type" in hf_config else None
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    family = family_of(hf_config)
+    if not family.has_known_sizes:
+        known = [name for name, other in FAMILIES.items() if other.has_known_sizes]
         raise UnknownArchitectureError(
-            f"The model's model_type is {show(kind)}, and the plan knows the sizes only of {show_choices(FAMILIES)}. "
+            f"The model's model_type is {show(kind)}, and the plan knows the sizes only of {show_choices(known)}. "
             "The worker determines the exact sizes when it builds the model, and checks them against the host's "
             "memory before it page-locks anything."
         )
@@ -120,7 +92,7 @@ def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, A
                 f"{MEGATRON}.{name} is {show(megatron_cfg[name])}, and the plan knows the sizes only with "
                 f"{show_choices(values)}. The worker determines the exact sizes when it builds the model."
             )
-    return _read(FAMILIES[kind], _Fields(kind, hf_config, megatron_cfg))
+    return _read(family, _Fields(str(kind), hf_config, megatron_cfg))
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_offload_rl.config.model.families import family_of
 from nemo_offload_rl.plan.architecture import Architecture, UnknownArchitectureError, read_architecture
 
 # The forward pass, and for each matrix product of it two in the backward pass: gradients of the inputs and the weights.
 TRAINING_PASSES = 3
-
-# Families whose `layer_types` names the layers with a sliding window; in other families all layers have it.
-_WINDOWS_BY_LAYER = ("qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def read_flop_model(hf_config: Mapping[str, Any], policy: Mapping[str, Any]) -> 
     model = read_architecture(hf_config, policy["megatron_cfg"])
     window = hf_config.get("sliding_window")
     windowed = [window is not None] * model.num_layers
-    if window is not None and hf_config["model_type"] in _WINDOWS_BY_LAYER:
+    if window is not None and family_of(hf_config).windows_by_layer:
         windowed = [kind == "sliding_attention" for kind in hf_config["layer_types"][: model.num_layers]]
     return FlopModel(model, tuple(window if has else None for has in windowed), policy["precision"])
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.config.model.families import family_of
 from nemo_offload_rl.config.problems import show
 
 # Names of the number of experts in Hugging Face configs.
@@ -13,11 +14,6 @@ NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 NUM_LAYERS_KEYS = ("num_hidden_layers",)
 NUM_HEADS_KEYS = ("num_attention_heads",)
-
-# Families that have no experts unless their config gives a number of them.
-_DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
-# Families with experts in every layer; others may begin with dense layers.
-_EXPERTS_IN_EVERY_LAYER = ("qwen3_moe", "mixtral")  # exceptions of Qwen3-MoE: see `expert_layers`
 
 
 @dataclass(frozen=True)
@@ -73,20 +69,20 @@ def model_kind(
     """
     name = "policy.hf_config" if hf_config else f"the model {show(model_name)}"
     fields = model_fields(model_name, hf_config, overrides)
-    family = fields["model_type"] if "model_type" in fields else None
+    family = family_of(fields)
     num_experts = count_of(fields, NUM_EXPERTS_KEYS)
     if num_experts is None or num_experts <= 1:
-        is_dense = num_experts is not None or family in _DENSE_FAMILIES
+        is_dense = num_experts is not None or family.experts is False
         return ModelKind(name, has_experts=False, has_dense_mlps=True) if is_dense else ModelKind(name, None, None)
     if moe_layer_freq is not None:
         return ModelKind(
             name, has_experts=has_expert_layers(moe_layer_freq), has_dense_mlps=has_dense_layers(moe_layer_freq)
         )
-    if family == "qwen3_moe":
+    if family.experts and family.bridge is not None:
         by_layer = expert_layers(fields)
         if by_layer is not None:
             return ModelKind(name, has_experts=any(by_layer), has_dense_mlps=not all(by_layer))
-    return ModelKind(name, has_experts=True, has_dense_mlps=False if family in _EXPERTS_IN_EVERY_LAYER else None)
+    return ModelKind(name, has_experts=True, has_dense_mlps=False if family.experts else None)
 
 
 def expert_layers(fields: Mapping[str, Any]) -> list[bool] | None:

@@ -3,14 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nemo_offload_rl.config.model.families import Family, family_of
 from nemo_offload_rl.config.model.model_kind import NUM_EXPERTS_KEYS, count_of
 from nemo_offload_rl.config.problems import show, show_choices
 
-# Families for which mcore/architectures handles each flag. The check with a small twin covers the other families.
-FOLLOWED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 FUSED_ACTIVATIONS = ("silu", "swish")
-# Megatron-Bridge always uses the tanh approximation of GELU for these families, whatever their config says.
-_TANH_GELU_FAMILIES = ("gemma", "gemma3_text", "gemma4_text")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -40,14 +37,9 @@ def why_unsupported(fields: Mapping[str, Any]) -> str | None:
     Args:
         fields: the known fields of its Hugging Face config.
     """
-    family = fields["model_type"] if "model_type" in fields else None
-    if family == "gemma2":
-        return (
-            "is of the family gemma2, whose capped scores, norms behind layers and alternating windows Megatron-Bridge "
-            "0.6.2 does not compute as transformers does; choose a model of another family, such as qwen3 or llama"
-        )
-    if family not in FOLLOWED_FAMILIES:
-        return None
+    family = family_of(fields)
+    if family.bridge is None:
+        return family.refused
     return next((found for rope in _ropes(fields) if (found := _rope(rope))), None) or _experts(family, fields)
 
 
@@ -62,13 +54,13 @@ def why_unfused(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> s
         megatron_cfg: the recipe's section `policy.megatron_cfg`.
     """
     fused = "bias_activation_fusion" in megatron_cfg and megatron_cfg["bias_activation_fusion"]
-    family = fields["model_type"] if "model_type" in fields else None
-    if fused and family in _TANH_GELU_FAMILIES:
+    family = family_of(fields)
+    if fused and family.tanh_gelu:
         return (
-            f"is true, but models of the family {family} compute GELU approximated by tanh, for which megatron-core "
-            "has no fused kernel; set it to false"
+            f"is true, but models of the family {fields['model_type']} compute GELU approximated by tanh, for which "
+            "megatron-core has no fused kernel; set it to false"
         )
-    if not fused or family not in FOLLOWED_FAMILIES:
+    if not fused or family.bridge is None:
         return None
     activation = fields["hidden_act"] if "hidden_act" in fields else "silu"
     if activation in FUSED_ACTIVATIONS:
@@ -88,13 +80,12 @@ def why_not_generated(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> s
     """
     if "generation" not in policy or policy["generation"]["backend"] != "vllm":
         return None
-    family = fields["model_type"] if "model_type" in fields else None
     has_bias = "attention_bias" in fields and fields["attention_bias"]
-    if family not in ("qwen3", "qwen3_moe") or not has_bias:
+    if not family_of(fields).vllm_lacks_output_bias or not has_bias:
         return None
     return (
-        f"is vllm, whose {family} models have no bias in attention's output projection, but the model has "
-        "attention_bias true, and vLLM would ignore that bias; set the backend to transformers, or attention_bias to "
+        f"is vllm, whose {fields['model_type']} models have no bias in attention's output projection, but the model "
+        "has attention_bias true, and vLLM would ignore that bias; set the backend to transformers, or attention_bias to "
         "false in policy.hf_config_overrides"
     )
 
@@ -147,8 +138,8 @@ def _rope(rope: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _experts(family: str, fields: Mapping[str, Any]) -> str | None:
-    if family != "qwen3_moe":
+def _experts(family: Family, fields: Mapping[str, Any]) -> str | None:
+    if not family.experts:
         return None
     if count_of(fields, NUM_EXPERTS_KEYS) == 0:
         return "is of the family qwen3_moe and has num_experts 0; give experts, or a dense model of the family qwen3"

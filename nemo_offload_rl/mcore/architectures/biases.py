@@ -12,6 +12,8 @@ from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 
+from nemo_offload_rl.config.model.families import FAMILIES
+
 
 @dataclass(frozen=True)
 class Biases:
@@ -30,9 +32,12 @@ class Biases:
 
 def biases_of(config: Any) -> Biases:
     """Reads the biases from a Hugging Face config of a family that `bridges` corrects."""
-    family = config.model_type
-    attention = bool(family in ("llama", "qwen3", "qwen3_moe") and config.attention_bias)
-    return Biases(qkv=attention or family == "qwen2", output=attention, mlp=family == "llama" and config.mlp_bias)
+    family = FAMILIES[config.model_type]
+    return Biases(
+        qkv=config.attention_bias if family.qkv_bias is None else family.qkv_bias,
+        output=config.attention_bias if family.output_bias is None else family.output_bias,
+        mlp=config.mlp_bias if family.mlp_bias is None else family.mlp_bias,
+    )
 
 
 def add_biases(config: Any, provider: Any) -> None:

@@ -5,11 +5,12 @@ such a model is a corrected one.
 """
 
 import functools
+import importlib
 import importlib.metadata
 from types import SimpleNamespace
 from typing import Any
 
-from nemo_offload_rl.config.model.unsupported_models import FOLLOWED_FAMILIES
+from nemo_offload_rl.config.model.families import CORRECTED_FAMILIES, FAMILIES
 from nemo_offload_rl.mcore.architectures import activations, biases, dense_layers, rotary, windows
 
 WRITTEN_FOR = {"megatron-core": "0.19.2", "megatron-bridge": "0.6.2"}
@@ -20,7 +21,7 @@ _LAYER, _HF_LAYER = "decoder.layers.*", "model.layers.*"
 
 def is_corrected(config: Any) -> bool:
     """Return whether this package corrects the family of a Hugging Face config."""
-    return config.model_type in FOLLOWED_FAMILIES
+    return config.model_type in CORRECTED_FAMILIES
 
 
 @functools.cache
@@ -33,20 +34,12 @@ def register() -> None:
         )
     import transformers
     from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, get_model_bridge
-    from megatron.bridge.models.llama.llama_bridge import LlamaBridge
-    from megatron.bridge.models.mistral.mistral_bridge import MistralBridge
-    from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge
-    from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
-    from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    for source, bridge in (
-        (transformers.LlamaForCausalLM, LlamaBridge),
-        (transformers.MistralForCausalLM, MistralBridge),
-        (transformers.Qwen2ForCausalLM, Qwen2Bridge),
-        (transformers.Qwen3ForCausalLM, Qwen3Bridge),
-        (transformers.Qwen3MoeForCausalLM, Qwen3MoEBridge),
-    ):
+    for name in CORRECTED_FAMILIES:
+        module, _, bridge_name = str(FAMILIES[name].bridge).partition(":")
+        bridge = getattr(importlib.import_module(f"megatron.bridge.models.{module}"), bridge_name)
+        source = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[transformers.CONFIG_MAPPING[name]]
         assert source in get_model_bridge._exact_types, f"Megatron-Bridge has no bridge for {source.__name__}"
         corrected = type(bridge.__name__, (_Corrected, bridge), {"__module__": __name__})
         MegatronModelBridge.register_bridge(source=source, target=GPTModel, model_type=bridge.MODEL_TYPE)(corrected)
@@ -69,7 +62,7 @@ class _Corrected:
         windows.set_windows(config, provider)
         has = biases.biases_of(config)
         provider.add_qkv_bias, provider.add_bias_linear = has.qkv, False
-        if config.model_type == "qwen3_moe":
+        if FAMILIES[config.model_type].experts:
             dense_layers.set_expert_layers(config, provider)
         return provider
 

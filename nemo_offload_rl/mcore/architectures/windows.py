@@ -6,8 +6,7 @@ Engine's attention reads Megatron's fields layer by layer; so does `SdpaCoreAtte
 
 from typing import Any
 
-# Families whose `layer_types` says which layers have the window; in the others all layers have it.
-_BY_LAYER = ("qwen2", "qwen3")
+from nemo_offload_rl.config.model.families import FAMILIES
 
 
 def windowed_layers(config: Any) -> list[bool]:
@@ -15,7 +14,7 @@ def windowed_layers(config: Any) -> list[bool]:
     window = config.sliding_window if hasattr(config, "sliding_window") else None
     if window is None:
         return [False] * config.num_hidden_layers
-    if config.model_type not in _BY_LAYER:
+    if not FAMILIES[config.model_type].windows_by_layer:
         return [True] * config.num_hidden_layers
     return [kind == "sliding_attention" for kind in config.layer_types[: config.num_hidden_layers]]
 
