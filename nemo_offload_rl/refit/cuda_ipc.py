@@ -7,6 +7,7 @@ the rank exports the next.
 import contextlib
 import itertools
 import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -93,7 +94,7 @@ class CudaIpcTransport:
             make_recorder=CudaRecorder if self.record_export else None,
             device=current_device(),
             min_gain_s=self.min_gain_s,
-            record_collectives=self._all_ranks_send(),
+            record_collectives=self._all_ranks_send() and os.environ.get("NCCL_GRAPH_REGISTER") == "0",
             max_pool_bytes=bucket_bytes,
         )
 

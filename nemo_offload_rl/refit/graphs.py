@@ -54,7 +54,8 @@ class GraphSender(RefitSender):
         make_recorder: Makes the recorder of the export; None drives every export from Python.
         device: The current CUDA device, or the CPU.
         min_gain_s: Seconds that replaying the export must save in a refit.
-        record_collectives: Whether to record an export in which ranks exchange weights; all ranks must then send.
+        record_collectives: Whether to record an export in which ranks exchange weights; all ranks must then send, and
+            NCCL must not register the graphs' memory (`worker.environment`).
         max_pool_bytes: The most memory that the graphs of such an export may keep. Others keep one layer's attention.
         clock: Returns the time in seconds.
     """

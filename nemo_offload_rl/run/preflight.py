@@ -48,7 +48,7 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
         )
     megatron = policy["megatron_cfg"]
     if megatron["cuda_graph_impl"] != "none":
-        check_graph_environment(os.environ | library_environment(megatron))
+        check_graph_environment(os.environ | library_environment(megatron, refit_follows="generation" in policy))
     asks_gpus = uses_vllm or open_keys(config)
     sizes = [gpu.total_bytes for gpu in gpu_facts() if gpu.total_bytes is not None] if asks_gpus else []
     config, _ = with_row_tokens_here(config, algorithm, min(sizes, default=None))

@@ -97,6 +97,7 @@ class PolicyWorkerGroup:
                         rank=rank,
                         world_size=cluster.world_size,
                         threads=cluster.threads_per_rank,
+                        refit_follows="generation" in config,
                     )
                 },
             ).remote()

@@ -20,7 +20,7 @@ from nemo_offload_rl.memory.shared_buffer import SharedBufferError
 from nemo_offload_rl.memory.shared_range import HostRangeHandle
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.refit import fixed_buckets, graphs
-from nemo_offload_rl.refit.cuda_ipc import CudaIpcSender
+from nemo_offload_rl.refit.cuda_ipc import CudaIpcSender, CudaIpcTransport
 from nemo_offload_rl.refit.fixed_buckets import FixedTensors
 from nemo_offload_rl.refit.graphs import GraphSender
 from nemo_offload_rl.refit.interface import Receiver
@@ -355,6 +355,23 @@ def test_a_rank_that_found_no_memory_asks_the_others_nothing_when_it_tries_again
         assert look(engine)["sums"] == weights.sums()
     assert (weights.answers, recorder.num_recordings) == ([False], 0)
     assert look(engine)["num_senders"] == 1  # whose loads are replayed
+
+
+@on_cpu
+@pytest.mark.parametrize(("registers", "is_asked"), [("0", True), ("1", False), (None, False)])
+def test_what_ranks_exchange_is_recorded_only_where_nccl_registers_no_graphs_memory(
+    engine, monkeypatch, registers, is_asked
+):
+    if registers is None:
+        monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    else:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", registers)
+    weights = Weights("cpu", exchanged="tensor parallelism of 2", refused=(1,))
+    transport = CudaIpcTransport([Receiver(engine, (0,))], verify=False)
+    sender = transport.connect(ExportPlan.of(weights), rank=0, bucket_bytes=1000)
+    sender.send(weights)
+    sender.close()
+    assert weights.answers == [True] * is_asked
 
 
 @on_each_device
