@@ -167,8 +167,9 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
         "# Does Megatron compute the same as transformers?",
         "",
         "For which model families and config flags does Megatron compute the same log-probs and gradients as "
-        f"transformers? Of {len(rows)} cases, {counts['right']} are right, {counts['WRONG']} wrong (a run stops with "
-        f"an error), and {counts['refused']} refused.",
+        f"transformers? Of the {len(rows)} cases of `benchmarks/model_check.py` at {result['commit']}, "
+        f"{counts['right']} are right, {counts['WRONG']} wrong (a run stops with an error), "
+        f"and {counts['refused']} refused.",
         "",
         table_line(["family", "right", "log-prob", "gradient", "wrong: log-prob, gradient", "refused"]),
         table_line(["---"] * 6),

@@ -1,6 +1,7 @@
 """How many of NeMo-RL's recipes load unchanged, and which keys refuse the others?
 
-python benchmarks/nemo_rl_recipes.py RL/examples/configs [--deep] [--output docs/results/nemo_rl_recipes.json]
+python benchmarks/nemo_rl_recipes.py RL/examples/configs --checkout COMMIT [--deep]
+    [--output docs/results/nemo_rl_recipes.json]
 
 The folder is examples/configs of a whole checkout of NVIDIA-NeMo/RL, since recipes inherit from one another. The
 benchmark reads every YAML file below it, with its `defaults`, as `nemo-offload-rl validate` does, without overrides.
@@ -88,7 +89,7 @@ def main() -> None:
         write_tokenizer(arguments.work / "tokenizer")
         for row in rows:
             row["deep"] = deep_verdict(row, arguments.folder, arguments.work)
-    write_result(arguments.output, rows)
+    write_result(arguments.output, rows, checkout=arguments.checkout)
     page = page_of(json.loads(arguments.output.read_text()), arguments.output.name)
     arguments.output.with_suffix(".md").write_text(page)
     print(page)
@@ -186,8 +187,9 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
     lines = [
         "# NeMo-RL's recipes",
         "",
-        f"How many of NeMo-RL's recipes with a Megatron policy load in this package unchanged? {len(loaded)} of "
-        f"{len(rows)}. {len(built)} recipes ask only for features that this package has; "
+        "How many of NeMo-RL's recipes with a Megatron policy (of all files of its examples/configs at commit "
+        f"{result['checkout']}) load in this package unchanged? {len(loaded)} of {len(rows)}. "
+        f"{len(built)} recipes ask only for features that this package has; "
         f"{sum(row['loads'] for row in built)} of these load. {sum(row['architecture_supported'] for row in loaded)} "
         "of the recipes that load name a model of a supported family ([Models](../models.md)).",
         "",
@@ -311,6 +313,7 @@ def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="examples/configs of a checkout of NeMo-RL")
+    parser.add_argument("--checkout", required=True, help="the commit of that checkout, for the page")
     parser.add_argument("--deep", action="store_true", help="also run `validate --deep` on those that load")
     parser.add_argument("--work", type=Path, default=Path("build/nemo_rl_recipes"), help="for data and tokenizer")
     parser.add_argument("--output", type=Path, default=Path("build/nemo_rl_recipes.json"), help="the JSON file")

@@ -35,7 +35,7 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
         "# Runs of NeMo-RL's recipes",
         "",
         "Do NeMo-RL's recipes train with this package on one GPU, changed only where the machine and the time limit "
-        f"require it? Of {len(rows)} runs {done} {'is' if done == 1 else 'are'} done.",
+        f"require it? Of the {len(rows)} runs in the table {done} {'is' if done == 1 else 'are'} done.",
         "",
         table_line(["run", *names.values()]),
         table_line(["---"] * (1 + len(names))),

@@ -16,7 +16,9 @@ TableValue = float | int | str | bool | None
 _ORIGIN = ("machine", "commit", "command", "date")
 
 
-def write_result(path: Path, rows: Sequence[Mapping[str, TableValue]], *, append_by: Sequence[str] = ()) -> None:
+def write_result(
+    path: Path, rows: Sequence[Mapping[str, TableValue]], *, append_by: Sequence[str] = (), **counted: str
+) -> None:
     """Writes rows as `{"machine", "commit", "command", "date", "rows"}`.
 
     Args:
@@ -24,12 +26,14 @@ def write_result(path: Path, rows: Sequence[Mapping[str, TableValue]], *, append
         rows: One a measured case: plain numbers, with the unit in the field's name.
         append_by: Fields that tell one case from another. Given, rows that the file has of other cases stay in it, with
             the machine, commit, command and date of their own run; empty, the file is written anew.
+        **counted: What the rows count, such as the commit of another project, written before them.
     """
     result: dict[str, Any] = {
         "machine": machine(),
         "commit": commit(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
+        **counted,
     }
     if append_by and path.exists():
         rows = _appended(json.loads(path.read_text()), rows, append_by)

@@ -108,7 +108,7 @@ def _count_equal(rows: Sequence[Row]) -> str:
         controls = [row for row in of_way if _is_plain(row)]
         offloaded = [row for row in of_way if row not in controls]
         if offloaded:
-            sentences.append(f"**{_num_equal(offloaded)} of {len(offloaded)} bit-equal** {words}.")
+            sentences.append(f"**{_num_equal(offloaded)} of {len(offloaded)} combinations bit-equal** {words}.")
         if controls:
             sentences.append(f"Of plain runs taken twice, {_num_equal(controls)} of {len(controls)} are equal.")
     refused = {row["part"] for row in rows if _is_refused(row) and not has_failed(row)}

@@ -46,7 +46,7 @@ def environment_of(megatron_cfg: Mapping[str, Any]) -> Iterator[None]:
     Only variables that are read while layers are built take effect; those that Transformer Engine reads on import are
     set before (except for its fused experts of quantized models on GPUs later than an H200).
     """
-    variables = library_environment(megatron_cfg)
+    variables = library_environment(megatron_cfg, refit_follows=False)
     before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:

@@ -147,7 +147,9 @@ def summary(rows: Sequence[Row]) -> str:
     barred = [row for row in rows if "bar" in row]
     missed = [f"- missed: {_against_bar(row)}" for row in barred if not _is_met(row)]
     not_run = [f"- not run: {row['case']}, {row['way']}" for row in rows if "not_run" in row]
-    count = f"{len(barred) - len(missed)} of {len(barred)} bars are met{':' if missed else '.'}"
+    count = (
+        f"{len(barred) - len(missed)} of the {len(barred)} bars of the result's rows are met{':' if missed else '.'}"
+    )
     return "\n".join([*lines, "", count, *(["", *missed, *not_run] if missed or not_run else [])])
 
 

@@ -20,6 +20,9 @@ from typing import Any, Self
 import torch
 from torch.nn.functional import pad
 
+LOGPROB_COLUMNS = ("input_ids", "input_lengths")
+"""The columns that log-prob passes read."""
+
 
 class BatchedData(dict[str, Any]):
     """Maps names to columns of equal length: tensors with leading dimension B, or lists of length B.

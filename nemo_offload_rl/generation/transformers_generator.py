@@ -128,10 +128,18 @@ class TransformersGenerator:
     # ---- phases
 
     def prepare_for_generation(self, tags: Sequence[WakeUpTag] = ("weights", "kv_cache")) -> None:
-        """Moves the model to the device it generates on; weights alone precede a refit, which brings all of them."""
-        self._model.to(self._device)
+        """Moves the model to the device it generates on.
+
+        Weights alone precede a refit, which brings all of them: of those that are elsewhere, no old values are copied.
+        """
         if list(tags) == ["weights"]:
             self._missing = set(self._refit_names)
+            if self._model.device.type != self._device.type:
+                values = dict(self._model.named_buffers(remove_duplicate=False))  # most come with no refit
+                self._model.to_empty(device=self._device)
+                for name, buffer in self._model.named_buffers(remove_duplicate=False):
+                    buffer.copy_(values[name])
+        self._model.to(self._device)
 
     def finish_generation(self) -> None:
         """Moves the model to the host and frees its GPU memory; does nothing on a CPU."""

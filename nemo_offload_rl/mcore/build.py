@@ -158,6 +158,8 @@ def make_scheduler(policy: Mapping[str, Any], optimizer: MegatronOptimizer) -> O
             "policy.megatron_cfg.scheduler.lr_decay_iters is null, which a run replaces by its number of steps; for a "
             "worker without a run, set it to a number of calls of train."
         )
+    # No recipe has this key, which a run adds. A worker without a run has no length but that of the decay.
+    run_length = section["run_length"] if "run_length" in section else decay
     if warmup >= decay:  # in a short run: a rule requires a longer lr_decay_iters
         warmup = decay - 1 / policy["train_global_batch_size"]
     scheduler = OptimizerParamScheduler(
@@ -170,7 +172,7 @@ def make_scheduler(policy: Mapping[str, Any], optimizer: MegatronOptimizer) -> O
         lr_decay_style=section["lr_decay_style"],
         start_wd=section["start_weight_decay"],
         end_wd=section["end_weight_decay"],
-        wd_incr_steps=section.get("run_length", decay),
+        wd_incr_steps=run_length,
         wd_incr_style=section["weight_decay_incr_style"],
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,  # a resumed run may have another schedule

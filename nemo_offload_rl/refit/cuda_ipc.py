@@ -6,6 +6,8 @@ the rank exports the next.
 
 import contextlib
 import itertools
+import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +15,7 @@ from functools import partial
 import torch
 
 from nemo_offload_rl.memory.shared_buffer import BufferHandle, SharedBuffer, make_shared_buffer
+from nemo_offload_rl.memory.units import MIB
 from nemo_offload_rl.refit.bucket_memory import explain_refit_oom
 from nemo_offload_rl.refit.export import NullSender
 from nemo_offload_rl.refit.filling import ExportedTensors, OpenBucket, send_buckets
@@ -21,7 +24,15 @@ from nemo_offload_rl.refit.interface import Receiver, RefitSender
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor, buffer_sizes
 from nemo_offload_rl.refit.recorder import CudaRecorder
 
+logger = logging.getLogger(__name__)
+
 NUM_BUFFERS = 2
+
+_KEPT: list[contextlib.ExitStack] = []
+"""Buffers that an engine may still read after an error; freed, their memory would be given to someone else.
+
+Buckets with fixed addresses need no such list: the driver frees their memory only once no process maps it.
+"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,7 @@ class CudaIpcTransport:
             make_recorder=CudaRecorder if self.record_export else None,
             device=current_device(),
             min_gain_s=self.min_gain_s,
-            record_collectives=self._all_ranks_send(),
+            record_collectives=self._all_ranks_send() and os.environ.get("NCCL_GRAPH_REGISTER") == "0",
             max_pool_bytes=bucket_bytes,
         )
 
@@ -109,24 +120,33 @@ class CudaIpcSender(RefitSender):
             OutOfGpuMemoryError: If there is no memory for the buffers; see `send_buckets` for other errors.
         """
         exported = ExportedTensors(weights, verify=self._verify)
-        with self._buckets() as buckets:
-            times = send_buckets(buckets, NUM_BUFFERS, self._receivers, exported)
+        with contextlib.ExitStack() as stack:
+            buckets = self._buckets(stack)
+            keep = partial(self._keep, stack)
+            times = send_buckets(buckets, NUM_BUFFERS, self._receivers, exported, keep_memory=keep)
         self.metrics = {**times, "export_s": times["export_s"] - exported.verify_s, "verify_s": exported.verify_s}
         return exported.checksums
 
-    @contextlib.contextmanager
-    def _buckets(self) -> Iterator[list[OpenBucket]]:
+    def _buckets(self, stack: contextlib.ExitStack) -> list[OpenBucket]:
+        """Returns the buckets, whose memory is freed when the stack is closed."""
         sizes = buffer_sizes(self._layouts, NUM_BUFFERS)
-        with contextlib.ExitStack() as stack:
-            buffers = []
-            for size in sizes:
-                with explain_refit_oom(sum(sizes)):
-                    buffers.append(make_shared_buffer(size, self._device))
-                stack.callback(buffers[-1].close)
-            yield [
-                OpenBucket(partial(_slots, layout, buffer), layout.tensors, SharedBucket(layout, buffer.handle))
-                for layout, buffer in zip(self._layouts, itertools.cycle(buffers), strict=False)
-            ]
+        buffers = []
+        for size in sizes:
+            with explain_refit_oom(sum(sizes)):
+                buffers.append(make_shared_buffer(size, self._device))
+            stack.callback(buffers[-1].close)
+        return [
+            OpenBucket(partial(_slots, layout, buffer), layout.tensors, SharedBucket(layout, buffer.handle))
+            for layout, buffer in zip(self._layouts, itertools.cycle(buffers), strict=False)
+        ]
+
+    def _keep(self, stack: contextlib.ExitStack) -> None:
+        _KEPT.append(stack.pop_all())
+        logger.warning(
+            "A generation engine may still read the refit's buffers after an error; their %.0f MiB stay allocated "
+            "until this process ends.",
+            sum(buffer_sizes(self._layouts, NUM_BUFFERS)) / MIB,
+        )
 
 
 def _slots(layout: BucketLayout, buffer: SharedBuffer) -> list[torch.Tensor]:

@@ -83,6 +83,7 @@ def send_buckets(
     receivers: Sequence[Receiver],
     filler: Filler,
     clock: Callable[[], float] = time.perf_counter,
+    keep_memory: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Fills every bucket, and returns once all receivers have loaded all of them, also after an error.
 
@@ -92,6 +93,7 @@ def send_buckets(
         receivers: All of them get every bucket.
         filler: Fills the buckets.
         clock: Returns the time in seconds.
+        keep_memory: Called after an error if a receiver may still read a bucket, whose memory must then stay.
 
     Returns:
         `export_s`, `load_s` and `first_kernel_to_loaded_s` (see `RefitSender.metrics`).
@@ -103,17 +105,21 @@ def send_buckets(
     """
     export_s = 0.0
     loads = Loads(receivers, num_buffers)
-    with loads.settled():  # a receiver may still have a buffer open after an error
-        began = clock()
-        for number, bucket in enumerate(buckets):
-            loads.wait_for_room()
-            start = clock()
-            filler.fill(number, bucket.slots())
-            if torch.cuda.is_available():
-                torch.cuda.current_stream().synchronize()  # the receiver's process reads the buffer next
-            export_s += clock() - start
-            loads.start(bucket.message, bucket.specs)
-        filler.finish()
-        loads.wait()
-        first_kernel_to_loaded_s = clock() - began
+    try:
+        with loads.settled():  # a receiver may still have a buffer open after an error
+            began = clock()
+            for number, bucket in enumerate(buckets):
+                loads.wait_for_room()
+                start = clock()
+                filler.fill(number, bucket.slots())
+                if torch.cuda.is_available():
+                    torch.cuda.current_stream().synchronize()  # the receiver's process reads the buffer next
+                export_s += clock() - start
+                loads.start(bucket.message, bucket.specs)
+            filler.finish()
+            loads.wait()
+            first_kernel_to_loaded_s = clock() - began
+    finally:
+        if loads.may_be_read:
+            keep_memory()
     return {"export_s": export_s, "load_s": loads.seconds, "first_kernel_to_loaded_s": first_kernel_to_loaded_s}

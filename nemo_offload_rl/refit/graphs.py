@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.filling import ExportedTensors, send_buckets
@@ -35,8 +36,9 @@ _FAILURES = (RuntimeError, OSError)
 class GraphSender(RefitSender):
     """Sends buckets that keep their addresses, so that engines replay their loads, and this side its export.
 
-    The first refit registers the buckets at the receivers. If that fails, another sender does all refits. An export
-    that cannot be recorded is driven from Python each time. One that can be is tried both ways: it is sent twice driven
+    The first refit registers the buckets at the receivers. If there is no memory for them, another sender does this
+    refit and the next one tries again; if they cannot be shared, the other sender does all refits. An export that
+    cannot be recorded is driven from Python each time. One that can be is tried both ways: it is sent twice driven
     from Python, the first time to warm up, recorded, and replayed twice. What was chosen is logged once.
 
     If ranks exchange weights in the export, either all of them replay it or none: NCCL requires that a collective is in
@@ -52,7 +54,8 @@ class GraphSender(RefitSender):
         make_recorder: Makes the recorder of the export; None drives every export from Python.
         device: The current CUDA device, or the CPU.
         min_gain_s: Seconds that replaying the export must save in a refit.
-        record_collectives: Whether to record an export in which ranks exchange weights; all ranks must then send.
+        record_collectives: Whether to record an export in which ranks exchange weights; all ranks must then send, and
+            NCCL must not register the graphs' memory (`worker.environment`).
         max_pool_bytes: The most memory that the graphs of such an export may keep. Others keep one layer's attention.
         clock: Returns the time in seconds.
     """
@@ -85,7 +88,7 @@ class GraphSender(RefitSender):
         self._clock = clock
         self._is_decided = False
         self._has_moved = False  # whether the last refit found new addresses
-        self._buckets: FixedBuckets | None = None  # unless all refits are streamed
+        self._buckets: FixedBuckets | None = None  # unless refits are streamed
         self._recorded: _RecordedExport | None = None  # while the export is replayed
         self.metrics = {}
 
@@ -109,9 +112,19 @@ class GraphSender(RefitSender):
         try:
             self._buckets = FixedBuckets(self._layouts, self._num_buffers, self._receivers, self._device)
         except _FAILURES as error:
-            logger.info("Refits are streamed, not replayed from CUDA graphs: %s.", _reason(error))
+            if isinstance(_cause(error), OutOfGpuMemoryError):
+                self._is_decided = False
+                logger.warning(
+                    "This refit is streamed, not replayed from CUDA graphs, and the next one tries again: %s.",
+                    _reason(error),
+                )
+            else:
+                logger.info("Refits are streamed, not replayed from CUDA graphs: %s.", _reason(error))
             checksums = self._send_streamed(weights)
-            self._all_say(weights, False)
+            if self._record_collectives and weights.collectives():
+                weights.agree(False)
+                # The other ranks drive their exports from Python from now on, and ask no more.
+                self._make_recorder, self._record_collectives = None, False
             return checksums
         checksums = self._send_driven(self._buckets, weights)
         if self._make_recorder is None:
@@ -237,9 +250,15 @@ class GraphSender(RefitSender):
         return checksums
 
 
+def _cause(error: Exception) -> Exception:
+    """Returns the error, or for an error in an engine, the engine's own."""
+    cause: Exception = getattr(error.__cause__, "cause", error)
+    return cause
+
+
 def _reason(error: Exception) -> str:
     """Returns the first line of an error; for an error in an engine, of the engine's own error."""
-    cause = getattr(error.__cause__, "cause", error)
+    cause = _cause(error)
     return f"{cause}".partition("\n")[0].rstrip(".") or type(cause).__name__
 
 

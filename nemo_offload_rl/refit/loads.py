@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayError, RayTaskError
 
+from nemo_offload_rl.memory.shared_buffer import SharedBufferError
 from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.plan import TensorSpec
 
@@ -60,6 +61,23 @@ def answer_of(reference: Any, asked: object) -> Any:
         raise kind(f"The refit has failed at {asked}: {type(error.cause).__name__}: {error.cause}") from error
 
 
+def _may_still_read(answer: Any) -> bool:
+    """Returns whether an engine that has answered may still have its bucket open.
+
+    It closed the bucket if it has loaded it, or refused a weight or the memory itself; a process that has ended reads
+    nothing. After any other error, such as one of its GPU, work on the bucket may be left there.
+    """
+    try:
+        ray.get(answer)
+    except (ActorDiedError, OutOfMemoryError):
+        return False
+    except RayTaskError as error:
+        return not isinstance(error.cause, ValueError | SharedBufferError)
+    except RayError:
+        return True
+    return False
+
+
 class Loads:
     """Tracks the buckets of one refit that receivers are loading.
 
@@ -74,19 +92,23 @@ class Loads:
         self._under_way: deque[dict[Any, EngineLoad]] = deque()  # for each bucket, its loads by their references
         self.seconds = 0.0
         """Sum over finished buckets of the slowest receiver's seconds."""
+        self.may_be_read = False
+        """Whether a receiver may still have a bucket open after `settled`, so that its memory must not be freed."""
 
     @contextmanager
     def settled(self) -> Iterator[None]:
         """Waits at the end until no receiver has a bucket open, so that the bucket's memory can be freed.
 
-        It also waits after an error in the context.
+        It also waits after an error in the context, and then sets `may_be_read`.
         """
         try:
             yield
         finally:
             left = [reference for loads in self._under_way for reference in loads]
+            self.may_be_read = bool(left)  # also if the wait is interrupted
             if left:
-                ray.wait(left, num_returns=len(left), timeout=_SETTLE_TIMEOUT_S)
+                done, pending = ray.wait(left, num_returns=len(left), timeout=_SETTLE_TIMEOUT_S)
+                self.may_be_read = bool(pending) or any(_may_still_read(reference) for reference in done)
 
     def wait_for_room(self) -> None:
         """Waits until one more bucket may be in flight; raises the errors of `wait`."""

@@ -80,5 +80,6 @@ def check_environment(policy: Mapping[str, Any]) -> None:
             'policy.generation.backend is vllm, which is not installed; run make setup EXTRAS="te vllm", or set it to '
             "transformers."
         )
-    if policy["megatron_cfg"]["cuda_graph_impl"] != "none":
-        check_graph_environment(os.environ | library_environment(policy["megatron_cfg"]))
+    megatron = policy["megatron_cfg"]
+    if megatron["cuda_graph_impl"] != "none":
+        check_graph_environment(os.environ | library_environment(megatron, refit_follows="generation" in policy))

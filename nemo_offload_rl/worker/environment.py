@@ -3,12 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""Ranks exchange weights in an export where any of these is above 1."""
 
-def library_environment(megatron_cfg: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the variables that Transformer Engine, megatron-core and CUDA read for a recipe, on import or later.
+
+def library_environment(megatron_cfg: Mapping[str, Any], *, refit_follows: bool) -> dict[str, str]:
+    """Returns the variables that Transformer Engine, megatron-core, CUDA and NCCL read, on import or later.
 
     Args:
         megatron_cfg: The recipe's `policy.megatron_cfg`; its `env_vars` win over the defaults here.
+        refit_follows: Whether the ranks send weights to generation engines.
     """
     environment = {"NVTE_CPU_OFFLOAD_V1": "1"}
     if megatron_cfg.get("use_transformer_engine_op_fuser"):
@@ -17,10 +26,17 @@ def library_environment(megatron_cfg: Mapping[str, Any]) -> dict[str, str]:
     if megatron_cfg["tensor_model_parallel_size"] > 1 or megatron_cfg["sequence_parallel"]:
         # One hardware queue: kernels start in the order of their launch, which overlapping communication relies on.
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if refit_follows and any(megatron_cfg[size] > 1 for size in _SIZES):
+        # Exports of weights that ranks exchange are recorded in CUDA graphs. NCCL would register the memory that a
+        # captured collective reads, by its address, and map it on the other ranks. But the parameters leave the GPU
+        # after each refit and return to other memory at the same addresses: replays would read what was unmapped.
+        environment["NCCL_GRAPH_REGISTER"] = "0"
     return environment | {name: str(value) for name, value in (megatron_cfg.get("env_vars") or {}).items()}
 
 
-def worker_environment(megatron_cfg: Mapping[str, Any], *, rank: int, world_size: int, threads: int) -> dict[str, str]:
+def worker_environment(
+    megatron_cfg: Mapping[str, Any], *, rank: int, world_size: int, threads: int, refit_follows: bool
+) -> dict[str, str]:
     """Returns the environment variables that one rank's process starts with: torch and others read some on import.
 
     Args:
@@ -28,7 +44,8 @@ def worker_environment(megatron_cfg: Mapping[str, Any], *, rank: int, world_size
         rank: This rank.
         world_size: Number of ranks.
         threads: CPU threads of the rank.
+        refit_follows: Whether the ranks send weights to generation engines.
     """
-    environment = {"OMP_NUM_THREADS": str(threads)} | library_environment(megatron_cfg)
+    environment = {"OMP_NUM_THREADS": str(threads)} | library_environment(megatron_cfg, refit_follows=refit_follows)
     # Ray makes only its own GPU visible to an actor, so that this is device 0 on every rank.
     return environment | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from nemo_offload_rl.config.schema.policy import PolicyConfig
-from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.batch import LOGPROB_COLUMNS, BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.metrics.memory import largest_of
@@ -110,6 +110,7 @@ class PolicyWorkerGroup:
                         rank=rank,
                         world_size=cluster.world_size,
                         threads=cluster.threads_per_rank,
+                        refit_follows="generation" in config,
                     )
                 },
             ).remote()
@@ -320,7 +321,8 @@ class PolicyWorkerGroup:
     # ---- internals
 
     def _infer(self, verb: str, data: BatchedData, mbs: int) -> BatchedData:
-        shards = shard_for_inference(data, mbs=mbs, dp_size=self._built().dp_size)
+        read = BatchedData({name: data[name] for name in LOGPROB_COLUMNS}).in_groups(data.group_size)
+        shards = shard_for_inference(read, mbs=mbs, dp_size=self._built().dp_size)
         results: list[WireBatch] = self._run(verb, [shards.mbs], shards.shards)
         return shards.gather([result.unpack() for result in results])
 

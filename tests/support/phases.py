@@ -1,11 +1,15 @@
 """Runs training with or without visits to all phases between the steps; both must give the same numbers."""
 
+import functools
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from megatron.core.optimizer import ChainedOptimizer
 from support.tiny import random_batch
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -13,14 +17,23 @@ from nemo_offload_rl.activation_offload.copies import Span, SpanCopyStream
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.memory.gpu_range import HostRange
 from nemo_offload_rl.memory.streams import CopyStream
+from nemo_offload_rl.refit.filling import ExportedTensors
+from nemo_offload_rl.refit.graphs import _RecordedExport
+from nemo_offload_rl.residency.streamed.window import Window
 from nemo_offload_rl.residency.table import Phase, Placement, Target
+from nemo_offload_rl.residency.transfer import Mover
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 
 def checksums(worker: MegatronPolicyWorker) -> list[int]:
     """Returns a checksum of the bits of each parameter, in order."""
+    return [int(one) for one in _queued_checksums(worker)]
+
+
+def _queued_checksums(worker: MegatronPolicyWorker) -> list[torch.Tensor]:
+    """Returns the checksums on the device, without waiting for it."""
     return [
-        int(p.detach().contiguous().view(torch.uint8).to(torch.int64).mul(31).add(7).cumsum(-1).sum())
+        p.detach().contiguous().view(torch.uint8).to(torch.int64).mul(31).add(7).cumsum(-1).sum()
         for _, p in worker.state.parameters()
     ]
 
@@ -42,13 +55,14 @@ def run_steps(
     for step in range(num_steps):
         seed = step * dp_size + ranks["dp_rank"]
         report = worker.train(random_batch(rows, seed=seed), NLLLoss(), gbs=rows * dp_size, mbs=2)
-        report["checksums"] = checksums(worker)
+        sums = _queued_checksums(worker)  # not read before the moves, which must wait for the update and for these
         if visit_phases:
             worker.offload_before_refit()
             worker.offload_after_refit(wait=step % 2 == 0)
             if step % 2:
                 worker.start_return(logprobs=True)
         report["logprobs"] = worker.get_logprobs(random_batch(4, seed=seed), mbs=2)["logprobs"].tolist()
+        report["checksums"] = [int(one) for one in sums]
         if visit_phases and step % 3 == 2:
             worker.residency.prefetch(Phase.TRAIN)
         reports.append(report)
@@ -81,6 +95,49 @@ def delay_moves(monkeypatch: Any, seconds: float = 0.01) -> None:
     monkeypatch.setattr(HostRange, "map", late_map)
     monkeypatch.setattr(CopyStream, "copy_all", late_copy_all)  # makes all copies of training state
     monkeypatch.setattr(SpanCopyStream, "copy_all", late_spans)  # makes all copies of activations
+
+
+_UPDATE = (ChainedOptimizer, "step_with_ready_grads")
+_USES_OF_COMPUTED = [
+    *((Mover, name) for name in ("out", "back", "save", "exchange", "put_back", "drop", "take")),
+    (Window, "store"),
+    (SpanCopyStream, "enqueue"),
+    (ExportedTensors, "fill"),
+    (_RecordedExport, "fill"),
+]
+"""What uses memory that the caller's stream may still compute, or hands it on."""
+
+
+def delay_compute(monkeypatch: Any, seconds: float = 0.01) -> Counter[str]:
+    """Delays the caller's stream, so that a copy or an export that does not wait for it shows in the numbers.
+
+    It sleeps before each move, exchange, store and export of a bucket, which makes all that it computes next late, and
+    ten times as long before each update, since the host queues a whole update before the next move.
+
+    Returns:
+        The number of sleeps so far before each of these calls; without a GPU they take no time.
+    """
+    num_sleeps: Counter[str] = Counter()
+
+    def delay(owner: type, name: str, seconds: float) -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def late(*args: Any, **kwargs: Any) -> Any:
+            num_sleeps[f"{owner.__name__}.{name}"] += 1
+            if torch.cuda.is_available():
+                torch.cuda._sleep(int(seconds * 1.5e9))  # cycles
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, late)
+
+    delay(*_UPDATE, 10 * seconds)
+    for owner, name in _USES_OF_COMPUTED:
+        delay(owner, name, seconds)
+    return num_sleeps
+
+
+each_delay = pytest.mark.parametrize("delay", [delay_moves, delay_compute], ids=["late copies", "late compute"])
 
 
 def saved_between_steps(

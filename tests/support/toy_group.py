@@ -37,7 +37,11 @@ def toy_group(cluster, *, tp=1, before_build=None, **toy):
 
 
 def toy_batch(num_rows):
-    return BatchedData(row=torch.arange(num_rows), sample_mask=torch.ones(num_rows))
+    rows = torch.arange(num_rows)
+    lengths = torch.full((num_rows,), 3)
+    return BatchedData(
+        row=rows, input_ids=rows[:, None].expand(-1, 3), input_lengths=lengths, sample_mask=torch.ones(num_rows)
+    )
 
 
 def processes():

@@ -85,8 +85,8 @@ def why_not_generated(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> s
         return None
     return (
         f"is vllm, whose {fields['model_type']} models have no bias in attention's output projection, but the model "
-        "has attention_bias true, and vLLM would ignore that bias; set the backend to transformers, or attention_bias to "
-        "false in policy.hf_config_overrides"
+        "has attention_bias true, and vLLM would ignore that bias; set the backend to transformers, or attention_bias "
+        "to false in policy.hf_config_overrides"
     )
 
 

@@ -57,8 +57,8 @@ def test_parity_is_counted_with_what_failed_and_apart_from_plain_runs():
     ]
     shown, around = table("parity", rows)
     assert around == [
-        "**2 of 4 bit-equal** as copies are. Of plain runs taken twice, 1 of 1 are equal. "
-        "**1 of 2 bit-equal** with late copies. Combinations that validation refuses: 1.",
+        "**2 of 4 combinations bit-equal** as copies are. Of plain runs taken twice, 1 of 1 are equal. "
+        "**1 of 2 combinations bit-equal** with late copies. Combinations that validation refuses: 1.",
         "- **failed**: c, at c1: RuntimeError: out of \\| memory",
         "- **failed** with late copies: b, at c1: RuntimeError: none was seen",
         "- **failed**: refused/gone, at c1: RuntimeError: validation accepts it",
@@ -198,7 +198,7 @@ def test_only_what_is_between_markers_changes():
     )
     assert text.endswith(f"Machine: 1 x GPU. Commit: c1.\n\n{END}\n\nThe end.\n")
     assert with_tables(text, [parity("a")]) == text
-    assert "**2 of 2 bit-equal**" in with_tables(text, [parity("a"), parity("b")])
+    assert "**2 of 2 combinations bit-equal**" in with_tables(text, [parity("a"), parity("b")])
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_the_page_beside_the_result_is_updated_or_left_alone(tmp_path):
     beside = tmp_path / "result.md"
     beside.write_text(page("parity"))
     assert update_page(result) == beside
-    assert "**1 of 1 bit-equal**" in beside.read_text()
+    assert "**1 of 1 combinations bit-equal**" in beside.read_text()
     result.write_text(json.dumps({"rows": [parity("a"), {"table": "parity", "way": "offloaded"}]}))
     before = beside.read_text()
     with pytest.raises(PageError, match=r"row 2 of .* has no part"):

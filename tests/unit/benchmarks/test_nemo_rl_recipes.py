@@ -11,6 +11,7 @@ from nemo_offload_rl.cli import main
 REPOSITORY = Path(__file__).parents[3]
 TINY = REPOSITORY / "examples/configs/grpo_tiny_cpu.yaml"
 EXEMPLAR = REPOSITORY / "examples/configs/grpo_math_1B_megatron.yaml"
+ORIGIN = {"machine": "m", "commit": "c", "date": "d", "command": "run", "checkout": "abc"}
 PAGE = REPOSITORY / "docs/results/nemo_rl_recipes.md"
 
 
@@ -34,9 +35,9 @@ def test_each_recipe_is_told_with_its_keys_and_what_it_asks_for(tmp_path):
     assert odd["refused_keys"] == "env.math.math_verify_impl"
     assert (orphan["loads"], orphan["megatron_policy"], orphan["refused_keys"]) == (False, None, "(the file)")
 
-    result = {"rows": [loads, wrong, odd, orphan], "machine": "m", "commit": "c", "date": "d", "command": "run"}
+    result = ORIGIN | {"rows": [loads, wrong, odd, orphan]}
     page = page_of(result, "rows.json")
-    assert "| grpo | 3 | 1 | 2 | 1 |" in page
+    assert "| grpo | 3 | 1 | 2 | 1 |" in page and "at commit abc)" in page
     assert "3 more keys, of fewer than 10 recipes each | 3 | 2 | 1 | 1 |" in page
     assert "| context parallelism | 1 | 1 |" in page
     assert "| odd.yaml | `env.math.math_verify_impl` | must be " in page and "| wrong.yaml |" not in page
@@ -56,7 +57,7 @@ def test_what_validate_deep_says_is_told_of_recipes_that_load(tmp_path, monkeypa
     assert "is 8, which does not divide the model's 12 attention heads" in verdicts[1]
 
     rows = [row | {"deep": verdict} for row, verdict in zip((right, wrong), verdicts, strict=False)]
-    page = page_of({"rows": rows, "machine": "m", "commit": "c", "date": "d", "command": "run"}, "rows.json")
+    page = page_of(ORIGIN | {"rows": rows}, "rows.json")
     assert "`validate --deep` passes for 1 of these 2 with" in page and "- wrong.yaml: " in page
 
 

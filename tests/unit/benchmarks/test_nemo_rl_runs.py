@@ -137,7 +137,7 @@ def test_a_run_that_fails_has_its_row_and_its_place_on_the_page(tmp_path):
     assert row["status"].startswith("exit status 2: ")
     page = page_of({"rows": [row | dict.fromkeys(ORIGIN, "known")]}, "rows.json")
     assert "| one | grpo | 0 |" in page
-    assert "Of 1 runs 0 are done." in " ".join(page.split())
+    assert "Of the 1 runs in the table 0 are done." in " ".join(page.split())
     assert f"Its end: {row['status']}" in "".join(override_lines(row))
 
 
@@ -158,7 +158,7 @@ def test_a_row_stays_until_its_case_runs_again(tmp_path, monkeypatch):
     assert told == [("sft", 10, "second"), ("gsm8k", 20, "first")]  # in the order of the cases
     assert result["commit"] == "second" and result["rows"][0]["command"] == result["command"]
     page = output.with_suffix(".md").read_text()
-    assert "Of 2 runs 2 are done." in " ".join(page.split())
+    assert "Of the 2 runs in the table 2 are done." in " ".join(page.split())
     assert re.search(r"- `sft`: .*; commit second, .*\n- `gsm8k`: .*; commit first, ", page)
     assert sorted(path.name for path in output.parent.iterdir()) == ["runs.json", "runs.md"]
 

@@ -29,7 +29,7 @@ def test_each_case_stands_beside_the_fastest_way_that_releases_and_missed_bars_a
     assert summary(ROWS).splitlines()[2:] == [
         "| state | d2h | 49.00 | 98.00% | 99.00% | `slow` | 50.00% |",
         "",
-        "1 of 2 bars are met:",
+        "1 of the 2 bars of the result's rows are met:",
         "",
         "- missed: state, ours, d2h, share of the link: 0.9800 (at least 0.99)",
         "- not run: state, absent",

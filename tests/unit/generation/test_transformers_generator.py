@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
@@ -262,6 +263,40 @@ def test_bad_settings_are_refused():
         GenerationRequest([[1], [2]], [0], 0, GREEDY)
     with pytest.raises(ValueError, match=r"policy\.precision is 'fp8'"):
         build_model("tiny", QWEN3, "fp8")
+
+
+class CopiesBetweenDevices(TorchDispatchMode):
+    """Counts the elements that are copied from one device to another."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            source = args[0] if func is torch.ops.aten._to_copy.default else args[1]
+            self.num_elements += source.numel() * (source.device != out.device)
+        return out
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_wake_up_before_a_refit_copies_no_weights(device):
+    model = _model_with_weights(QWEN3 if device == "cuda" else QWEN3_MOE)  # meta tensors do not stay tied
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    num_others = sum(buffer.numel() for buffer in model.buffers())
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    generator = TransformersGenerator(
+        model, device=device, generation_batch_size=4, max_sequence_length=128, has_weights=True
+    )
+    assert num_others > 0
+    for tags, wanted in ((["weights"], num_others), (["weights", "kv_cache"], num_others + num_weights)):
+        with CopiesBetweenDevices() as copies:
+            generator.prepare_for_generation(tags)
+        assert copies.num_elements == wanted
+        assert {parameter.device.type for parameter in model.parameters()} == {device}
+        if device == "cuda":
+            assert all(torch.equal(one.cpu(), other) for one, other in zip(model.buffers(), buffers, strict=True))
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+        model.to_empty(device="cpu")
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
-from support.phases import checksums, delay_moves
+from support.phases import checksums, delay_moves, each_delay
 from support.tiny import (
     TINY_DEEPSEEK_V3,
     TINY_QWEN3,
@@ -86,8 +86,9 @@ def plain() -> dict[Any, list[dict[str, Any]]]:
     return {}
 
 
+@each_delay
 @pytest.mark.parametrize("case", CASES)
-def test_ten_steps_are_bit_equal_to_a_plain_run(make_worker, monkeypatch, plain, case):
+def test_ten_steps_are_bit_equal_to_a_plain_run(make_worker, monkeypatch, plain, case, delay):
     model, modules, options = CASES[case]
     options = dict(options)
     key = (model, options.pop("packed", False))
@@ -96,7 +97,7 @@ def test_ten_steps_are_bit_equal_to_a_plain_run(make_worker, monkeypatch, plain,
     policy = offloading_activations(policy_of(model, packed=key[1]), modules, mbs=MBS, gbs=12, **options)
     policy["use_pinned_optimizer_offload"] = True
     worker = make_worker(policy)
-    delay_moves(monkeypatch, seconds=0.002)
+    delay(monkeypatch, seconds=0.002)
     assert steps(worker, visit_phases=True) == plain[key]
     total = worker.activations.offloader.report.total()
     assert total.moved_bytes > 0

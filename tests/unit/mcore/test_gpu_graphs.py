@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.phases import checksums, delay_moves
+from support.phases import checksums, delay_moves, each_delay
 from support.ranks import off_and_on, run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 
@@ -126,13 +126,14 @@ OFFLOADED: dict[str, tuple[str, list[str], list[str], list[str], dict[str, Any]]
 }
 
 
+@each_delay
 @pytest.mark.parametrize("case", OFFLOADED)
-def test_ten_offloaded_steps_are_bit_equal_to_eager_plain_ones(make_worker, monkeypatch, case):
+def test_ten_offloaded_steps_are_bit_equal_to_eager_plain_ones(make_worker, monkeypatch, case, delay):
     kind, captured, modules, inside, megatron = OFFLOADED[case]
     plain = run_steps(make_worker(policy_of(kind, None, moe_grouped_gemm=True)), visit_phases=False)
     policy = policy_of(kind, captured, moe_grouped_gemm=True)
     worker = make_worker(offloading_activations(policy, modules, mbs=MBS, gbs=12, **megatron))
-    delay_moves(monkeypatch, seconds=0.002)  # copies inside graphs are delayed in each replay, too
+    delay(monkeypatch, seconds=0.002)  # inside graphs in each replay, too
     assert run_steps(worker, visit_phases=True) == plain
     assert worker.graphs.num_captures == 1
     report = worker.activations.offloader.report

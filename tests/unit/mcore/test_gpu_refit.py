@@ -5,6 +5,7 @@ import itertools
 import pytest
 import ray
 import torch
+from support.phases import each_delay
 from support.refit_sides import look, start_engine
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 
@@ -28,9 +29,12 @@ def engine(ray_cluster):
     ray.kill(actor)
 
 
+@each_delay
 @pytest.mark.parametrize("bucket_gib", [1.0, 0.0005])
 @pytest.mark.parametrize("hf_config", [TINY_QWEN3, TINY_QWEN3_MOE, TINY_QWEN3 | {"model_type": "qwen2"}])
-def test_replays_bring_what_a_fresh_export_has_after_every_phase(make_worker, engine, hf_config, bucket_gib):
+def test_replays_bring_what_a_fresh_export_has_after_every_phase(
+    make_worker, engine, monkeypatch, hf_config, bucket_gib, delay
+):
     ray.get(engine.start.remote("cuda"))
     policy = tiny_policy(hf_config, "bfloat16")
     policy["use_pinned_optimizer_offload"] = True
@@ -38,6 +42,7 @@ def test_replays_bring_what_a_fresh_export_has_after_every_phase(make_worker, en
     worker = make_worker(policy)
     transport = CudaIpcTransport([Receiver(engine, (0,))], verify=False, graphs=True, min_gain_s=-100.0)
     worker.prepare_refit_info(transport)
+    delay(monkeypatch, seconds=0.002)
     seen = []
     for step in range(4):
         worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)

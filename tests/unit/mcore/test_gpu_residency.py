@@ -5,7 +5,7 @@ import os
 import megatron.core.optimizer
 import pytest
 import torch
-from support.phases import checksums, delay_moves, differing, run_steps, saved_between_steps
+from support.phases import checksums, delay_moves, differing, each_delay, run_steps, saved_between_steps
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -47,15 +47,16 @@ def policy_of(kind, monkeypatch):
     return policy
 
 
+@each_delay
 @pytest.mark.parametrize(
     "kind", ["fused_adam", "torch_adamw", "precision_aware early", "moe", "moe precision_aware early"]
 )
-def test_twenty_steps_with_all_phases_between_are_bit_equal_to_none(make_worker, monkeypatch, kind):
+def test_twenty_steps_with_all_phases_between_are_bit_equal_to_none(make_worker, monkeypatch, kind, delay):
     plain = run_steps(make_worker(policy_of(kind.removesuffix("early"), monkeypatch)), 20, visit_phases=False)
     worker = make_worker(offloading(policy_of(kind, monkeypatch), verify=True))
     inner = worker.state.optimizer.chained_optimizers[0].optimizer
     assert isinstance(inner, torch.optim.AdamW) == ("torch_adamw" in kind)
-    delay_moves(monkeypatch)
+    delay(monkeypatch)
     assert run_steps(worker, 20, visit_phases=True) == plain
     assert isinstance(worker.engine.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges[0].range, VirtualRange)
 
@@ -109,14 +110,15 @@ def test_the_driver_gets_back_what_left(make_worker, monkeypatch, kind):
     assert torch.cuda.mem_get_info()[0] - before >= 0.99 * left
 
 
-def test_reference_weights_are_swapped_in_and_out(make_worker, monkeypatch):
+@each_delay
+def test_reference_weights_are_swapped_in_and_out(make_worker, monkeypatch, delay):
     worker = make_worker(offloading(policy_of("fused_adam", monkeypatch)), init_reference_model=True)
     data = random_batch(4)
     start = worker.get_logprobs(data, mbs=2)["logprobs"]
     worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
     worker.offload_after_refit()
     trained, bits = worker.get_logprobs(data, mbs=2)["logprobs"], checksums(worker)
-    delay_moves(monkeypatch)
+    delay(monkeypatch)
     assert torch.equal(worker.get_reference_policy_logprobs(data, mbs=2)["reference_logprobs"], start)
     assert checksums(worker) == bits
     assert torch.equal(worker.get_logprobs(data, mbs=2)["logprobs"], trained)

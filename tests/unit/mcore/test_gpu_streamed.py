@@ -5,7 +5,7 @@ import os
 import megatron.core.optimizer
 import pytest
 import torch
-from support.phases import checkpoint_entries, checksums, delay_moves, differing, run_steps
+from support.phases import checkpoint_entries, checksums, delay_compute, differing, each_delay, run_steps
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -51,7 +51,7 @@ def state_of(worker):
     return worker.engine.targets[Target.OPTIMIZER_STATE]
 
 
-def delay(stream, monkeypatch, *, seconds):
+def delay_stream(stream, monkeypatch, *, seconds):
     """Makes each group of copies on one stream start late."""
     copy_all = stream.copy_all
 
@@ -74,27 +74,31 @@ KINDS = [
 ]
 
 
+@each_delay
 @pytest.mark.parametrize("kind", KINDS)
-def test_twenty_steps_with_all_phases_between_are_bit_equal_to_resident_state(make_worker, monkeypatch, kind):
+def test_twenty_steps_with_all_phases_between_are_bit_equal_to_resident_state(make_worker, monkeypatch, kind, delay):
     plain = run_steps(make_worker(policy_of(kind, monkeypatch, streamed=False)), 20, visit_phases=False)
     worker = make_worker(policy_of(kind, monkeypatch, verify="moe" in kind))
     inner = worker.state.optimizer.chained_optimizers[0].optimizer
     assert isinstance(inner, torch.optim.AdamW) == ("torch_adamw" in kind)
     assert sum(step.num_chunks for step in state_of(worker).steps) > 8
-    delay_moves(monkeypatch, seconds=0.001)
+    delay(monkeypatch, seconds=0.001)
     assert run_steps(worker, 20, visit_phases=True) == plain
 
 
-@pytest.mark.parametrize("missing", ["arrival", "departure"])
+@pytest.mark.parametrize("missing", ["arrival", "departure", "update"])
 def test_a_missing_wait_would_show(make_worker, monkeypatch, missing):
     plain = run_steps(make_worker(policy_of("fused_adam", monkeypatch, streamed=False)), 3, visit_phases=False)
     worker = make_worker(policy_of("fused_adam", monkeypatch))
     copies = state_of(worker).window.copies
     if missing == "departure":  # chunks arrive in slots whose contents have not been copied out yet
         monkeypatch.setattr(copies.back, "follow", lambda mark: None)
-        delay(copies.out, monkeypatch, seconds=0.2)
+        delay_stream(copies.out, monkeypatch, seconds=0.2)
+    elif missing == "update":  # chunks leave before they are updated
+        monkeypatch.setattr(copies.out, "follow_current_stream", lambda: None)
+        delay_compute(monkeypatch, seconds=0.02)
     else:
-        delay(copies.back, monkeypatch, seconds=0.02)
+        delay_stream(copies.back, monkeypatch, seconds=0.02)
         fetch = Window.fetch
 
         def unheld(self, arrays, chunk):

@@ -52,10 +52,11 @@ def num_steps(layout: str) -> int:
     return 20 if layout.endswith("streamed") else 5
 
 
-def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) -> list[dict[str, Any]]:
-    """What the steps report on this rank, with or without all phases between them and everything that moves late."""
-    from support.phases import delay_moves, run_steps
+def run(layout: str, rank: int, world_size: int, port: int, delay: str | None) -> list[dict[str, Any]]:
+    """What the steps report on this rank, without phases between them, or with all of them and one of `DELAYS`."""
+    from support import phases
 
+    offload = delay is not None
     shape = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
     hf_config = (TINY_QWEN3_MOE if layout.startswith("moe") else TINY_QWEN3) | shape
     overrides = dict(LAYOUTS[layout])
@@ -73,28 +74,31 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
             patch.setattr(megatron.core.optimizer, "Adam", torch.optim.AdamW)
             patch.setattr(megatron.core.optimizer, "USING_PYTORCH_OPTIMIZER", True)
         worker = worker_of_rank(policy, rank, world_size, port)
-        if offload:
+        if delay is not None:
             # A streamed step has hundreds of copies, and ranks that share a GPU spin one after the other.
-            delay_moves(patch, 0.001 if layout.endswith("streamed") else 0.01)
-        reports = run_steps(worker, num_steps(layout), visit_phases=offload)
+            getattr(phases, delay)(patch, 0.001 if layout.endswith("streamed") else 0.01)
+        reports = phases.run_steps(worker, num_steps(layout), visit_phases=offload)
     worker.shutdown()
     return reports
 
 
-def run_twice(layout: str, rank: int, world_size: int, ports: list[int]) -> tuple[Any, Any]:
-    """What the steps report without offloading, and with it."""
-    plain = run(layout, rank, world_size, ports[0], offload=False)
-    return plain, run(layout, rank, world_size, ports[1], offload=True)
+DELAYS = (None, "delay_moves", "delay_compute")
+
+
+def run_each(layout: str, rank: int, world_size: int, ports: list[int]) -> list[Any]:
+    """What the steps report without offloading, and with each delay."""
+    return [run(layout, rank, world_size, port, delay) for port, delay in zip(ports, DELAYS, strict=True)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_phases_between_steps_change_no_number(layout, monkeypatch):
     assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    found = run_ranks(partial(run_twice, layout), 2, num_ports=2, timeout_s=480)
-    for rank, (plain, offloaded) in enumerate(found):
+    found = run_ranks(partial(run_each, layout), 2, num_ports=len(DELAYS), timeout_s=480)
+    for rank, (plain, *delayed) in enumerate(found):
         assert len(plain) == num_steps(layout)
-        assert offloaded == plain, f"rank {rank}"
+        for delay, reports in zip(DELAYS[1:], delayed, strict=True):
+            assert reports == plain, f"rank {rank}, {delay}"
 
 
 def parts(folder: Path, rank: int, world_size: int, ports: list[int], **steps: int) -> dict[str, Part]:

@@ -12,6 +12,7 @@ from support.losses import PLAIN
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, batch_of_lengths, packed_rows, tiny_policy, with_plain_sgd
 
 from nemo_offload_rl.algorithms.losses import DPOLoss, NLLLoss
+from nemo_offload_rl.data.batch import LOGPROB_COLUMNS, BatchedData
 
 WINDOWED = TINY_QWEN3 | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 CHUNKS = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 100}
@@ -35,8 +36,9 @@ def results(make_worker, packing: dict[str, Any] | None, model: str, lengths: li
     rows, mbs = len(lengths), min(2, len(lengths))
     steps = [worker.train(batch_of_lengths(lengths), NLLLoss(), gbs=rows, mbs=mbs)]
     data = batch_of_lengths(lengths, seed=1)
-    prev = worker.get_logprobs(data, mbs=mbs)["logprobs"]
-    reference = worker.get_reference_policy_logprobs(data, mbs=mbs)["reference_logprobs"]
+    sent = BatchedData({name: data[name] for name in LOGPROB_COLUMNS})  # by a worker group
+    prev = worker.get_logprobs(sent, mbs=mbs)["logprobs"]
+    reference = worker.get_reference_policy_logprobs(sent, mbs=mbs)["reference_logprobs"]
     advantages = torch.linspace(-1, 1, rows)[:, None] * data["token_mask"]
     data |= {"prev_logprobs": prev, "generation_logprobs": prev, "advantages": advantages}
     data["reference_policy_logprobs"] = reference

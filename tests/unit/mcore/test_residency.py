@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
-from support.phases import checksums, delay_moves, differing, run_steps, saved_between_steps
+from support.phases import checksums, delay_compute, delay_moves, differing, run_steps, saved_between_steps
 from support.ranks import fork_context, free_port, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 from support.toy_policy import LocalTransport
@@ -76,6 +76,17 @@ def test_steps_with_all_phases_between_are_bit_equal_to_none(make_worker, monkey
     metrics = worker.residency_metrics()
     assert metrics["refit/optimizer_state/gb"] > 0
     assert metrics["generate/params/gb"] > 0
+
+
+def test_late_compute_precedes_every_update_and_move(make_worker, monkeypatch, plain_bf16):
+    num_sleeps = delay_compute(monkeypatch)
+    worker = make_worker(offloading(policy_of("bf16")), init_reference_model=True)
+    assert run_steps(worker, NUM_STEPS, visit_phases=True) == plain_bf16
+    worker.get_reference_policy_logprobs(random_batch(4), mbs=2)
+    assert num_sleeps["ChainedOptimizer.step_with_ready_grads"] == NUM_STEPS
+    moves = {name: num_sleeps[f"Mover.{name}"] for name in ("out", "back", "drop", "take", "exchange", "put_back")}
+    assert min(moves.values()) > 0, moves
+    assert moves["out"] >= NUM_STEPS
 
 
 def test_state_that_leaves_with_the_end_of_training_changes_no_number(make_worker, monkeypatch, plain_bf16):

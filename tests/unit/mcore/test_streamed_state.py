@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.late_copies import LateCopies
 from support.late_streams import LateStream
-from support.phases import checkpoint_entries, checksums, differing, run_steps
+from support.phases import checkpoint_entries, checksums, delay_compute, differing, run_steps
 from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 
@@ -43,11 +43,15 @@ def policy_of(kind, *, streamed=True, **keys):
 
 
 @pytest.mark.parametrize("kind", ["bf16", "bf16 undistributed", "fp32 undistributed", "bf16 moe"])
-def test_steps_are_bit_equal_to_those_with_resident_state(make_worker, kind):
+def test_steps_are_bit_equal_to_those_with_resident_state(make_worker, monkeypatch, kind):
+    num_sleeps = delay_compute(monkeypatch)
     plain = run_steps(make_worker(policy_of(kind, streamed=False)), 3, visit_phases=False)
     worker = make_worker(policy_of(kind))
-    assert sum(step.num_chunks for step in worker.engine.targets[Target.OPTIMIZER_STATE].steps) > 4
+    num_chunks = sum(step.num_chunks for step in worker.engine.targets[Target.OPTIMIZER_STATE].steps)
+    assert num_chunks > 4
+    num_sleeps.clear()
     assert run_steps(worker, 3, visit_phases=True) == plain
+    assert num_sleeps["Window.store"] == 3 * num_chunks
     worker.shutdown()
     assert PinnedArena.live_bytes() == 0
 

@@ -13,6 +13,7 @@ from support.shared_memory import num_open_buffers
 from support.weight_loader import WeightLoader, take
 
 from nemo_offload_rl.memory import shared_buffer
+from nemo_offload_rl.refit import cuda_ipc, loads
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.cuda_ipc import CudaIpcTransport
 from nemo_offload_rl.refit.interface import Receiver
@@ -140,6 +141,47 @@ def test_a_buffer_that_cannot_be_opened_stops_the_refit_and_is_named(ray_cluster
     assert isinstance(caught.value.__cause__, RayTaskError)
     assert num_open_buffers() == 0
     ray.kill(receiver.actor)
+
+
+class FailingGpu(WeightLoader):
+    """Fails as work on a bucket does, which is not closed then."""
+
+    def load_weights(self, bucket):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """The buffers that a test leaves allocated."""
+    monkeypatch.setattr(cuda_ipc, "_KEPT", [])
+    yield cuda_ipc._KEPT
+    for buffers in cuda_ipc._KEPT:
+        buffers.close()
+    assert num_open_buffers() == 0
+
+
+def test_buffers_that_a_failed_engine_may_still_read_stay_allocated(ray_cluster, kept, caplog):
+    receiver = start(0, FailingGpu)
+    sender = connect([receiver], MIXED, bucket_bytes=128)
+    for number in (1, 2):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            sender.send(iter(MIXED))
+        assert num_open_buffers() == 2 * 2 * number  # two, each a file and its mapping
+        assert len(kept) == caplog.text.count("stay allocated until this process ends") == number
+    ray.kill(receiver.actor)
+
+
+def test_so_do_those_that_an_engine_still_reads_after_an_error_of_another(ray_cluster, kept, monkeypatch):
+    monkeypatch.setattr(loads, "_SETTLE_TIMEOUT_S", 0.1)
+    slow, refusing = start(0, seconds=1.0), start(0)
+    take(slow)
+    take(refusing)
+    weights = [("a", torch.ones(5)), ("unwanted", torch.ones(1))]
+    with pytest.raises(ValueError, match="no such weight here"):
+        connect([refusing, slow], weights).send(weights)
+    assert len(kept) == 1
+    for receiver in (slow, refusing):
+        ray.kill(receiver.actor)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1000, 128])  # a bucket, three of them

@@ -19,8 +19,8 @@ from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError
 from nemo_offload_rl.memory.shared_buffer import SharedBufferError
 from nemo_offload_rl.memory.shared_range import HostRangeHandle
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.refit import fixed_buckets
-from nemo_offload_rl.refit.cuda_ipc import CudaIpcSender
+from nemo_offload_rl.refit import fixed_buckets, graphs
+from nemo_offload_rl.refit.cuda_ipc import CudaIpcSender, CudaIpcTransport
 from nemo_offload_rl.refit.fixed_buckets import FixedTensors
 from nemo_offload_rl.refit.graphs import GraphSender
 from nemo_offload_rl.refit.interface import Receiver
@@ -308,6 +308,70 @@ def test_an_engine_that_cannot_open_buckets_that_stay_gets_others(engine, make_s
             assert weights.num_exports == 1  # as often as on the other ranks
             assert look(engine)["sums"] == weights.sums()
     assert caplog.text.count("streamed, not replayed from CUDA graphs: this memory cannot be opened.\n") == 1
+
+
+def register_no_buckets(monkeypatch):
+    def full(*_):
+        raise OutOfGpuMemoryError("the GPU is full")
+
+    monkeypatch.setattr(graphs, "FixedBuckets", full)
+
+
+@on_each_device
+def test_a_refit_whose_buckets_find_no_memory_is_streamed_and_the_next_one_tries_again(
+    engine, make_sender, device, monkeypatch, caplog
+):
+    weights, recorder = Weights(device), Counting(device)
+    sender = make_sender(weights, recorder=recorder)
+    for number in range(4):
+        weights.step()
+        with monkeypatch.context() as patch:
+            if number < 2:
+                register_no_buckets(patch)
+            sender.send(weights)
+        assert look(engine)["sums"] == weights.sums()
+        assert sender.metrics["graphs"] == float(number >= 2)
+    warned = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert len(warned) == 2
+    assert all("the GPU is full" in message for message in warned)
+    assert recorder.num_recordings == 1
+
+
+@on_each_device
+def test_a_rank_that_found_no_memory_asks_the_others_nothing_when_it_tries_again(
+    engine, make_sender, device, monkeypatch
+):
+    """They drive their exports from Python by then; an export is drawn as often on each rank."""
+    weights, recorder = Weights(device, exchanged="tensor parallelism of 2"), Counting(device)
+    sender = make_sender(weights, recorder=recorder, record_collectives=True, max_pool_bytes=GIB)
+    for number in range(4):
+        weights.step()
+        weights.num_exports = 0
+        with monkeypatch.context() as patch:
+            if number < 2:
+                register_no_buckets(patch)
+            sender.send(weights)
+        assert weights.num_exports == 1
+        assert look(engine)["sums"] == weights.sums()
+    assert (weights.answers, recorder.num_recordings) == ([False], 0)
+    assert look(engine)["num_senders"] == 1  # whose loads are replayed
+
+
+@on_cpu
+@pytest.mark.parametrize(("registers", "is_asked"), [("0", True), ("1", False), (None, False)])
+def test_what_ranks_exchange_is_recorded_only_where_nccl_registers_no_graphs_memory(
+    engine, monkeypatch, registers, is_asked
+):
+    if registers is None:
+        monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    else:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", registers)
+    weights = Weights("cpu", exchanged="tensor parallelism of 2", refused=(1,))
+    transport = CudaIpcTransport([Receiver(engine, (0,))], verify=False)
+    sender = transport.connect(ExportPlan.of(weights), rank=0, bucket_bytes=1000)
+    sender.send(weights)
+    sender.close()
+    assert weights.answers == [True] * is_asked
 
 
 @on_each_device

@@ -1,9 +1,15 @@
 import pytest
 
-from nemo_offload_rl.worker.environment import library_environment, worker_environment
+from nemo_offload_rl.worker import environment
+from nemo_offload_rl.worker.environment import worker_environment
 
-RECIPE = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
+SIZES = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+RECIPE = {f"{kind}_parallel_size": 1 for kind in SIZES} | {"sequence_parallel": False}
 FUSED_EXPERTS = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
+
+
+def library_environment(megatron_cfg, *, refit_follows=False):
+    return environment.library_environment(megatron_cfg, refit_follows=refit_follows)
 
 
 def test_hardware_queues_are_limited_only_where_communication_overlaps():
@@ -13,6 +19,14 @@ def test_hardware_queues_are_limited_only_where_communication_overlaps():
         assert library_environment(RECIPE | overlapping)[name] == "1"
     own = {"tensor_model_parallel_size": 2, "env_vars": {name: "8"}}
     assert library_environment(RECIPE | own)[name] == "8"
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_nccl_registers_no_graphs_memory_where_ranks_exchange_weights_in_refits(kind):
+    name, recipe = "NCCL_GRAPH_REGISTER", RECIPE | {f"{kind}_parallel_size": 2}
+    assert library_environment(recipe, refit_follows=True)[name] == "0"
+    assert name not in library_environment(recipe) | library_environment(RECIPE, refit_follows=True)
+    assert library_environment(recipe | {"env_vars": {name: 1}}, refit_follows=True)[name] == "1"
 
 
 @pytest.mark.parametrize("fused", [True, False, None])
@@ -31,7 +45,7 @@ def test_a_recipe_that_says_nothing_has_the_defaults():
 
 def test_a_rank_has_its_place_and_its_threads_beside_what_libraries_read():
     recipe = RECIPE | {"use_transformer_engine_op_fuser": True, "env_vars": {"RANK": "5", "TOY_VARIABLE": "1"}}
-    assert worker_environment(recipe, rank=1, world_size=2, threads=3) == {
+    assert worker_environment(recipe, rank=1, world_size=2, threads=3, refit_follows=False) == {
         "NVTE_CPU_OFFLOAD_V1": "1",
         FUSED_EXPERTS: "1",
         "TOY_VARIABLE": "1",
@@ -41,4 +55,4 @@ def test_a_rank_has_its_place_and_its_threads_beside_what_libraries_read():
         "WORLD_SIZE": "2",
     }
     own = RECIPE | {"env_vars": {"OMP_NUM_THREADS": "7"}}
-    assert worker_environment(own, rank=0, world_size=1, threads=3)["OMP_NUM_THREADS"] == "7"
+    assert worker_environment(own, rank=0, world_size=1, threads=3, refit_follows=False)["OMP_NUM_THREADS"] == "7"

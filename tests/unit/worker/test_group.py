@@ -71,6 +71,18 @@ def test_logprobs_of_any_number_of_rows_come_back_in_order(group):
     assert set(result["rank"]) == {0, 1}
 
 
+@pytest.mark.parametrize("verb", ["get_logprobs", "get_reference_policy_logprobs"])
+def test_log_prob_verbs_send_only_the_columns_that_they_read(group, monkeypatch, verb):
+    sent = []
+    put = ray.put
+    monkeypatch.setattr(ray, "put", lambda wire: sent.append(wire) or put(wire))
+    batch = toy_batch(8)
+    batch["advantages"] = torch.zeros(8, 1000)
+    getattr(group, verb)(batch, mbs=2)
+    tensors = [array for wire in sent for array, _ in wire.tensors.values()]
+    assert sum(array.nbytes for array in tensors) == 8 * 8 * (3 + 1)  # tokens and lengths, int64
+
+
 def test_evaluate_counts_no_row_twice(group):
     assert group.evaluate(toy_batch(5), double, mbs=2) == {"samples": 3, "rows": [0, 1, 2, 0], "mbs": 2}
     with pytest.raises(ValueError, match="needs the column sample_mask, found row"):

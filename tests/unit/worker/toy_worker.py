@@ -70,7 +70,10 @@ class ToyWorker:
 
     def get_logprobs(self, data, mbs):
         assert data.size % mbs == 0
-        return BatchedData(logprobs=data["row"][:, None].float() * torch.ones(1, 3), rank=[self.rank] * data.size)
+        return BatchedData(logprobs=data["input_ids"].float(), rank=[self.rank] * data.size)
+
+    def get_reference_policy_logprobs(self, data, mbs):
+        return BatchedData(reference_logprobs=data["input_ids"].float())
 
     def prepare_refit_info(self, transport):
         return self.weight_export.connect(transport)
