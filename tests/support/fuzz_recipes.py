@@ -31,6 +31,7 @@ FREE = (
     "policy.hf_config", "policy.hf_config_overrides", "policy.tokenizer.chat_template_kwargs",
     "policy.megatron_cfg.env_vars", "env",
 )  # fmt: skip
+MOVED = "model_overrides."  # whose fields become fields of the section around it
 PLAN_SHARE = 0.5  # share of accepted recipes that are planned: a plan takes ten times as long as all other checks
 
 Path_ = tuple[str, ...]
@@ -412,6 +413,8 @@ def _check_nothing_ignored(case: Case, validated: ValidatedRecipe) -> None:
             raise PropertyError(f"{path} was set to {value!r}, and is {found!r}")
     notes = "\n".join(validated.notes)
     used = dict(_leaves(validated.config))
+    moved = {path.replace(MOVED, ""): path for path, _ in _leaves(config) if MOVED in path}
+    used = {moved.get(path, path): value for path, value in used.items() if not (moved and f"{path}.".endswith(MOVED))}
     for path, value in _leaves(config):
         if path in used and _same(used[path], value):
             _check_known(path)

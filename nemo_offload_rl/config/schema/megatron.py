@@ -5,7 +5,7 @@ All but the scheduler and the checkpoint section also accept any field of the co
 must set.
 """
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from pydantic import with_config
 
@@ -233,6 +233,9 @@ class MegatronConfig(TypedDict):
     # Fuse the permutation of tokens to experts; needs Transformer Engine, switched off on a CPU. Recommended: true.
     # Absent: what Megatron-Bridge sets for the model.
     moe_permute_fusion: NotRequired[bool]
+    # Fields of the model that have no key of their own in this section, as in NeMo-RL. They mean the same as in the
+    # section itself and are checked as there, but must not be null. Null or {} for none. Absent: none.
+    model_overrides: NotRequired[dict[str, Any] | None]
     # Environment variables of the policy workers, set before the workers import anything; null or {} for none. Absent:
     # none.
     env_vars: NotRequired[dict[str, str] | None]

@@ -161,9 +161,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         OffOnly(f"policy.megatron_cfg.freeze_{part}", _FALSE, _FROZEN, _ALL_WEIGHTS)
         for part in ("sound_encoder", "sound_projection", "vision_model", "vision_projection")
     ),
-    OffOnly(
-        "policy.megatron_cfg.model_overrides", ({}, None), "model_overrides", "write its keys into policy.megatron_cfg"
-    ),
     OffOnly("policy.megatron_cfg.radio_force_cpe_eval_mode", _FALSE, "a vision model", _NO_MEDIA),
     OffOnly("policy.megatron_cfg.track_moe_metrics", _FALSE, "metrics of the experts' load balance"),
     OffOnly("policy.megatron_cfg.use_gloo_process_groups", _FALSE, "Gloo process groups in addition to NCCL's"),
