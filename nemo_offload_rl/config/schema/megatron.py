@@ -95,6 +95,10 @@ class MegatronSchedulerConfig(TypedDict):
     lr_warmup_iters: NonNegativeInt
     # Learning rate at the start of the warm-up. 0 to lr; recommended a tenth of lr.
     lr_warmup_init: NonNegativeFloat
+    # Whether a resumed run follows the recipe's schedule if the checkpoint's differs, instead of refusing the
+    # checkpoint. The number of steps taken is the checkpoint's. Recommended: true, so that a run can be extended.
+    # Absent: true (in NeMo-RL false).
+    override_opt_param_scheduler: NotRequired[bool]
 
 
 @with_config(STRICT_WITH_FURTHER_FIELDS)
