@@ -1,4 +1,4 @@
-"""Gives a resumed run the hyperparameters of its recipe, or refuses those of the checkpoint, when its state is loaded."""
+"""Gives a resumed run the hyperparameters of its recipe while optimizer state is loaded, or refuses the checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
