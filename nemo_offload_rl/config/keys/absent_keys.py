@@ -82,6 +82,7 @@ IF_ABSENT: Mapping[str, Any] = {
     "loss_fn.disable_ppo_ratio": False,
     "loss_fn.force_on_policy_ratio": False,
     "loss_fn.use_on_policy_kl_approximation": False,
+    "loss_fn.use_cispo": False,
     "loss_fn.truncated_importance_sampling_type": None,
     "loss_fn.truncated_importance_sampling_ratio": None,
     "loss_fn.truncated_importance_sampling_ratio_min": None,

@@ -135,7 +135,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("logger.swanlab_enabled", _FALSE, "SwanLab", "use tensorboard_enabled or wandb_enabled"),
     OffOnly("logger.wandb.log_nemo_gym_full_result_tables", _FALSE, "NeMo Gym"),
     OffOnly("loss_fn.positive_example_nll_weight", (0, None), "an additional NLL loss on correct answers"),
-    OffOnly("loss_fn.use_cispo", _FALSE, "CISPO"),
     OffOnly(
         "loss_fn.use_kl_in_reward", _FALSE, "the KL penalty as part of the reward", "use reference_policy_kl_penalty"
     ),
