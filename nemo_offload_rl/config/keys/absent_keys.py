@@ -26,6 +26,7 @@ IF_ABSENT: Mapping[str, Any] = {
     "policy.megatron_cfg.use_fused_linear_logprobs": False,
     "policy.megatron_cfg.fused_linear_logprobs_chunk_size": 256,
     "policy.megatron_cfg.scheduler.override_opt_param_scheduler": True,
+    "policy.megatron_cfg.moe_per_layer_logging": False,
     "policy.megatron_cfg.recompute_granularity": "full",
     "policy.megatron_cfg.recompute_modules": None,
     "policy.megatron_cfg.fine_grained_activation_offloading": False,

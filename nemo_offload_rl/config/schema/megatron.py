@@ -237,6 +237,9 @@ class MegatronConfig(TypedDict):
     # Fuse the permutation of tokens to experts; needs Transformer Engine, switched off on a CPU. Recommended: true.
     # Absent: what Megatron-Bridge sets for the model.
     moe_permute_fusion: NotRequired[bool]
+    # Also log the auxiliary losses of experts (moe_aux_loss_coeff, moe_z_loss_coeff) of each layer. Recommended: false.
+    # Absent: false.
+    moe_per_layer_logging: NotRequired[bool]
     # Fields of the model that have no key of their own in this section, as in NeMo-RL. They mean the same as in the
     # section itself and are checked as there, but must not be null. Null or {} for none. Absent: none.
     model_overrides: NotRequired[dict[str, Any] | None]

@@ -161,7 +161,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         for part in ("sound_encoder", "sound_projection", "vision_model", "vision_projection")
     ),
     OffOnly("policy.megatron_cfg.radio_force_cpe_eval_mode", _FALSE, "a vision model", _NO_MEDIA),
-    OffOnly("policy.megatron_cfg.track_moe_metrics", _FALSE, "metrics of the experts' load balance"),
     OffOnly("policy.megatron_cfg.use_gloo_process_groups", _FALSE, "Gloo process groups in addition to NCCL's"),
     OffOnly("policy.quant_cfg", _NULL, _QUANTISED, _NOT_QUANTISED),
     OffOnly("policy.router_replay.enabled", _FALSE, "router replay"),
@@ -342,6 +341,10 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     ),
     WithoutEffect(
         "policy.megatron_cfg.force_reconvert_from_hf", "weights are always read from the Hugging Face files", True
+    ),
+    WithoutEffect(
+        "policy.megatron_cfg.track_moe_metrics",
+        "NeMo-RL does not read it either; the experts' auxiliary losses are logged wherever the recipe has them",
     ),
     WithoutEffect("policy.optimizer", _DTENSOR_ONLY.format("optimizer")),
     WithoutEffect("policy.scheduler", _DTENSOR_ONLY.format("scheduler")),
