@@ -218,6 +218,9 @@ class MegatronConfig(TypedDict):
     empty_unused_memory_level: Literal[0, 1, 2]
     # Do not train the routers of a mixture-of-experts model (no effect on a dense one). Recommended for RL: true.
     freeze_moe_router: bool
+    # Parts of a model with a vision or sound tower that are not trained. Has no effect on a text-only model, as in
+    # NeMo-RL; a model with a tower is refused. Null or {} for none. Absent: none.
+    freeze_config: NotRequired[dict[str, Any] | None]
     # Fuse rotary embeddings into one kernel; needs Transformer Engine, switched off on a CPU. Recommended: true.
     # Absent: what Megatron-Bridge sets for the model.
     apply_rope_fusion: NotRequired[bool]

@@ -155,7 +155,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly(
         "policy.megatron_cfg.clear_memory_caches_before_refit", _FALSE, "clearing Megatron's caches before a refit"
     ),
-    OffOnly("policy.megatron_cfg.freeze_config", _NO_SECTION, _FROZEN, _ALL_WEIGHTS),
     *(
         OffOnly(f"policy.megatron_cfg.freeze_{part}", _FALSE, _FROZEN, _ALL_WEIGHTS)
         for part in ("sound_encoder", "sound_projection", "vision_model", "vision_projection")

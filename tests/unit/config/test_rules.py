@@ -816,6 +816,10 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
             ["checkpointing.ft_save_period=2", "checkpointing.keep_top_k=null"],
             "checkpointing.ft_save_period is 2, and every one of these checkpoints is kept, since",
         ),
+        (
+            [f"++{MEGATRON}.freeze_config={{freeze_vision_model: true, freeze_language_model: false}}"],
+            "freeze_config has no effect on a text-only model, as in NeMo-RL",
+        ),
         (["checkpointing.save_period=7"], "checkpointing.save_period 7 is not a multiple of val_period (10)"),
     ],
 )
