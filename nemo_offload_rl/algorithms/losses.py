@@ -110,7 +110,7 @@ class DPOLoss:
 
 @dataclass(frozen=True)
 class ClippedPGLoss:
-    """Computes the clipped policy-gradient loss with a KL penalty: PPO, GRPO, DAPO or GSPO, depending on its settings.
+    """Computes the clipped policy-gradient loss with a KL penalty: PPO, GRPO, DAPO, GSPO or CISPO, by its settings.
 
     Attributes have the names of NeMo-RL's ``loss_fn`` section.
 
@@ -139,6 +139,8 @@ class ClippedPGLoss:
         use_on_policy_kl_approximation: weight the KL estimate by exp(logprobs - generation_logprobs), since its samples
             are the sampler's; otherwise the samples are taken to be drawn from the current policy, and the weight is 1
             in value. Either weight has a gradient.
+        use_cispo: the clipped ratio, without gradient, is the weight of advantage times log-prob, so that every token
+            has a gradient (CISPO, https://arxiv.org/abs/2506.13585).
     """
 
     ratio_clip_min: float
@@ -157,6 +159,7 @@ class ClippedPGLoss:
     disable_ppo_ratio: bool
     force_on_policy_ratio: bool
     use_on_policy_kl_approximation: bool
+    use_cispo: bool
 
     def __post_init__(self) -> None:
         if self.ratio_clip_c is not None and self.ratio_clip_c <= 1:
@@ -170,6 +173,13 @@ class ClippedPGLoss:
             raise ValueError(
                 "loss_fn.disable_ppo_ratio leaves no ratio, so loss_fn.force_on_policy_ratio and "
                 "loss_fn.sequence_level_importance_ratios must be false with it."
+            )
+        no_weight = self.disable_ppo_ratio or self.force_on_policy_ratio or self.sequence_level_importance_ratios
+        if self.use_cispo and (no_weight or self.ratio_clip_c is not None or not self.token_level_loss):
+            raise ValueError(
+                "loss_fn.use_cispo weights single tokens by their clipped ratio, so loss_fn.token_level_loss must be "
+                "true with it, ratio_clip_c null, and disable_ppo_ratio, force_on_policy_ratio and "
+                "sequence_level_importance_ratios false."
             )
 
     @property
@@ -207,7 +217,7 @@ class ClippedPGLoss:
         ratio = self._ratio(current, previous, token_mask)
         clipped_ratio = self._clip(ratio)
         weight, outside = self._sampler_correction(previous, sampler, token_mask)
-        loss = mean(weight * self._policy_gradient(advantages, ratio, clipped_ratio))
+        loss = mean(weight * self._policy_gradient(advantages, current, ratio, clipped_ratio))
 
         kl = torch.zeros_like(loss)
         if self.needs_reference_logprobs:
@@ -248,8 +258,10 @@ class ClippedPGLoss:
         return ratio if self.disable_ppo_ratio else ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
 
     def _policy_gradient(
-        self, advantages: torch.Tensor, ratio: torch.Tensor, clipped_ratio: torch.Tensor
+        self, advantages: torch.Tensor, current: torch.Tensor, ratio: torch.Tensor, clipped_ratio: torch.Tensor
     ) -> torch.Tensor:
+        if self.use_cispo:
+            return -advantages * clipped_ratio.detach() * current
         pessimistic = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
         ceiling = inf if self.ratio_clip_c is None else -advantages * self.ratio_clip_c
         return torch.where(advantages < 0, pessimistic.clamp(max=ceiling), pessimistic)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_offload_rl.config.keys.absent_keys import resolve_absent_keys
+from nemo_offload_rl.config.keys.model_overrides import move_model_overrides
 from nemo_offload_rl.config.keys.schema_problems import ABSENT, megatron_problems, schema_problems, value_at
 from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
 from nemo_offload_rl.config.model.hf_check import hf_config_problems
@@ -71,10 +72,11 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     if algorithm is None:
         raise RecipeError(show_file(recipe.path), [*recipe.problems, *([problem] if problem else [])])
     upstream_keys = split_upstream_keys(recipe.config)
-    found = _Findings(recipe)
-    for path, message in upstream_keys.problems:
-        found.add(path, message)
     spec = ALGORITHMS[algorithm]
+    moved = move_model_overrides(upstream_keys.config, spec.schema)
+    found = _Findings(recipe, moved.written_as)
+    for path, message in (*upstream_keys.problems, *moved.problems):
+        found.add(path, message)
     for path, message in islice(schema_problems(upstream_keys.config, spec.schema, found.written_at), MAX_PROBLEMS + 1):
         found.add(path, message)
     for path, message in islice(
@@ -100,12 +102,19 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
 
 
 class _Findings:
-    """Collects the problems of a recipe."""
+    """Collects the problems of a recipe.
 
-    def __init__(self, recipe: Recipe) -> None:
+    Args:
+        recipe: the recipe.
+        written_as: the paths in the recipe of keys that are checked under other paths, by these.
+    """
+
+    def __init__(self, recipe: Recipe, written_as: Mapping[str, str]) -> None:
         self._recipe = recipe
+        self._written_as = written_as
         self.problems: list[Problem] = list(recipe.problems[: MAX_PROBLEMS + 1])
         self._paths = {problem.path for problem in recipe.problems}
+        self._paths |= {path for path, written in written_as.items() if _touches(self._paths, written)}
 
     def without_consequences(self) -> list[Problem]:
         """Returns the problems, except for values interpolated from a key that has a problem itself."""
@@ -135,13 +144,18 @@ class _Findings:
 
     def _append(self, path: str, message: str) -> None:
         self._paths.add(path)
+        path = self._in_recipe(path)
+        self._paths.add(path)
         written = self._recipe.written.get(path)
         source = f" (from {written!r})" if written and "found" in message else ""
         self.problems.append(Problem(path, self._recipe.origin(path), message + source))
 
     def written_at(self, path: str) -> Origin:
         """Returns where a key was written."""
-        return self._recipe.origin(path)
+        return self._recipe.origin(self._in_recipe(path))
+
+    def _in_recipe(self, path: str) -> str:
+        return self._written_as[path] if path in self._written_as else path
 
     def touches(self, path: str) -> bool:
         """Returns whether a problem lies at the path, inside it or in a section around it."""

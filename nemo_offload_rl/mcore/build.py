@@ -175,7 +175,7 @@ def make_scheduler(policy: Mapping[str, Any], optimizer: MegatronOptimizer) -> O
         wd_incr_steps=run_length,
         wd_incr_style=section["weight_decay_incr_style"],
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # a resumed run may have another schedule
+        override_opt_param_scheduler=section["override_opt_param_scheduler"],
     )
     scheduler.step(increment=0)
     return scheduler

@@ -13,6 +13,7 @@ from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.hf_config import hf_config as read_hf_config
 from nemo_offload_rl.mcore import step
+from nemo_offload_rl.mcore.aux_losses import AuxLosses
 from nemo_offload_rl.mcore.build import build
 from nemo_offload_rl.mcore.compute_stream import ComputeStream
 from nemo_offload_rl.mcore.distributed import parallel
@@ -132,6 +133,8 @@ class MegatronPolicyWorker:
         self.batcher: Final = MicroBatcher(config, self.device)
         self._early = EarlyMoves(self.residency, config, offload)
         self._passes = logprob_passes(config, self.state)
+        per_layer = config["megatron_cfg"]["moe_per_layer_logging"]
+        self._aux_losses = AuxLosses(self.state.config, per_layer=per_layer, device=self.device)
         self._skipped = SkippedSteps(config["max_skipped_steps"])
         self._peaks = GpuPeaks(lambda: self.engine.mapped_bytes)
         self._param_gather = ParamGather(self.state.model)
@@ -171,7 +174,7 @@ class MegatronPolicyWorker:
             loss, grad_norm, lr (the rate of these optimizer steps), num_steps, num_skipped (steps whose loss or
             gradient was not finite), num_microbatches, tokens, and metrics by name: means over the optimizer steps,
             equal on every rank. Steps that were skipped for another `step.Skip` are counted in metrics, if there are
-            any.
+            any. Auxiliary losses of experts are means over all micro-batches.
 
         Raises:
             ValueError: the samples are no multiple of gbs / dp, or a sequence is too long.
@@ -203,6 +206,7 @@ class MegatronPolicyWorker:
             "num_microbatches": num_microbatches,
             "tokens": int(data["input_lengths"].sum()),
             "metrics": {name: mean(result.metrics[name] for result in done or results) for name in names}
+            | self._aux_losses.metrics()
             | {f"num_skipped_{reason.name.lower()}": float(number) for reason, number in skipped.items()},
         }
 
@@ -211,11 +215,12 @@ class MegatronPolicyWorker:
     ) -> tuple[list[step.StepResult], int]:
         """Runs one step for each `local` rows; also returns the number of micro-batches."""
         results, num_microbatches = [], 0
+        self._aux_losses.start()
         with self._param_gather.by_forward_passes():
             for chunk in data.chunks(local):
                 counts = step.global_counts(chunk, self.device)
                 batches, _ = self.batcher.cut(chunk, mbs, "train_mb_tokens", fixed_shapes=self.graphs.fixed_shapes)
-                with self.graphs.step(batches), self.activations.step():
+                with self.graphs.step(batches), self.activations.step(), self._aux_losses.step(len(batches)):
                     result = step.train_step(
                         self.state,
                         batches,

@@ -19,4 +19,5 @@ PLAIN = ClippedPGLoss(
     disable_ppo_ratio=False,
     force_on_policy_ratio=False,
     use_on_policy_kl_approximation=False,
+    use_cispo=False,
 )

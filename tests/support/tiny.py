@@ -92,6 +92,7 @@ def tiny_policy(hf_config: dict[str, Any] | None = None, precision: str = "float
         },
         "scheduler": {
             "lr_warmup_init": 1e-4,
+            "override_opt_param_scheduler": True,
             "lr_warmup_iters": 2,
             "lr_decay_iters": 100,
             "lr_decay_style": "constant",

@@ -121,7 +121,7 @@ def _with_any_name(root: type, path: str) -> str:
 
 def is_valid_key(path: str) -> bool:
     """Returns whether a path is a key of any algorithm's schema or a Megatron field."""
-    section, _, name = path.rpartition(".")
+    section, _, name = path.replace("megatron_cfg.model_overrides.", "megatron_cfg.").rpartition(".")
     if section in SECTIONS and name in megatron_fields(section):
         return True
     return any(find_key(spec.schema, path) for spec in ALGORITHMS.values())

@@ -190,7 +190,6 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
             Owned(OFF, _INFERENCE),
         ),
         "inference_sampling_seed": Owned((), _INFERENCE),
-        "moe_per_layer_logging": Owned(OFF, _NOT_HERE),
         "moe_enable_routing_replay": Owned(OFF, _NOT_HERE),
         "heterogeneous_block_specs": Owned(OFF, _NOT_HERE),
         "use_inference_optimized_layers": Owned(OFF, _NOT_HERE),

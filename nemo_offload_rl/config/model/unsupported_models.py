@@ -8,6 +8,8 @@ from nemo_offload_rl.config.model.model_kind import NUM_EXPERTS_KEYS, count_of
 from nemo_offload_rl.config.problems import show, show_choices
 
 FUSED_ACTIVATIONS = ("silu", "swish")
+# Fields of a model that reads images or sound, in its own config or, for omni models, around it.
+_TOWERS = ("vision_config", "audio_config", "sound_config", "thinker_config")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -23,6 +25,8 @@ def check_model(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
     """
     if (found := why_unsupported(fields)) is not None:
         raise ValueError(f"The model {found}.")
+    if (found := why_not_frozen(fields, policy["megatron_cfg"])) is not None:
+        raise ValueError(f"policy.megatron_cfg.freeze_config {found}.")
     if (found := why_unfused(fields, policy["megatron_cfg"])) is not None:
         raise ValueError(f"policy.megatron_cfg.bias_activation_fusion {found}.")
     if (found := why_unchunked(fields, policy)) is not None:
@@ -41,6 +45,22 @@ def why_unsupported(fields: Mapping[str, Any]) -> str | None:
     if family.bridge is None:
         return family.refused
     return next((found for rope in _ropes(fields) if (found := _rope(rope))), None) or _experts(family, fields)
+
+
+def why_not_frozen(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> str | None:
+    """Returns why parts of a model cannot be frozen; None if they can, or if the model has none, as in NeMo-RL.
+
+    Args:
+        fields: the known fields of the model's Hugging Face config.
+        megatron_cfg: the recipe's section `policy.megatron_cfg`.
+    """
+    towers = [name for name in _TOWERS if name in fields and fields[name] is not None]
+    if not towers or "freeze_config" not in megatron_cfg or not megatron_cfg["freeze_config"]:
+        return None
+    return (
+        f"is {show(megatron_cfg['freeze_config'])}, but the model has a {towers[0]}, and parts of such a model cannot "
+        "be frozen here; choose a text-only model, or delete the key"
+    )
 
 
 def why_unfused(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> str | None:

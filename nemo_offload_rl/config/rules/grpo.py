@@ -209,6 +209,31 @@ def no_ratio_has_no_settings(disabled: bool, forced: bool, sequence_level: bool)
 
 
 @rule(
+    "loss_fn.use_cispo",
+    "loss_fn.token_level_loss",
+    "loss_fn.ratio_clip_c",
+    "loss_fn.disable_ppo_ratio",
+    "loss_fn.force_on_policy_ratio",
+    "loss_fn.sequence_level_importance_ratios",
+)
+def cispo_weights_tokens(
+    enabled: bool, token_loss: bool, dual_clip: float | None, disabled: bool, forced: bool, sequence_level: bool
+) -> Verdict:
+    """Refuses what NeMo-RL refuses with CISPO, which weights single tokens by their clipped ratio."""
+    conflicts = {
+        "token_level_loss true": not token_loss,
+        "ratio_clip_c null": dual_clip is not None,
+        "disable_ppo_ratio false": disabled,
+        "force_on_policy_ratio false": forced,
+        "sequence_level_importance_ratios false": sequence_level,
+    }
+    needed = [f"loss_fn.{setting}" for setting, conflict in conflicts.items() if conflict]
+    if not enabled or not needed:
+        return None
+    return f"is true, which needs {' and '.join(needed)}; set that, or this to false"
+
+
+@rule(
     "loss_fn.force_on_policy_ratio",
     "grpo.num_prompts_per_step",
     "grpo.num_generations_per_prompt",

@@ -46,6 +46,12 @@ def several_updates_are_off_policy(gbs: int, prompts: int, generations: int) -> 
     )
 
 
+@note(f"{MEGATRON}.freeze_config?")
+def text_models_have_nothing_to_freeze(parts: dict[str, Any] | None) -> Verdict:
+    """Notes that freeze_config has no effect: a rule, or the worker, refuses models that have such parts."""
+    return "has no effect on a text-only model, as in NeMo-RL: all of its weights are trained" if parts else None
+
+
 @note(f"{MEGATRON}.offload_modules", f"{MEGATRON}.fine_grained_activation_offloading")
 def offload_modules_count_with_offloading(modules: list[str] | None, enabled: bool) -> Verdict:
     """Notes that offload_modules has no effect while offloading is off."""

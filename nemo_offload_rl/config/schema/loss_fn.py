@@ -58,3 +58,7 @@ class LossConfig(TypedDict):
     # current policy; otherwise the samples are treated as the current policy's. Recommended: false with one optimizer
     # step for each GRPO step, true with several. Absent: false.
     use_on_policy_kl_approximation: NotRequired[bool]
+    # Weight each token's log-prob by its clipped ratio, without gradient, so that clipped tokens keep a gradient
+    # (CISPO); needs token_level_loss true, and ratio_clip_c null. Recommended: false; with true, ratio_clip_min 1.0 and
+    # ratio_clip_max 5.0. Absent: false.
+    use_cispo: NotRequired[bool]

@@ -5,7 +5,7 @@ All but the scheduler and the checkpoint section also accept any field of the co
 must set.
 """
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from pydantic import with_config
 
@@ -95,6 +95,10 @@ class MegatronSchedulerConfig(TypedDict):
     lr_warmup_iters: NonNegativeInt
     # Learning rate at the start of the warm-up. 0 to lr; recommended a tenth of lr.
     lr_warmup_init: NonNegativeFloat
+    # Whether a resumed run follows the recipe's schedule if the checkpoint's differs, instead of refusing the
+    # checkpoint. The number of steps taken is the checkpoint's. Recommended: true, so that a run can be extended.
+    # Absent: true (in NeMo-RL false).
+    override_opt_param_scheduler: NotRequired[bool]
 
 
 @with_config(STRICT_WITH_FURTHER_FIELDS)
@@ -214,6 +218,9 @@ class MegatronConfig(TypedDict):
     empty_unused_memory_level: Literal[0, 1, 2]
     # Do not train the routers of a mixture-of-experts model (no effect on a dense one). Recommended for RL: true.
     freeze_moe_router: bool
+    # Parts of a model with a vision or sound tower that are not trained. Has no effect on a text-only model, as in
+    # NeMo-RL; a model with a tower is refused. Null or {} for none. Absent: none.
+    freeze_config: NotRequired[dict[str, Any] | None]
     # Fuse rotary embeddings into one kernel; needs Transformer Engine, switched off on a CPU. Recommended: true.
     # Absent: what Megatron-Bridge sets for the model.
     apply_rope_fusion: NotRequired[bool]
@@ -233,6 +240,12 @@ class MegatronConfig(TypedDict):
     # Fuse the permutation of tokens to experts; needs Transformer Engine, switched off on a CPU. Recommended: true.
     # Absent: what Megatron-Bridge sets for the model.
     moe_permute_fusion: NotRequired[bool]
+    # Also log the auxiliary losses of experts (moe_aux_loss_coeff, moe_z_loss_coeff) of each layer. Recommended: false.
+    # Absent: false.
+    moe_per_layer_logging: NotRequired[bool]
+    # Fields of the model that have no key of their own in this section, as in NeMo-RL. They mean the same as in the
+    # section itself and are checked as there, but must not be null. Null or {} for none. Absent: none.
+    model_overrides: NotRequired[dict[str, Any] | None]
     # Environment variables of the policy workers, set before the workers import anything; null or {} for none. Absent:
     # none.
     env_vars: NotRequired[dict[str, str] | None]

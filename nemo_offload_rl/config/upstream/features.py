@@ -135,7 +135,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("logger.swanlab_enabled", _FALSE, "SwanLab", "use tensorboard_enabled or wandb_enabled"),
     OffOnly("logger.wandb.log_nemo_gym_full_result_tables", _FALSE, "NeMo Gym"),
     OffOnly("loss_fn.positive_example_nll_weight", (0, None), "an additional NLL loss on correct answers"),
-    OffOnly("loss_fn.use_cispo", _FALSE, "CISPO"),
     OffOnly(
         "loss_fn.use_kl_in_reward", _FALSE, "the KL penalty as part of the reward", "use reference_policy_kl_penalty"
     ),
@@ -156,16 +155,11 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly(
         "policy.megatron_cfg.clear_memory_caches_before_refit", _FALSE, "clearing Megatron's caches before a refit"
     ),
-    OffOnly("policy.megatron_cfg.freeze_config", _NO_SECTION, _FROZEN, _ALL_WEIGHTS),
     *(
         OffOnly(f"policy.megatron_cfg.freeze_{part}", _FALSE, _FROZEN, _ALL_WEIGHTS)
         for part in ("sound_encoder", "sound_projection", "vision_model", "vision_projection")
     ),
-    OffOnly(
-        "policy.megatron_cfg.model_overrides", ({}, None), "model_overrides", "write its keys into policy.megatron_cfg"
-    ),
     OffOnly("policy.megatron_cfg.radio_force_cpe_eval_mode", _FALSE, "a vision model", _NO_MEDIA),
-    OffOnly("policy.megatron_cfg.track_moe_metrics", _FALSE, "metrics of the experts' load balance"),
     OffOnly("policy.megatron_cfg.use_gloo_process_groups", _FALSE, "Gloo process groups in addition to NCCL's"),
     OffOnly("policy.quant_cfg", _NULL, _QUANTISED, _NOT_QUANTISED),
     OffOnly("policy.router_replay.enabled", _FALSE, "router replay"),
@@ -346,6 +340,10 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     ),
     WithoutEffect(
         "policy.megatron_cfg.force_reconvert_from_hf", "weights are always read from the Hugging Face files", True
+    ),
+    WithoutEffect(
+        "policy.megatron_cfg.track_moe_metrics",
+        "NeMo-RL does not read it either; the experts' auxiliary losses are logged wherever the recipe has them",
     ),
     WithoutEffect("policy.optimizer", _DTENSOR_ONLY.format("optimizer")),
     WithoutEffect("policy.scheduler", _DTENSOR_ONLY.format("scheduler")),

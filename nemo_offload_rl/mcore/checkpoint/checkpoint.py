@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMe
 
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy
-from nemo_offload_rl.mcore.checkpoint.hyperparameters import keep_hyperparameters
+from nemo_offload_rl.mcore.checkpoint.hyperparameters import keep_hyperparameters, require_same_schedule
 from nemo_offload_rl.mcore.checkpoint.save_plans import PlanEverySave, SavePlanning
 from nemo_offload_rl.mcore.checkpoint.saved_masters import converting, read_as_saved
 from nemo_offload_rl.mcore.distributed.parallel import ParallelSizes
@@ -344,6 +344,8 @@ def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
         raise _unreadable(folder, "its files cannot be read", met) from error
     except (CheckpointingException, OSError, EOFError, pickle.UnpicklingError) as error:
         raise _unreadable(folder, "its files cannot be read", error) from error
+    if with_optimizer and state.scheduler is not None:
+        require_same_schedule(state.scheduler, loaded["scheduler"], folder)
     chunks = unwrap_model(state.model)
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{index}"])

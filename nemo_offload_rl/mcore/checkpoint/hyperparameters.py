@@ -1,14 +1,51 @@
-"""Keeps a resumed run's own hyperparameters while its optimizer state is loaded."""
+"""Gives a resumed run the hyperparameters of its recipe while optimizer state is loaded, or refuses the checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 # Megatron-core also matches groups by their learning rates, so that it would find none after a change of the recipe.
 _IDENTITY = ("wd_mult", "is_expert_parallel", "default_config")
 _NOT_OF_RECIPE = ("params", "step", "lr", "weight_decay")  # the schedule sets the last two
+
+_MEGATRON = "policy.megatron_cfg"
+# Values of a saved schedule that megatron-core compares, and where the recipe has them.
+_SCHEDULE = {
+    "max_lr": f"{_MEGATRON}.optimizer.lr",
+    "min_lr": f"{_MEGATRON}.optimizer.min_lr",
+    "lr_warmup_steps": f"{_MEGATRON}.scheduler.lr_warmup_iters",
+    "lr_decay_steps": f"{_MEGATRON}.scheduler.lr_decay_iters (null: the run's training steps)",
+    "lr_decay_style": f"{_MEGATRON}.scheduler.lr_decay_style",
+    "start_wd": f"{_MEGATRON}.scheduler.start_weight_decay",
+    "end_wd": f"{_MEGATRON}.scheduler.end_weight_decay",
+    "wd_incr_steps": "the run's number of training steps, over which weight decay changes,",
+    "wd_incr_style": f"{_MEGATRON}.scheduler.weight_decay_incr_style",
+}
+
+
+def require_same_schedule(scheduler: OptimizerParamScheduler, saved: Mapping[str, Any], folder: Path) -> None:
+    """Refuses a checkpoint of another schedule, which megatron-core does with an assertion that names no key.
+
+    Args:
+        scheduler: the schedule of the recipe.
+        saved: that of the checkpoint.
+        folder: the checkpoint's folder, for messages.
+
+    Raises:
+        ValueError: they differ, and the recipe does not override the checkpoint's.
+    """
+    current = scheduler.state_dict()
+    others = [name for name in _SCHEDULE if name in saved and saved[name] != current[name]]
+    if others and not scheduler.override_opt_param_scheduler:
+        listed = ", ".join(f"{_SCHEDULE[name]} is {current[name]} (there {saved[name]})" for name in others)
+        raise ValueError(
+            f"Checkpoint {folder} cannot be resumed with another schedule, since "
+            f"{_MEGATRON}.scheduler.override_opt_param_scheduler is false: {listed}; set that to true for the recipe's "
+            "schedule, or the values as they were."
+        )
 
 
 def keep_hyperparameters(optimizer: MegatronOptimizer, loaded: dict[Any, Any], folder: Path) -> None:

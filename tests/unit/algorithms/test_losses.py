@@ -48,6 +48,16 @@ VARIANTS = {
         "sequence_level_importance_ratios": True, "token_level_loss": False, "use_importance_sampling_correction": True,
     },
     "REINFORCE": {"disable_ppo_ratio": True},
+    "CISPO": {"use_cispo": True},
+    "CISPO, clip higher": {"use_cispo": True, "ratio_clip_min": 0.1, "ratio_clip_max": 0.4},
+    "CISPO with the KL": {"use_cispo": True, "reference_policy_kl_penalty": 0.3},
+    "CISPO with the KL on policy": {
+        "use_cispo": True, "reference_policy_kl_penalty": 0.3, "use_on_policy_kl_approximation": True,
+    },
+    "CISPO with sampler correction": {"use_cispo": True, "use_importance_sampling_correction": True},
+    "CISPO with TIS": {"use_cispo": True, **truncated("tis", 1.3, 0.8)},
+    "CISPO with ICE-POP": {"use_cispo": True, **truncated("icepop", 1.4, 0.7)},
+    "CISPO with samples masked": {"use_cispo": True, **truncated("seq-mask-tis", 1.3, 0.8)},
     "forced ratio": {"force_on_policy_ratio": True, "reference_policy_kl_penalty": 0.1},
 }  # fmt: skip
 
@@ -114,6 +124,10 @@ def loss_by_loops(loss: ClippedPGLoss, logprobs: np.ndarray, data: BatchedData, 
             if loss.disable_ppo_ratio:
                 ratio = clipped = logprobs[row, t]
             value = max(-advantage * ratio, -advantage * clipped)
+            if loss.use_cispo:
+                at_base = math.exp(base[row, t] - previous[t])  # the weight has no gradient
+                weight_of_token = min(max(at_base, 1 - loss.ratio_clip_min), 1 + loss.ratio_clip_max)
+                value = -advantage * weight_of_token * logprobs[row, t]
             if loss.ratio_clip_c is not None and advantage < 0:
                 value = min(value, -advantage * loss.ratio_clip_c)
             if loss.use_importance_sampling_correction:
@@ -257,6 +271,9 @@ def one_token(loss: ClippedPGLoss, *, current=0.5, previous=0.5, sampler=0.5, re
         ({"force_on_policy_ratio": True}, {"current": 0.75, "advantage": 2.0}, -2.0, -2.0),
         ({"disable_ppo_ratio": True}, {"current": 0.5, "advantage": 2.0}, 2 * math.log(2), -2.0),
         ({"use_importance_sampling_correction": True}, {"sampler": 0.25, "advantage": 1.0}, -2.0, -2.0),
+        # a ratio of 1.5 is a weight of 1.2, and one of 0.5 a weight of 0.8, whatever the advantage's sign
+        ({"use_cispo": True}, {"current": 0.75, "advantage": 2.0}, -2.4 * math.log(0.75), -2.4),
+        ({"use_cispo": True}, {"current": 0.25, "advantage": -2.0}, 1.6 * math.log(0.25), 1.6),
         # d = log(1/2): the penalty adds 0.1 * (e^d - 1 - d), with gradient 0.1 * (1 - e^d) of the estimate and, since
         # the token counts as drawn from the policy, 0.1 * (e^d - 1 - d) of its probability
         (
@@ -473,6 +490,16 @@ def test_nll_by_hand():
         ({"ratio_clip_c": 1.0}, r"ratio_clip_c must be above 1 or null, found 1\.0"),
         ({"reference_policy_kl_type": "k9"}, "one of k1, k2, k3, found 'k9'"),
         ({"disable_ppo_ratio": True, "force_on_policy_ratio": True}, "leaves no ratio"),
+        *(
+            ({"use_cispo": True, **other}, r"use_cispo weights single tokens")
+            for other in (
+                {"disable_ppo_ratio": True},
+                {"force_on_policy_ratio": True},
+                {"sequence_level_importance_ratios": True, "token_level_loss": False},
+                {"ratio_clip_c": 3.0},
+                {"token_level_loss": False},
+            )
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(change, message):

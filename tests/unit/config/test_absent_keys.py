@@ -84,7 +84,7 @@ def test_absent_keys_have_nemo_rls_defaults():
     assert at(grpo, "grpo.reward_shaping.enabled") is False
     clip = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "ratio_clip_c": None}
     off = ("sequence_level_importance_ratios", "disable_ppo_ratio", "force_on_policy_ratio",
-           "use_on_policy_kl_approximation", "use_importance_sampling_correction")  # fmt: skip
+           "use_on_policy_kl_approximation", "use_cispo", "use_importance_sampling_correction")  # fmt: skip
     kl = {"penalty": 0.01, "type": "k3"}
     assert at(grpo, "loss_fn").items() >= {
         **clip, "token_level_loss": True, "kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0,

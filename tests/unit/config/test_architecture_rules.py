@@ -5,15 +5,28 @@ import json
 import pytest
 
 from nemo_offload_rl.config import load
+from nemo_offload_rl.config.model.unsupported_models import check_model
 from nemo_offload_rl.config.rules import RULES, architectures
 from tests.unit.config.conftest import CONFIGS, each_of
 from tests.unit.config.test_activation_rules import EXPERTS
 
-HF, OVERRIDES = "policy.hf_config", "policy.hf_config_overrides"
+HF, OVERRIDES, MEGATRON = "policy.hf_config", "policy.hf_config_overrides", "policy.megatron_cfg"
 ALONE = "~warm_start"
+VISION = "{model_type: gemma3, architectures: [Gemma3ForConditionalGeneration], vision_config: {}, text_config: {}}"
 ONE_EXPERT = f"+{HF}.num_experts_per_tok=1"
 
 BROKEN = {
+    "only_models_without_towers_are_frozen": [
+        (
+            [
+                ALONE,
+                "~policy.hf_config",
+                f"+{HF}={VISION}",
+                f"++{MEGATRON}.freeze_config={{freeze_vision_model: true}}",
+            ],
+            f"{MEGATRON}.freeze_config: is {{freeze_vision_model: true}}, but the model has a vision_config, and parts",
+        ),
+    ],
     "models_are_computed_as_transformers_does": [
         (
             [ALONE, f"{HF}.model_type=gemma2"],
@@ -71,3 +84,14 @@ def test_the_config_of_a_folder_is_read(tmp_path, error_of):
 )
 def test_what_is_computed_right_is_accepted(overrides):
     load(CONFIGS / "grpo_tiny_cpu.yaml", overrides)
+
+
+def test_a_model_that_only_the_worker_knows_is_frozen_in_part_only_if_it_has_no_such_part():
+    megatron_cfg = {"freeze_config": {"freeze_vision_model": True}, "use_fused_linear_logprobs": False}
+    policy = {"megatron_cfg": megatron_cfg, "logprob_chunk_size": None}
+    check_model({"model_type": "qwen3"}, policy)
+    with pytest.raises(ValueError, match=r"policy\.megatron_cfg\.freeze_config is .* the model has a vision_config"):
+        check_model({"model_type": "qwen3_vl", "vision_config": {"depth": 2}}, policy)
+    check_model(
+        {"model_type": "qwen3_vl", "vision_config": {}}, policy | {"megatron_cfg": megatron_cfg | {"freeze_config": {}}}
+    )

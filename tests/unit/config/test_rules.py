@@ -406,6 +406,10 @@ BROKEN = {
         ["loss_fn.disable_ppo_ratio=true", "loss_fn.force_on_policy_ratio=true"],
         "loss_fn.disable_ppo_ratio: is true, so that loss_fn.force_on_policy_ratio has no ratio to apply to",
     ),
+    "cispo_weights_tokens": (
+        ["loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3.0"],
+        "use_cispo: is true, which needs loss_fn.ratio_clip_c null and loss_fn.force_on_policy_ratio false; set",
+    ),
     "forced_ratio_needs_one_update": (
         ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
         "loss_fn.force_on_policy_ratio: is true, which needs one optimizer step per GRPO step",
@@ -811,6 +815,10 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
         (
             ["checkpointing.ft_save_period=2", "checkpointing.keep_top_k=null"],
             "checkpointing.ft_save_period is 2, and every one of these checkpoints is kept, since",
+        ),
+        (
+            [f"++{MEGATRON}.freeze_config={{freeze_vision_model: true, freeze_language_model: false}}"],
+            "freeze_config has no effect on a text-only model, as in NeMo-RL",
         ),
         (["checkpointing.save_period=7"], "checkpointing.save_period 7 is not a multiple of val_period (10)"),
     ],

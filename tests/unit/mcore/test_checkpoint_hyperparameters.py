@@ -1,11 +1,16 @@
 """Tests that a resumed run has the hyperparameters of its own recipe, however optimizer state is kept."""
 
 import math
+from pathlib import Path
 
 import pytest
+import torch
 from support.late_streams import LateStream
 from support.phases import run_steps
+from support.tiny import tiny_policy
 
+from nemo_offload_rl.mcore.build import make_scheduler
+from nemo_offload_rl.mcore.checkpoint.hyperparameters import require_same_schedule
 from nemo_offload_rl.residency.streamed import host_copies
 from tests.unit.mcore import test_cpu_optimizer as on_cpu
 from tests.unit.mcore import test_streamed_state as streamed
@@ -99,6 +104,54 @@ def test_an_extended_cosine_schedule_continues_with_its_new_length(make_worker, 
     for step in range(4, 7):
         assert learning_rate(worker) == pytest.approx(cosine(step, 10, 1e-3, 1e-4))
         run_steps(worker, 1, visit_phases=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"lr": 5e-3}, "optimizer.lr is 0.005 (there 0.001)"),
+        ({"min_lr": 1e-5}, "optimizer.min_lr is "),
+        ({"schedule": {"lr_warmup_iters": 1}}, "scheduler.lr_warmup_iters is "),
+        ({"schedule": {"lr_decay_iters": 9}}, "scheduler.lr_decay_iters "),
+        ({"schedule": {"lr_decay_style": "cosine"}}, "scheduler.lr_decay_style is cosine"),
+        ({"weight_decay": 0.5}, "scheduler.start_weight_decay is 0.5"),
+        ({"schedule": {"end_weight_decay": 0.5, "weight_decay_incr_style": "linear"}}, "scheduler.end_weight_decay is"),
+        ({"schedule": {"weight_decay_incr_style": "linear"}}, "scheduler.weight_decay_incr_style is linear"),
+        ({"schedule": {"run_length": 77}}, "the run's number of training steps"),
+    ],
+    ids=str,
+)
+def test_what_megatron_core_asserts_is_refused_by_key_unless_overridden(change, key):
+    """With false, megatron-core resumes only a schedule all of whose values are equal (`_check_and_set`)."""
+
+    def schedule(*, override, schedule=None, **optimizer):
+        own = {"override_opt_param_scheduler": override, **(schedule or {})}
+        groups = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+        return make_scheduler(changed(tiny_policy(), own, **optimizer), groups)
+
+    saved = schedule(override=False).state_dict()
+    other = schedule(override=False, **change)
+    with pytest.raises(ValueError, match="override_opt_param_scheduler is false: ") as caught:
+        require_same_schedule(other, saved, Path("step_2"))
+    assert key in str(caught.value)
+    with pytest.raises(AssertionError, match="do not match"):
+        other.load_state_dict(saved)
+    for same in (schedule(override=True, **change), schedule(override=False)):
+        require_same_schedule(same, saved, Path("step_2"))
+        own = same.state_dict()
+        same.load_state_dict(saved)
+        assert same.state_dict() == own
+
+
+def test_a_checkpoint_of_another_schedule_is_refused(make_worker, tmp_path):
+    saved_after_two_steps(make_worker, WAYS["resident"](), tmp_path)
+    strict = {"override_opt_param_scheduler": False}
+    worker = make_worker(changed(WAYS["resident"](), strict, lr=5e-3), seed=99)
+    with pytest.raises(ValueError, match=r"optimizer\.lr is 0\.005 \(there 0\.001\); set that to true"):
+        worker.load_checkpoint(str(tmp_path))
+    worker = make_worker(changed(WAYS["resident"](), strict), seed=99)
+    worker.load_checkpoint(str(tmp_path))
+    assert worker.state.scheduler.num_steps == 2
 
 
 def test_other_groups_of_parameters_are_refused_in_a_sentence(make_worker, tmp_path):
