@@ -169,7 +169,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("policy.megatron_cfg.use_gloo_process_groups", _FALSE, "Gloo process groups in addition to NCCL's"),
     OffOnly("policy.quant_cfg", _NULL, _QUANTISED, _NOT_QUANTISED),
     OffOnly("policy.router_replay.enabled", _FALSE, "router replay"),
-    OffOnly("policy.sequence_packing.microbatch_order", ("packer", None), "reordering packed micro-batches"),
     OffOnly("policy.tokenizer.audio", _NO_SECTION, _MEDIA, _NO_MEDIA),
     OffOnly("policy.tokenizer.video", _NO_SECTION, _MEDIA, _NO_MEDIA),
     OffOnly("policy.tokenizer.use_processor", _FALSE, _MEDIA, _NO_MEDIA),
