@@ -125,7 +125,7 @@ def _section(path: str, typed_dict: type, keys: Mapping[str, Key], algorithm: st
     for name, hint in hints.items():
         annotation = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
         marks = "" if name in vars(typed_dict)["__required_keys__"] else " *optional*"
-        marks += _only_some(f"{path}.{name}") if bases else ""
+        marks += _only_some(f"{path}.{name}") if bases and path not in ALGORITHMS else ""
         owner = next(base for base in reversed([typed_dict, *bases]) if name in get_type_hints(base))
         comment = key_comments(owner)[name]
         lines.append(f"| `{name}`{marks} | {_cell(_words(annotation))} | {_cell(comment)} |")

@@ -25,7 +25,7 @@ from nemo_offload_rl.config.schema.data import (
 )
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, TokenizerConfig
-from nemo_offload_rl.config.schema.sft import SFTConfig
+from nemo_offload_rl.config.schema.sft import SupervisedConfig
 from nemo_offload_rl.config.upstream.durations import duration_s
 from nemo_offload_rl.data.arithmetic import Role, make_arithmetic, make_arithmetic_pairs
 from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder, load_jsonl
@@ -300,7 +300,7 @@ def make_answer_format(
 
 
 def make_schedule(
-    section: GRPOConfig | SFTConfig, checkpointing: CheckpointingConfig, *, steps_per_epoch: int
+    section: GRPOConfig | SupervisedConfig, checkpointing: CheckpointingConfig, *, steps_per_epoch: int
 ) -> Schedule:
     """Reads from a recipe when its run validates, saves and ends."""
     limit = checkpointing["checkpoint_must_save_by"]

@@ -125,6 +125,7 @@ IF_ABSENT: Mapping[str, Any] = {
     "sft.val_batches": 8,
     "sft.val_global_batch_size": 32,
     "sft.val_micro_batch_size": 1,
+    "sft.only_unmask_final": False,
     "sft.seed": 42,
     "dpo.max_num_steps": 150,
     "dpo.max_num_epochs": 1,

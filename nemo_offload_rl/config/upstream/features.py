@@ -178,7 +178,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("reward_penalties.penalize_malformed_think_tag", _FALSE, "reward penalties"),
     OffOnly("reward_penalties.penalize_unwanted_tokens", _FALSE, "reward penalties"),
     OffOnly("reward_penalties.token_ids", _NULL, "reward penalties"),
-    OffOnly("sft.only_unmask_final", _FALSE, "training on the last turn only"),
 )
 
 _LORA_KEYS = (
