@@ -155,6 +155,10 @@ IF_ABSENT_IN_DATASET: Mapping[str, Mapping[str, Any]] = {
 }
 IF_ABSENT_IN_TRAINING: Mapping[str, Mapping[str, Any]] = {"ResponseDataset": {"seed": 42}}
 
+# The names of NeMo-RL's environment for math, and its default verifier, where `env.NAME` has no reward of its own.
+MATH_ENVIRONMENTS = ("math", "math_default")
+MATH_VERIFY_IMPL = "hf_math_verify"
+
 # The same for keys of `env.NAME` with a `math_verify_impl`.
 IF_ABSENT_WITH_MATH_VERIFY: Mapping[str, Any] = {"num_workers": 8, "time_limit_s": 10.0}
 
@@ -192,11 +196,7 @@ def resolve_absent_keys(config: dict[str, Any]) -> None:
     for role in ("train", "validation"):
         for dataset in datasets_of(data, role).values():
             _resolve_dataset(dataset, is_training=role == "train")
-    environments = config["env"].values() if isinstance(config.get("env"), dict) else ()
-    for environment in environments:
-        if isinstance(environment, dict) and environment.get("math_verify_impl") is not None:
-            for name, value in IF_ABSENT_WITH_MATH_VERIFY.items():
-                environment.setdefault(name, value)
+    _resolve_environments(config["env"] if isinstance(config.get("env"), dict) else {})
     _resolve_vllm(config)
     _resolve_advantages(config)
     own = [values for section, values in IF_ABSENT_IN.items() if section in config]
@@ -237,6 +237,17 @@ def splits_validation_data(train: Mapping[str, Any]) -> bool:
     if "split_validation_size" in train:
         return bool(train["split_validation_size"])
     return named is not None
+
+
+def _resolve_environments(environments: Mapping[str, Any]) -> None:
+    for name, environment in environments.items():
+        if not isinstance(environment, dict):
+            continue
+        if name in MATH_ENVIRONMENTS and "reward" not in environment:
+            environment.setdefault("math_verify_impl", MATH_VERIFY_IMPL)
+        if environment.get("math_verify_impl") is not None:
+            for key, value in IF_ABSENT_WITH_MATH_VERIFY.items():
+                environment.setdefault(key, value)
 
 
 def _resolve_vllm(config: Mapping[str, Any]) -> None:

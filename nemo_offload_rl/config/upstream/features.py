@@ -118,6 +118,10 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         "NeMo Gym",
         "delete the section; your own environments can have any other name",
     ),
+    OffOnly("env.*.verifier_type", ("math", None), "verifiers of multiple-choice answers"),
+    OffOnly(
+        "env.should_use_nemo_gym", _FALSE, "NeMo Gym", "set it to {off}; answers are judged by the environments of env"
+    ),
     OffOnly("grpo.debug_payload_metrics", _FALSE, "metrics of the data sent between processes"),
     OffOnly("grpo.deduplicate_multimodal_data", _FALSE, f"sharing {_MEDIA}", _NO_MEDIA),
     OffOnly("grpo.invalid_tool_call_advantage", _NULL, "tool calls"),
@@ -288,6 +292,7 @@ _KEYS_OF_QUANTISATION = (
     "policy.quant_calib_size",
     "policy.quant_sequence_length",
 )
+_KEYS_OF_NEMO_GYM = ("should_log_nemo_gym_responses", "should_mask_flagged_samples")
 _OTHER_BACKENDS = "tunes a backend of generation that this package lacks"
 _KEYS_OF_OTHER_BACKENDS = ("dynamo_cfg", "sglang_cfg", "sglang_kwargs", "trtllm_cfg", "trtllm_kwargs")
 _MCORE_GENERATION = "tunes generation with Megatron, which is not in use"
@@ -299,6 +304,8 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
         "checkpointing.model_save_format", "is for the DTensor policy; Megatron's checkpoints have one format", True
     ),
     WithoutEffect("data.num_workers", "batches are prepared in the driver", True),
+    WithoutEffect("env.*.stop_strings", "NeMo-RL does not read it either; policy.generation.stop_strings ends answers"),
+    *(WithoutEffect(f"env.{key}", "tunes NeMo Gym, which is not in use", True) for key in _KEYS_OF_NEMO_GYM),
     WithoutEffect("grpo.adv_estimator.minus_baseline", "is read by other estimators than grpo", True),
     WithoutEffect(
         "grpo.reward_shaping.reasoning_length",
