@@ -4,6 +4,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_offload_rl.config.schema.value_types import is_import_path
 from nemo_offload_rl.named_datasets import NAMED_DATASETS
 
 # Full path of an optional key: its value if it is absent. A section comes before its keys.
@@ -67,7 +68,6 @@ IF_ABSENT: Mapping[str, Any] = {
     "checkpointing.on_damaged": "error",
     "checkpointing.grace_period_s": None,
     "checkpointing.checkpoint_must_save_by": None,
-    "data.train.split_validation_size": 0,
     "loss_fn.reference_policy_kl_penalty": 0.01,
     "loss_fn.reference_policy_kl_type": "k3",
     "loss_fn.kl_input_clamp_value": 20.0,
@@ -267,12 +267,12 @@ def _resolve_advantages(config: Mapping[str, Any]) -> None:
 
 def _resolve_dataset(section: dict[str, Any], *, is_training: bool) -> None:
     name = section["dataset_name"] if "dataset_name" in section else None
-    if not isinstance(name, str):
+    if not isinstance(name, str) or is_import_path(name):  # a class has its own defaults
         return
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"split_validation_size": 0} if is_training else {}
     if name in NAMED_DATASETS:
         dataset = NAMED_DATASETS[name]
-        values = dataset.if_absent | (dataset.if_absent_in_training if is_training else {})
+        values |= dataset.if_absent | (dataset.if_absent_in_training if is_training else {})
     for table in (IF_ABSENT_IN_DATASET, *((IF_ABSENT_IN_TRAINING,) if is_training else ())):
         if name in table:
             values |= table[name]

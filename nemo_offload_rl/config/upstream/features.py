@@ -374,9 +374,11 @@ OTHER_VALUES: dict[str, str] = {
 }
 # Supported dataset_name: what to write with it instead of a dataset that only NeMo-RL supports.
 OTHER_DATASETS: dict[str, str] = {
-    "ResponseDataset": "give your data as a JSONL file (ResponseDataset) or a datasets folder (HFDataset)",
+    "ResponseDataset": "give your data as a JSONL file (ResponseDataset), a datasets folder (HFDataset) or a class "
+    "(package.module.Class)",
     "PreferenceDataset": "give your pairs as a JSONL file or a datasets folder whose rows have a prompt, a chosen and "
-    "a rejected answer (BinaryPreferenceDataset) or ranked completions (PreferenceDataset)",
+    "a rejected answer (BinaryPreferenceDataset) or ranked completions (PreferenceDataset), or as a class "
+    "(package.module.Class)",
 }
 OTHER_ALGORITHMS: dict[str, str] = {
     "rm": "reward-model training",

@@ -165,6 +165,10 @@ BROKEN = {
         ["policy.generation.max_new_tokens=17"],
         "policy.generation.max_new_tokens: is 17, above policy.max_total_sequence_length (16)",
     ),
+    "keys_of_all_data_are_in_default": (
+        ["data.train={_override_: true, dataset_name: my_package.MyDataset, processor: mine}"],
+        "data.train.processor: is read from data.default alone; write data.default.processor instead",
+    ),
     "packing_has_its_sizes": (
         ["policy.sequence_packing.enabled=true", "~policy.sequence_packing.logprob_mb_tokens"],
         "policy.sequence_packing.enabled: is true, which needs policy.sequence_packing.logprob_mb_tokens too",
