@@ -367,6 +367,8 @@ OTHER_VALUES: dict[str, str] = {
     "data.default.processor to math_hf_data_processor (GRPO), sft_processor (SFT) or preference_preprocessor (DPO), or "
     "delete the key",
     "policy.generation.backend": "set policy.generation.backend=vllm, or transformers",
+    "policy.generation.vllm_cfg.precision": "fp8 generation is missing: engines have the policy's unquantised weights; "
+    "set policy.generation.vllm_cfg.precision=bfloat16, or float32",
     "policy.megatron_cfg.enabled": "set policy.megatron_cfg.enabled=true: Megatron is the only policy backend here",
     "policy.precision": "set policy.precision=bfloat16",
     "grpo.adv_estimator.name": "set grpo.adv_estimator.name=grpo",
@@ -387,7 +389,13 @@ OTHER_ALGORITHMS: dict[str, str] = {
 }
 
 
+def accepted_paths() -> tuple[str, ...]:
+    """Returns every path in the tables that is accepted with any value."""
+    features = [f"{feature.section}.{key}" for feature in SWITCHED_OFF for key in feature.keys]
+    return (*features, *(row.path for row in WITHOUT_EFFECT))
+
+
 def upstream_paths() -> tuple[str, ...]:
     """Returns every path in the tables."""
-    features = [f"{feature.section}.{key}" for feature in SWITCHED_OFF for key in (feature.switch, *feature.keys)]
-    return (*(row.path for row in OFF_ONLY), *features, *(row.path for row in WITHOUT_EFFECT))
+    switches = [f"{feature.section}.{feature.switch}" for feature in SWITCHED_OFF]
+    return (*(row.path for row in OFF_ONLY), *switches, *accepted_paths())

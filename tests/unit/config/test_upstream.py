@@ -7,8 +7,9 @@ from nemo_offload_rl.config import RecipeError, load, load_recipe
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.keys.schema_problems import value_at
-from nemo_offload_rl.config.keys.tree import find_key
-from nemo_offload_rl.config.upstream.features import OFF_ONLY, SWITCHED_OFF, upstream_paths
+from nemo_offload_rl.config.keys.tree import find_key, nearest_key
+from nemo_offload_rl.config.megatron.owned_fields import OWNED_FIELDS
+from nemo_offload_rl.config.upstream.features import OFF_ONLY, SWITCHED_OFF, accepted_paths, upstream_paths
 from tests.unit.config.conftest import CONFIGS, DATA
 
 EXEMPLAR = CONFIGS / "grpo_math_1B_megatron.yaml"
@@ -175,8 +176,25 @@ def test_a_recipe_without_gradient_clipping_may_have_no_norm_to_refer_to():
 
 
 def test_an_unknown_key_in_a_section_that_only_upstream_has(error_of):
-    error = error_of("+reward_penalties.penalize_unwanted_token=true")
-    assert "unknown key; nearest valid key: reward_penalties.penalize_unwanted_tokens" in error
+    assert "reward_penalties.penalize_unwanted_token: unknown key" in error_of(
+        "+reward_penalties.penalize_unwanted_token=true"
+    )
+
+
+def test_no_hint_names_a_key_that_is_refused_itself():
+    owned = [f"{section}.{name}" for section, fields in OWNED_FIELDS.items() for name in fields]
+    owned = [path for path in owned if find_key(ALGORITHMS["sft"].schema, path) is None]  # those may be written
+    for refused in (*(row.path for row in OFF_ONLY), *owned):
+        for misspelt in (f"{refused}x", refused[:-1]):
+            assert all(nearest_key(spec.schema, misspelt, accepted_paths()) != refused for spec in ALGORITHMS.values())
+
+
+def test_fp8_is_what_generation_lacks(error_of):
+    section = "policy.generation.vllm_cfg"
+    error = error_of(f"{section}.precision=fp8", "policy.generation.backend=vllm", recipe=EXEMPLAR)
+    assert f"{section}.precision: 'fp8' is not supported here; fp8 generation is missing: " in error
+    error = error_of(f"+{section}.enable_thinking=true", "policy.generation.backend=vllm", recipe=EXEMPLAR)
+    assert f"{section}.enable_thinking: unknown key\n" in f"{error}\n"
 
 
 def test_two_names_of_one_setting_must_agree(error_of):
