@@ -193,6 +193,8 @@ def resolve_absent_keys(config: dict[str, Any]) -> None:
         config: a recipe's config, modified in place.
     """
     data = config["data"] if "data" in config and isinstance(config["data"], dict) else {}
+    if "default" in data and data["default"] is None:
+        del data["default"]
     for role in ("train", "validation"):
         for dataset in datasets_of(data, role).values():
             _resolve_dataset(dataset, is_training=role == "train")

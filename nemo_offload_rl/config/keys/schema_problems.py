@@ -14,6 +14,7 @@ from nemo_offload_rl.config.problems import Origin, is_number, nearest, show, sh
 from nemo_offload_rl.config.schema.value_types import TAGS
 from nemo_offload_rl.config.source.indentation import hint_at_level, hint_at_section, hint_at_value
 from nemo_offload_rl.config.upstream.features import (
+    NULL_FOR_NEMO_GYM,
     OTHER_ALGORITHMS,
     OTHER_DATASETS,
     OTHER_VALUES,
@@ -138,6 +139,8 @@ def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error
         return f"{show(context['tag'])} is not supported here; {'; '.join(remedies)}; {by_name}"
     if kind == "literal_error":
         return _wrong_choice(path, value, str(context["expected"]))
+    if value is None and path in NULL_FOR_NEMO_GYM:
+        return "null is for NeMo Gym alone, which this package does not support; set it to a number of 1 or more"
     found = f"found {show(value)}"
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]

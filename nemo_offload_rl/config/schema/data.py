@@ -301,8 +301,8 @@ class DataConfig(DataOrder):
     # Validation data, in addition to what is split off the training data: one dataset, or a list of several, which are
     # read as one. Null or absent: no additional data.
     validation: NotRequired[ValidationData]
-    # Settings that training and validation data share. Absent: none.
-    default: NotRequired[DataDefaults]
+    # Settings that training and validation data share. Null or absent: none.
+    default: NotRequired[DataDefaults | None]
 
 
 @with_config(STRICT)
@@ -322,8 +322,8 @@ class SFTDataConfig(DataOrder):
     # Validation data, in addition to what is split off the training data: one dataset, or a list of several, which are
     # read as one. Null or absent: no additional data.
     validation: NotRequired[SFTValidationData]
-    # Settings that training and validation data share. Absent: none.
-    default: NotRequired[SFTDataDefaults]
+    # Settings that training and validation data share. Null or absent: none.
+    default: NotRequired[SFTDataDefaults | None]
 
 
 @with_config(STRICT)
@@ -343,5 +343,5 @@ class PreferenceDataConfig(DataOrder):
     # Validation pairs, in addition to what is split off the training pairs: one dataset, or a list of several, which
     # are read as one. Null or absent: no additional pairs.
     validation: NotRequired[PairValidationData]
-    # Settings that training and validation data share. Absent: none.
-    default: NotRequired[PreferenceDataDefaults]
+    # Settings that training and validation data share. Null or absent: none.
+    default: NotRequired[PreferenceDataDefaults | None]

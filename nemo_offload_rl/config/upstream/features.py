@@ -382,6 +382,8 @@ OTHER_DATASETS: dict[str, str] = {
     "a rejected answer (BinaryPreferenceDataset) or ranked completions (PreferenceDataset), or as a class "
     "(package.module.Class)",
 }
+# Keys that NeMo-RL's recipes for NeMo Gym set to null; with other environments NeMo-RL needs a number, too.
+NULL_FOR_NEMO_GYM = ("data.max_input_seq_length", "grpo.max_val_samples", "grpo.val_batch_size")
 OTHER_ALGORITHMS: dict[str, str] = {
     "rm": "reward-model training",
     "distillation": "distillation",
