@@ -112,7 +112,8 @@ def _section(path: str, typed_dict: type, keys: Mapping[str, Key], algorithm: st
     title = path.replace("*", "NAME")
     hints = get_type_hints(typed_dict, include_extras=True)
     if "dataset_name" in hints:
-        title += f"` with `dataset_name: {', '.join(get_args(hints['dataset_name']))}"
+        names = _choices(hints["dataset_name"]) or ["package.module.Class"]
+        title += f"` with `dataset_name: {', '.join(names)}"
     bases = _all_bases(typed_dict)
     if "dataset_name" in hints:
         hints = {name: hints[name] for name in dict.fromkeys([*key_comments(typed_dict), *hints])}
@@ -125,7 +126,7 @@ def _section(path: str, typed_dict: type, keys: Mapping[str, Key], algorithm: st
     for name, hint in hints.items():
         annotation = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
         marks = "" if name in vars(typed_dict)["__required_keys__"] else " *optional*"
-        marks += _only_some(f"{path}.{name}") if bases else ""
+        marks += _only_some(f"{path}.{name}") if bases and path not in ALGORITHMS else ""
         owner = next(base for base in reversed([typed_dict, *bases]) if name in get_type_hints(base))
         comment = key_comments(owner)[name]
         lines.append(f"| `{name}`{marks} | {_cell(_words(annotation))} | {_cell(comment)} |")
@@ -136,6 +137,11 @@ def _only_some(path: str) -> str:
     """The algorithms that have a key, where it is not all of them."""
     names = [algorithm for algorithm, spec in ALGORITHMS.items() if path in schema_keys(spec.schema)]
     return "" if len(names) == len(ALGORITHMS) else f" *{' and '.join(names)} only*"
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The values of a Literal; none for another annotation."""
+    return list(get_args(annotation)) if get_origin(annotation) is Literal else []
 
 
 def _members(annotation: Any) -> list[Any]:

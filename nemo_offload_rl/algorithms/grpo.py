@@ -323,7 +323,9 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
 
 
 def _make_reward(config: GRPOMasterConfig) -> Judge:
-    environment = config["env"][config["data"]["default"]["env_name"]]
+    default = config["data"]["default"]
+    assert default is not None, "a rule requires its env_name"
+    environment = config["env"][default["env_name"]]
     implementation = environment.get("math_verify_impl")
     if implementation is not None:
         return make_math_reward(implementation, environment["num_workers"], environment["time_limit_s"])

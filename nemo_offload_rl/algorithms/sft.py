@@ -57,6 +57,7 @@ class SFT(Algorithm):
         validation: the validation data.
         train_global_batch_size: rows of an optimizer step, over all ranks.
         train_micro_batch_size: rows of a micro-batch.
+        only_unmask_final: whether only the last message of a conversation is trained.
         save_optimizer: whether checkpoints include the optimizer's state.
     """
 
@@ -69,10 +70,11 @@ class SFT(Algorithm):
         validation: ValidationData,
         train_global_batch_size: int,
         train_micro_batch_size: int,
+        only_unmask_final: bool,
         save_optimizer: bool,
     ) -> None:
         super().__init__(policy, examples, save_optimizer=save_optimizer)
-        self._format = example_format
+        self._batch = partial(example_batch, example_format, only_unmask_final=only_unmask_final)
         self._validation = validation
         self._loss_fn = NLLLoss()
         self._gbs = train_global_batch_size
@@ -81,14 +83,14 @@ class SFT(Algorithm):
     def step(self, step: int, timer: Timer) -> dict[str, float]:
         """Trains on the next global batch; see ``Algorithm``."""
         with timer.phase("data"):
-            batch = example_batch(self._format, self._data.next_batch(self._gbs))
+            batch = self._batch(self._data.next_batch(self._gbs))
         return self._train(batch, self._loss_fn, timer, gbs=self._gbs, mbs=self._mbs)
 
     def validate(self, step: int) -> dict[str, float]:
         """Returns the validation answers' loss per token, and the mean probability of a whole answer."""
         if not self._validation.problems:
             return {}
-        batch = example_batch(self._format, self._validation.problems)
+        batch = self._batch(self._validation.problems)
         result = self._policy.evaluate(batch, self._loss_fn, mbs=self._validation.micro_batch_size)
         return {
             "validation/val_loss": result["loss"],
@@ -96,10 +98,13 @@ class SFT(Algorithm):
         }
 
 
-def example_batch(example_format: PromptFormat, problems: Sequence[Conversation]) -> BatchedData:
+def example_batch(
+    example_format: PromptFormat, problems: Sequence[Conversation], *, only_unmask_final: bool = False
+) -> BatchedData:
     """Makes a training batch of prompts and answers; rows beyond the format's limit are left out of the loss.
 
-    The assistant's earlier messages are trained, too, in conversations with `trains_all_answers`.
+    The assistant's earlier messages are trained, too, in conversations with `trains_all_answers`, unless only the final
+    message is to be.
     """
     examples = example_format.examples(problems)
     batch = response_batch(
@@ -108,7 +113,7 @@ def example_batch(example_format: PromptFormat, problems: Sequence[Conversation]
         example_format.pad_token_id,
     )
     batch["sample_mask"] *= torch.tensor([float(example.fits) for example in examples])
-    for row, example in enumerate(examples):
+    for row, example in enumerate([] if only_unmask_final else examples):
         for positions in example.trained_in_prompt:
             batch["token_mask"][row, positions.start : positions.stop] = 1
     return batch
@@ -148,6 +153,7 @@ def prepare(config: SFTMasterConfig) -> Preparation:
             ),
             train_global_batch_size=fitted_policy["train_global_batch_size"],
             train_micro_batch_size=fitted_policy["train_micro_batch_size"],
+            only_unmask_final=section["only_unmask_final"],
             save_optimizer=config["checkpointing"]["save_optimizer"],
         )
 

@@ -8,6 +8,7 @@ from nemo_offload_rl.config.chat_template import is_template_file
 from nemo_offload_rl.config.keys.absent_keys import datasets_of
 from nemo_offload_rl.config.keys.schema_problems import value_at
 from nemo_offload_rl.config.problems import Problem, RecipeError, nearest, show_file
+from nemo_offload_rl.config.schema.value_types import is_import_path
 from nemo_offload_rl.config.validate import ValidatedRecipe
 
 _READS = "ResponseDataset reads one JSONL file, HFDataset a folder"
@@ -38,7 +39,7 @@ def _missing(recipe: ValidatedRecipe) -> Iterator[tuple[str, str]]:
         yield "data.dataset_root", _absent(Path(root), "folder")
     datasets = {**datasets_of(data, "train"), **datasets_of(data, "validation")}
     for section, dataset in datasets.items():
-        if "data_path" not in dataset:
+        if "data_path" not in dataset or is_import_path(dataset["dataset_name"]):
             continue
         key, path = f"{section}.data_path", Path(dataset["data_path"])
         either, wants_folder = dataset["dataset_name"] in _OF_EITHER, dataset["dataset_name"] == "HFDataset"

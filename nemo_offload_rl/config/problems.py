@@ -89,6 +89,19 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
     return by_lower[matches[0]] if matches else None
 
 
+KEYS_ALIKE = 0.75
+"""The `cutoff` of `nearest` for keys: below it, two keys rather share a word than a meaning."""
+
+
+def nearest_path(path: str, paths: Iterable[str]) -> str | None:
+    """Returns the path that ends with the name most like that of `path`, if one is close; of several the most alike."""
+    by_name: dict[str, list[str]] = {}
+    for other in paths:
+        by_name.setdefault(other.rpartition(".")[2], []).append(other)
+    close = nearest(path.rpartition(".")[2], by_name, cutoff=KEYS_ALIKE)
+    return None if close is None else max(by_name[close], key=lambda p: difflib.SequenceMatcher(None, p, path).ratio())
+
+
 def unknown_names(names: Iterable[str], known: Iterable[str]) -> str:
     """Returns unknown names as a list in prose, each with the name that the user probably meant."""
     shown = []

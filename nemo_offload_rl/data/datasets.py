@@ -80,7 +80,7 @@ def load_hf_folder[Sample](path: Path, split: str | None, form: RowForm[Sample])
         raise DataError(f"The dataset folder {path} does not exist or is not a folder.")
     require_files_and_folders(path)
     if is_saved(path):
-        return _with_columns(_saved_dataset(path, split), path, form)
+        return with_columns(_saved_dataset(path, split), path, form)
     files = data_files(path, PARQUET) if split is None else split_files(path, split, PARQUET)
     if not files:
         raise no_files(path, split, PARQUET)
@@ -105,7 +105,7 @@ def load_parquet[Sample](files: Sequence[Path], path: Path, form: RowForm[Sample
         rows = Dataset.from_parquet([str(file) for file in files])
     except (DatasetGenerationError, *DAMAGED) as error:
         raise DataError(f"The parquet files of {path} cannot be read: {error.__cause__ or error}") from error
-    return _with_columns(rows, path, form)
+    return with_columns(rows, path, form)
 
 
 def is_saved(path: Path) -> bool:
@@ -113,7 +113,12 @@ def is_saved(path: Path) -> bool:
     return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
-def _with_columns[Sample](rows: Any, path: Path, form: RowForm[Sample]) -> HFRows[Sample]:
+def with_columns[Sample](rows: Any, path: Path, form: RowForm[Sample]) -> HFRows[Sample]:
+    """Presents a ``datasets.Dataset`` as samples.
+
+    Raises:
+        DataError: it lacks a column of the form, or has no rows.
+    """
     for key in form.keys:
         if key not in rows.column_names:
             raise DataError(f"The dataset {path} has no column {key!r}; it has {', '.join(rows.column_names)}.")

@@ -110,10 +110,10 @@ def _num_tokens(policy: Mapping[str, Any], group_size: int) -> int:
     length = round_up(policy["max_total_sequence_length"], divisible_by)
     if not packing["enabled"]:
         return int(length * policy["train_micro_batch_size"] * group_size)
-    # A group of sequences longer than a row gets a row of its own.
-    return round_up(
-        max(stated_row_tokens(policy, TRAIN_TOKENS, group_size), length * group_size), packing["sequence_length_round"]
-    )
+    # Padding may make a group of sequences longer than a row, which it then gets for itself.
+    row_tokens = stated_row_tokens(policy, TRAIN_TOKENS, group_size)
+    longest_alone = min(length, round_up(row_tokens, divisible_by)) * group_size
+    return round_up(max(row_tokens, longest_alone), packing["sequence_length_round"])
 
 
 def _most_microbatches(policy: Mapping[str, Any], data_parallel_size: int) -> int:

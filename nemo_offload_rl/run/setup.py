@@ -14,25 +14,29 @@ from nemo_offload_rl.config.chat_template import JOINED_CONTENTS, is_default_tem
 from nemo_offload_rl.config.keys.absent_keys import datasets_of, splits_validation_data
 from nemo_offload_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_offload_rl.config.schema.data import (
+    BuiltInPairDataset,
+    BuiltInSFTDataset,
     DataConfig,
     NamedConversations,
     NamedPairs,
     NamedProblems,
-    PairDataset,
     PreferenceDataConfig,
     SFTDataConfig,
-    SFTDataset,
 )
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, TokenizerConfig
-from nemo_offload_rl.config.schema.sft import SFTConfig
+from nemo_offload_rl.config.schema.sft import SupervisedConfig
+from nemo_offload_rl.config.schema.value_types import is_import_path
 from nemo_offload_rl.config.upstream.durations import duration_s
 from nemo_offload_rl.data.arithmetic import Role, make_arithmetic, make_arithmetic_pairs
 from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder, load_jsonl
 from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.fields import RowForm
+from nemo_offload_rl.data.imported import load_imported
 from nemo_offload_rl.data.limits import CHECK_LIMIT_S
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.named import load_named
+from nemo_offload_rl.data.named_rows import MessagesForm
 from nemo_offload_rl.data.preferences import BinaryForm, PreferencePair, RankedForm
 from nemo_offload_rl.data.problem import Conversation
 from nemo_offload_rl.data.prompt_files import PromptedSamples, PromptTexts, read_prompt_file, read_text_file
@@ -88,21 +92,38 @@ def read_data(
     Raises:
         DataError: a dataset cannot be used.
     """
-    train, validation = _read_parts(data, _read_problems)
+    train, validation = _read_parts(data, _read_problems, MessagesForm(("messages",)))
     return ProblemLoader(train, data["shuffle"], seed), validation
 
 
 def _read_parts(
-    data: Mapping[str, Any], read: Callable[[Role, str, Any, str | None], Sequence[Any]]
+    data: Mapping[str, Any], read: Callable[[Role, str, Any, str | None], Sequence[Any]], form: RowForm[Any]
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Reads the training and the validation data of a section, and applies each dataset's prompt files."""
+    """Reads the training and the validation data of a section, and applies each dataset's prompt files.
+
+    Args:
+        data: the recipe's section.
+        read: reads a dataset that this package has.
+        form: reads the rows of a class of the user's.
+    """
     root = data.get("dataset_root")
+
+    def parts(role: Role, path: str, section: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+        if is_import_path(section["dataset_name"]):
+            arguments = {**(data.get("default") or {}), **section}
+            rows, split_off = load_imported(f"{path}.dataset_name", section["dataset_name"], arguments, form)
+            if split_off is None and role == "train" and splits_validation_data(section):
+                raise DataError(
+                    f"{path}.split_validation_size is {section['split_validation_size']}, but "
+                    f"{section['dataset_name']} has no val_dataset: let it split its rows, or delete the key."
+                )
+            return rows, split_off or []
+        return _split_off(section, read(role, path, section, root))
+
     [(path, section)] = datasets_of(data, "train").items()
-    train, validation = (
-        _in_texts(part, data, path) for part in _split_off(section, read("train", path, section, root))
-    )
+    train, validation = (_in_texts(part, data, path) for part in parts("train", path, section))
     for path, section in datasets_of(data, "validation").items():
-        further = _in_texts(read("validation", path, section, root), data, path)
+        further = _in_texts(parts("validation", path, section)[0], data, path)
         validation = [*validation, *further] if validation else further
     return train, validation
 
@@ -133,7 +154,7 @@ def _split_off[Sample](
     return split_validation(samples, dataset["split_validation_size"], dataset["seed"])
 
 
-def _read_problems(role: Role, path: str, dataset: SFTDataset, root: str | None) -> Sequence[Conversation]:
+def _read_problems(role: Role, path: str, dataset: BuiltInSFTDataset, root: str | None) -> Sequence[Conversation]:
     if dataset["dataset_name"] == "arithmetic":
         return make_arithmetic(role, dataset["num_digits"], dataset["num_problems"], dataset["seed"])
     if dataset["dataset_name"] == "ResponseDataset":
@@ -161,11 +182,11 @@ def read_pairs(data: PreferenceDataConfig, seed: int) -> tuple[ProblemLoader[Pre
     Raises:
         DataError: a dataset cannot be used.
     """
-    train, validation = _read_parts(data, _read_pairs)
+    train, validation = _read_parts(data, _read_pairs, RankedForm())
     return ProblemLoader(train, data["shuffle"], seed, noun="pairs"), validation
 
 
-def _read_pairs(role: Role, path: str, dataset: PairDataset, root: str | None) -> Sequence[PreferencePair]:
+def _read_pairs(role: Role, path: str, dataset: BuiltInPairDataset, root: str | None) -> Sequence[PreferencePair]:
     if dataset["dataset_name"] == "arithmetic":
         return make_arithmetic_pairs(role, dataset["num_digits"], dataset["num_problems"], dataset["seed"])
     form: BinaryForm | RankedForm
@@ -300,7 +321,7 @@ def make_answer_format(
 
 
 def make_schedule(
-    section: GRPOConfig | SFTConfig, checkpointing: CheckpointingConfig, *, steps_per_epoch: int
+    section: GRPOConfig | SupervisedConfig, checkpointing: CheckpointingConfig, *, steps_per_epoch: int
 ) -> Schedule:
     """Reads from a recipe when its run validates, saves and ends."""
     limit = checkpointing["checkpoint_must_save_by"]

@@ -38,6 +38,7 @@ class MicroBatcher:
         self._divisible_by = config["make_sequence_length_divisible_by"]
         self._limit = config["max_total_sequence_length"]
         self._packing = config["sequence_packing"] if packs(config) else None
+        self._largest_first = config["sequence_packing"].get("microbatch_order") == "largest_first"
         self._row_tokens = {} if self._packing is None else _row_tokens(self._packing)
         self._device = device
         self._interleaved = _interleaved(config["megatron_cfg"])
@@ -64,10 +65,10 @@ class MicroBatcher:
             fixed_shapes: pad rows to the recipe's longest sequence, packed rows to all of their tokens.
 
         Raises:
-            ValueError: virtual stages cannot train on so few samples, or a sequence is too long.
+            ValueError: virtual stages cannot train on so few samples, or a sequence is too long, for a packed row, too.
         """
-        longest = int(data["input_lengths"].max())
-        length = padded_length(self._common(longest), self._divisible_by, self._limit)
+        longest = self._common(int(data["input_lengths"].max()))
+        length = padded_length(longest, self._divisible_by, self._limit)
         if fixed_shapes and self._packing is None:
             length = round_up(self._limit, self._divisible_by)
         data = with_length(data, length)
@@ -77,12 +78,17 @@ class MicroBatcher:
             number = self._num_scheduled(len(padded), most=len(padded), forward_only=forward_only)
             return with_filler(padded, number), None
         row_tokens = self._row_tokens[tokens_key]
+        if data.group_size == 1:
+            # Eager rows may be longer by their padding; those of captured graphs have one shape.
+            _require_room(length if fixed_shapes else longest, tokens_key, row_tokens)
         lengths = [padded_length(n, self._divisible_by, length) for n in data["input_lengths"].tolist()]
         bins = pack_bins(lengths, row_tokens, group_size=data.group_size)
         num_samples = data.size // data.group_size
         number = self._num_scheduled(self._common(len(bins)), most=num_samples, forward_only=forward_only)
         if (num_bins := min(number, num_samples)) > len(bins):
             bins = pack_bins(lengths, row_tokens, min_bins=num_bins, group_size=data.group_size)
+        if self._largest_first:
+            bins.sort(key=lambda items: sum(lengths[item] for item in items), reverse=True)
         batches = packed_microbatches(
             data,
             bins,
@@ -121,6 +127,19 @@ def _interleaved(cfg: Mapping[str, Any]) -> tuple[int, int] | None:
         return None
     num_stages = cfg["pipeline_model_parallel_size"]
     return num_stages, cfg.get("microbatch_group_size_per_vp_stage") or num_stages
+
+
+def _require_room(num_tokens: int, tokens_key: str, row_tokens: int) -> None:
+    """Checks that the longest sample of all ranks fits into a packed row, as NeMo-RL's packer does.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if num_tokens > row_tokens:
+        raise ValueError(
+            f"A sample has {num_tokens} tokens, more than a packed row (policy.sequence_packing.{tokens_key} "
+            f"{row_tokens}); raise it, or lower policy.max_total_sequence_length."
+        )
 
 
 def _row_tokens(packing: SequencePackingConfig) -> dict[str, int]:

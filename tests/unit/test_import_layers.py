@@ -67,8 +67,9 @@ LAYERS = {
         "config.problems", "config.source", "config.keys", "storage", never=NO_LIBRARY
     ),
     "config.rules": layer(
-        "config.problems", "config.installed", "config.megatron", "config.model", "config.upstream",
-        "config.algorithms", "config.keys", "config.recipe", "named_datasets", "metrics.names", never=NO_LIBRARY
+        "config.problems", "config.installed", "config.megatron", "config.model", "config.schema",
+        "config.upstream", "config.algorithms", "config.keys", "config.recipe", "named_datasets", "metrics.names",
+        never=NO_LIBRARY,
     ),
     "config": layer("named_datasets", "storage", "residency.table", "metrics.names", never=NO_LIBRARY),
     "placement.signals": layer(never="torch ray megatron"),

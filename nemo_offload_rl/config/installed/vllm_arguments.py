@@ -5,13 +5,13 @@ Importing vLLM takes many seconds and needs a GPU's libraries; its arguments are
 
 import ast
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.config.installed.annotations import Annotations
-from nemo_offload_rl.config.problems import nearest, show
+from nemo_offload_rl.config.problems import KEYS_ALIKE, nearest, show
 
 _FILE, _CLASS = "engine/arg_utils.py", "EngineArgs"
 # vLLM's own types, such as its configs and literals with a name, are left to vLLM.
@@ -46,19 +46,20 @@ def declared_arguments(folder: Path) -> Mapping[str, ast.expr]:
     }
 
 
-def why_refused(name: str, value: Any) -> str | None:
+def why_refused(name: str, value: Any, never: Container[str]) -> str | None:
     """Returns why vLLM would refuse an argument, with the remedy; None if it would not, or is not installed here.
 
     Args:
         name: the argument's name.
         value: its value in a recipe; null is left to vLLM.
+        never: arguments that a recipe may not set, and that no message suggests.
     """
     folder = source_folder()
     declared = {} if folder is None else declared_arguments(folder)
     if not declared:
         return None
     if name not in declared:
-        close = nearest(name, declared)
+        close = nearest(name, (other for other in declared if other not in never), cutoff=KEYS_ALIKE)
         return f"is not an argument of the installed vLLM{f'; did you mean {close}?' if close else '; delete it'}"
     if value is None or _ANNOTATIONS.accepts(declared[name], value):
         return None

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_offload_rl.config.schema.value_types import is_import_path
 from nemo_offload_rl.named_datasets import NAMED_DATASETS
 
 # Full path of an optional key: its value if it is absent. A section comes before its keys.
@@ -69,7 +70,6 @@ IF_ABSENT: Mapping[str, Any] = {
     "checkpointing.on_damaged": "error",
     "checkpointing.grace_period_s": None,
     "checkpointing.checkpoint_must_save_by": None,
-    "data.train.split_validation_size": 0,
     "loss_fn.reference_policy_kl_penalty": 0.01,
     "loss_fn.reference_policy_kl_type": "k3",
     "loss_fn.kl_input_clamp_value": 20.0,
@@ -128,6 +128,7 @@ IF_ABSENT: Mapping[str, Any] = {
     "sft.val_batches": 8,
     "sft.val_global_batch_size": 32,
     "sft.val_micro_batch_size": 1,
+    "sft.only_unmask_final": False,
     "sft.seed": 42,
     "dpo.max_num_steps": 150,
     "dpo.max_num_epochs": 1,
@@ -156,6 +157,10 @@ IF_ABSENT_IN_DATASET: Mapping[str, Mapping[str, Any]] = {
     "BinaryPreferenceDataset": {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"},
 }
 IF_ABSENT_IN_TRAINING: Mapping[str, Mapping[str, Any]] = {"ResponseDataset": {"seed": 42}}
+
+# The names of NeMo-RL's environment for math, and its default verifier, where `env.NAME` has no reward of its own.
+MATH_ENVIRONMENTS = ("math", "math_default")
+MATH_VERIFY_IMPL = "hf_math_verify"
 
 # The same for keys of `env.NAME` with a `math_verify_impl`.
 IF_ABSENT_WITH_MATH_VERIFY: Mapping[str, Any] = {"num_workers": 8, "time_limit_s": 10.0}
@@ -191,14 +196,12 @@ def resolve_absent_keys(config: dict[str, Any]) -> None:
         config: a recipe's config, modified in place.
     """
     data = config["data"] if "data" in config and isinstance(config["data"], dict) else {}
+    if "default" in data and data["default"] is None:
+        del data["default"]
     for role in ("train", "validation"):
         for dataset in datasets_of(data, role).values():
             _resolve_dataset(dataset, is_training=role == "train")
-    environments = config["env"].values() if isinstance(config.get("env"), dict) else ()
-    for environment in environments:
-        if isinstance(environment, dict) and environment.get("math_verify_impl") is not None:
-            for name, value in IF_ABSENT_WITH_MATH_VERIFY.items():
-                environment.setdefault(name, value)
+    _resolve_environments(config["env"] if isinstance(config.get("env"), dict) else {})
     _resolve_vllm(config)
     _resolve_advantages(config)
     own = [values for section, values in IF_ABSENT_IN.items() if section in config]
@@ -241,6 +244,17 @@ def splits_validation_data(train: Mapping[str, Any]) -> bool:
     return named is not None
 
 
+def _resolve_environments(environments: Mapping[str, Any]) -> None:
+    for name, environment in environments.items():
+        if not isinstance(environment, dict):
+            continue
+        if name in MATH_ENVIRONMENTS and "reward" not in environment:
+            environment.setdefault("math_verify_impl", MATH_VERIFY_IMPL)
+        if environment.get("math_verify_impl") is not None:
+            for key, value in IF_ABSENT_WITH_MATH_VERIFY.items():
+                environment.setdefault(key, value)
+
+
 def _resolve_vllm(config: Mapping[str, Any]) -> None:
     policy = config["policy"] if isinstance(config.get("policy"), dict) else {}
     generation = policy["generation"] if isinstance(policy.get("generation"), dict) else {}
@@ -258,12 +272,12 @@ def _resolve_advantages(config: Mapping[str, Any]) -> None:
 
 def _resolve_dataset(section: dict[str, Any], *, is_training: bool) -> None:
     name = section["dataset_name"] if "dataset_name" in section else None
-    if not isinstance(name, str):
+    if not isinstance(name, str) or is_import_path(name):  # a class has its own defaults
         return
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"split_validation_size": 0} if is_training else {}
     if name in NAMED_DATASETS:
         dataset = NAMED_DATASETS[name]
-        values = dataset.if_absent | (dataset.if_absent_in_training if is_training else {})
+        values |= dataset.if_absent | (dataset.if_absent_in_training if is_training else {})
     for table in (IF_ABSENT_IN_DATASET, *((IF_ABSENT_IN_TRAINING,) if is_training else ())):
         if name in table:
             values |= table[name]

@@ -13,7 +13,14 @@ from nemo_offload_rl.config.megatron.owned_fields import refuse
 from nemo_offload_rl.config.problems import Origin, is_number, nearest, show, show_choices
 from nemo_offload_rl.config.schema.value_types import TAGS
 from nemo_offload_rl.config.source.indentation import hint_at_level, hint_at_section, hint_at_value
-from nemo_offload_rl.config.upstream.features import OTHER_ALGORITHMS, OTHER_DATASETS, OTHER_VALUES, upstream_paths
+from nemo_offload_rl.config.upstream.features import (
+    NULL_FOR_NEMO_GYM,
+    OTHER_ALGORITHMS,
+    OTHER_DATASETS,
+    OTHER_VALUES,
+    accepted_paths,
+    upstream_paths,
+)
 
 WrittenAt = Callable[[str], Origin]
 
@@ -85,7 +92,7 @@ def _unknown_keys(
 def _unknown_key(schema: type, path: str, origin: Origin) -> str:
     """Returns the message; for a short section it lists all of the keys, unless one of them has a similar spelling."""
     section = path.rpartition(".")[0]
-    suggestion = nearest_key(schema, path, upstream_paths())
+    suggestion = nearest_key(schema, path, accepted_paths())
     message = "unknown key" + (f"; nearest valid key: {suggestion}" if suggestion else "")
     if hint := hint_at_level(path, suggestion, origin):
         return message + hint
@@ -132,6 +139,8 @@ def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error
         return f"{show(context['tag'])} is not supported here; {'; '.join(remedies)}; {by_name}"
     if kind == "literal_error":
         return _wrong_choice(path, value, str(context["expected"]))
+    if value is None and path in NULL_FOR_NEMO_GYM:
+        return "null is for NeMo Gym alone, which this package does not support; set it to a number of 1 or more"
     found = f"found {show(value)}"
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints, is_typeddict
 
 from nemo_offload_rl.config.keys.tree import alternatives, find_key, key_comments
-from nemo_offload_rl.config.problems import nearest, show, show_choices
+from nemo_offload_rl.config.problems import KEYS_ALIKE, nearest, show, show_choices
 
 MARK = "dataset_name"
 
@@ -64,7 +64,7 @@ def unknown_in_kind(root: type, section: str, value: Any, name: str) -> str | No
             f"is a key of {MARK} {show_choices(others)}, but {section}.{MARK} is {show(value[MARK])}, whose keys are "
             f"{', '.join(names)}; delete it (on the command line: ~{section}.{name})"
         )
-    close = nearest(name, names)
+    close = nearest(name, names, cutoff=KEYS_ALIKE)
     if close is not None:
         return f"unknown key; nearest valid key: {section}.{close}"
     return f"unknown key; {section} with {MARK} {show(value[MARK])} has {', '.join(names)}"

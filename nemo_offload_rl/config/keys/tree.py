@@ -10,7 +10,8 @@ from typing import Annotated, Any, NotRequired, Required, Union, get_args, get_o
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
-from nemo_offload_rl.config.problems import nearest
+from nemo_offload_rl.config.megatron.owned_fields import OWNED_FIELDS
+from nemo_offload_rl.config.problems import KEYS_ALIKE, nearest
 
 ANY_NAME = "*"  # placeholder for a name that the user chooses, as in `env.*.reward`
 
@@ -145,24 +146,24 @@ def short_section(root: type, path: str, longest: int = 4) -> list[str]:
 
 
 def nearest_key(root: type, path: str, also: tuple[str, ...] = ()) -> str | None:
-    """Returns the full path of the valid key that an unknown one most likely means.
+    """Returns the full path of the valid key that an unknown one most likely means; never one that is refused.
 
     Args:
         root: the algorithm's schema.
         path: the unknown key.
-        also: further valid paths.
+        also: further paths that are accepted, suggested in the same section only.
     """
     section, _, name = path.rpartition(".")
     pattern = _with_any_name(root, path).rpartition(".")[0]
-    paths = [*schema_keys(root), *also]
-    paths += [f"{prefix}.{field}" for prefix in SECTIONS for field in megatron_fields(prefix)]
-    siblings = [key.rpartition(".")[2] for key in paths if key.rpartition(".")[0] in (section, pattern)]
-    prefix = f"{section}." if section else ""
-    close = nearest(name, siblings, cutoff=0.75)
+    paths = list(schema_keys(root))
+    paths += [
+        f"{prefix}.{field}"
+        for prefix in SECTIONS
+        for field in megatron_fields(prefix)
+        if field not in OWNED_FIELDS[prefix]
+    ]
+    siblings = [key.rpartition(".")[2] for key in (*paths, *also) if key.rpartition(".")[0] in (section, pattern)]
+    close = nearest(name, siblings, cutoff=KEYS_ALIKE)
     if close:
-        return prefix + close
-    elsewhere = [key for key in paths if key.rpartition(".")[2] == name and ANY_NAME not in key]
-    if elsewhere:
-        return elsewhere[0]
-    close = nearest(name, siblings)
-    return prefix + close if close else None
+        return f"{section}.{close}" if section else close
+    return next((key for key in paths if key.rpartition(".")[2] == name and ANY_NAME not in key), None)

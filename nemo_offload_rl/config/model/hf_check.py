@@ -21,7 +21,7 @@ from nemo_offload_rl.config.installed.transformers_source import (
 from nemo_offload_rl.config.model.hf_ranges import is_size, out_of_range
 from nemo_offload_rl.config.model.hf_rope import ROPE_KEYS, rope_problems
 from nemo_offload_rl.config.model.model_kind import model_fields
-from nemo_offload_rl.config.problems import is_number, nearest, show, show_choices
+from nemo_offload_rl.config.problems import KEYS_ALIKE, is_number, nearest, show, show_choices
 
 HF_CONFIG, OVERRIDES = "policy.hf_config", "policy.hf_config_overrides"
 # Multi-token-prediction layers: transformers has none, and they are switched off here.
@@ -135,7 +135,7 @@ def _field_problem(path: str, name: str, value: Any, known: HfFamily) -> str | N
 
 
 def _nearest_key(path: str, name: str, names: Iterable[str]) -> str:
-    close = nearest(name, names, cutoff=0.75)
+    close = nearest(name, names, cutoff=KEYS_ALIKE)
     return f"; nearest valid key: {path}.{close}" if close else ""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from nemo_offload_rl.config.installed.annotations import Annotations
 from nemo_offload_rl.config.installed.transformers_source import HfFamily, layer_types, rope_fields, rope_validators
 from nemo_offload_rl.config.model.hf_ranges import out_of_range
-from nemo_offload_rl.config.problems import nearest, show, show_choices
+from nemo_offload_rl.config.problems import KEYS_ALIKE, nearest, show, show_choices
 
 # The present name of the mapping, and the former one.
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
@@ -77,7 +77,7 @@ def _of_one_kind(
 
 
 def _unknown(name: str, rope_type: str, is_default: bool, known: set[str]) -> str:
-    close = nearest(str(name), known)
+    close = nearest(str(name), known, cutoff=KEYS_ALIKE)
     message = "unknown key" + (f"; nearest valid key: {close}" if close else "")
     others = [other for other, keys in rope_validators().items() if name in keys[0] | keys[1]]
     if is_default and others:

@@ -20,6 +20,7 @@ from nemo_offload_rl.config.rules.base import (
     SPEC,
     TP,
     Verdict,
+    note,
     rule,
 )
 
@@ -87,8 +88,6 @@ def padded_row(longest: int, divisible_by: int) -> tuple[int, str]:
     "policy.sequence_packing.sequence_length_round?",
     "policy.sequence_packing.algorithm?",
     LENGTH,
-    DIVISOR,
-    GRAPHS,
     SPEC,
 )
 def packing_has_its_sizes(
@@ -98,14 +97,11 @@ def packing_has_its_sizes(
     rounding: int | None,
     algorithm: str | None,
     longest: int,
-    divisible_by: int,
-    impl: str,
     spec: AlgorithmSpec,
 ) -> Verdict:
-    """Requires packed rows to have sizes that the longest sequence, or group of sequences kept together, fits into.
+    """Requires the keys of packing, and rows that hold a longest group of sequences that are kept together.
 
-    A sequence that exceeds the size only with its padding gets a longer row of its own, which CUDA graphs, captured for
-    rows of one size, cannot run.
+    NeMo-RL packs single sequences alone, which it accepts up to the size of a row, whatever the longest may be.
     """
     if not enabled:
         return None
@@ -115,14 +111,32 @@ def packing_has_its_sizes(
     missing = [name for name, size in sizes.items() if size is None]
     if missing:
         return f"is true, which needs policy.sequence_packing.{' and '.join(missing)} too"
-    padded = padded_row(longest, divisible_by)
+    if spec.group_size == 1:
+        return None
     for name in ("train_mb_tokens", "logprob_mb_tokens"):
         size = sizes[name] if name in sizes else None
-        least, found = padded if impl != "none" and name == "train_mb_tokens" else (longest, f"{longest}")
-        if isinstance(size, int) and size < least * spec.group_size:
-            of_group = "" if spec.group_size == 1 else f"{spec.group_size} x "
-            least_size = f"{of_group}{LENGTH} ({found})"
-            return f"needs {name} ({size}) to be at least {least_size}; raise policy.sequence_packing.{name}"
+        if isinstance(size, int) and size < longest * spec.group_size:
+            return (
+                f"needs {name} ({size}) to be at least {spec.group_size} x {LENGTH} ({longest}); raise "
+                f"policy.sequence_packing.{name}"
+            )
+    return None
+
+
+@note(PACKING, "policy.sequence_packing.train_mb_tokens?", "policy.sequence_packing.logprob_mb_tokens?", LENGTH)
+def long_samples_may_not_fit_into_rows(
+    enabled: bool, train: int | str | None, logprob: int | str | None, longest: int
+) -> Verdict:
+    """Notes that a sample which the sequence limit allows may be too long for a packed row."""
+    if not enabled:
+        return None
+    for name, size in (("train_mb_tokens", train), ("logprob_mb_tokens", logprob)):
+        if isinstance(size, int) and size < longest:
+            return (
+                f"policy.sequence_packing.{name}",
+                f"is {size}, below {LENGTH} ({longest}): as in NeMo-RL, a sample of more than {size} tokens stops the "
+                "run",
+            )
     return None
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from nemo_offload_rl.config.keys.absent_keys import datasets_of, splits_validation_data
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.rules.base import Verdict, note, rule
+from nemo_offload_rl.config.schema.value_types import is_import_path
 from nemo_offload_rl.named_datasets import CONVERSATIONS, NAMED_DATASETS
 
 
@@ -101,10 +102,21 @@ def _prompt_file(data: dict[str, Any], section: dict[str, Any], key: str) -> str
     return found
 
 
+@rule("data")
+def keys_of_all_data_are_in_default(data: dict[str, Any]) -> Verdict:
+    """Refuses settings of a class of the user's that would be read from data.default alone."""
+    for path, section in {**datasets_of(data, "train"), **datasets_of(data, "validation")}.items():
+        for key in ("env_name", "processor"):
+            if key in section:
+                return f"{path}.{key}", f"is read from data.default alone; write data.default.{key} instead"
+    return None
+
+
 @rule("data.train.split_validation_size?", "data.train.seed?", "data.train.dataset_name?")
 def splits_have_a_seed(size: float | None, seed: int | None, name: str | None) -> Verdict:
     """Requires a seed for the split, so that resumed runs, on any machine, split the data in the same way."""
-    if seed is not None or not size or name in NAMED_DATASETS:  # named datasets have a default seed, or are not split
+    # Named datasets have a default seed, or are not split; a class of the user's splits its data itself.
+    if seed is not None or not size or name in NAMED_DATASETS or is_import_path(name or ""):
         return None
     return f"is {size}, which needs data.train.seed, so that resumed runs split the data in the same way; set that"
 
@@ -129,7 +141,7 @@ def splits_are_shares_or_counts(size: float | None) -> Verdict:
 def validation_data_is_not_split(data: dict[str, Any]) -> Verdict:
     """Refuses to split validation data, of which the rest would be lost."""
     for path, section in datasets_of(data, "validation").items():
-        if section.get("split_validation_size"):
+        if section.get("split_validation_size") and not is_import_path(section["dataset_name"]):
             size = section["split_validation_size"]
             return f"{path}.split_validation_size", f"is {size}, but only data.train is split; delete it"
     return None
@@ -139,9 +151,10 @@ def validation_data_is_not_split(data: dict[str, Any]) -> Verdict:
 def nothing_is_drawn_of_validation_data(data: dict[str, Any]) -> Verdict:
     """Notes that a seed has no effect on validation data, which is read in order from the first row."""
     for path, section in datasets_of(data, "validation").items():
-        if "seed" in section and section["dataset_name"] != "arithmetic":
+        name = section["dataset_name"]
+        if "seed" in section and name != "arithmetic" and not is_import_path(name):
             return (
                 f"{path}.seed",
-                f"has no effect, since {section['dataset_name']} is read in order, from the first row",
+                f"has no effect, since {name} is read in order, from the first row",
             )
     return None

@@ -84,7 +84,8 @@ REFUSED_ARGUMENTS: dict[str, str] = {
 _KV_CACHE_BYTES = "kv_cache_memory_bytes"
 _LIMITS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
 # Arguments that have a rule of their own here.
-_WITH_A_RULE = frozenset({*KEY_OF_ARGUMENT, *REFUSED_ARGUMENTS, *_LIMITS, _KV_CACHE_BYTES})
+_NEVER = frozenset({*KEY_OF_ARGUMENT, *REFUSED_ARGUMENTS})
+_WITH_A_RULE = _NEVER | {*_LIMITS, _KV_CACHE_BYTES}
 
 # Environment variables that the engine's processes need; their values are in generation.vllm_arguments.
 OWN_VARIABLES = (
@@ -246,7 +247,7 @@ def vllm_arguments_are_not_the_recipes(arguments: dict[str, Any], section: dict[
 def vllm_knows_its_arguments(arguments: dict[str, Any]) -> Verdict:
     """Refuses names and types that vLLM would refuse only when its engine is built; needs vLLM's source here."""
     for name, value in arguments.items():
-        if name not in _WITH_A_RULE and (why := why_refused(name, value)):
+        if name not in _WITH_A_RULE and (why := why_refused(name, value, _NEVER)):
             return f"{GENERATION}.vllm_kwargs.{name}", why
     return None
 

@@ -5,15 +5,19 @@ from typing import Annotated, Literal, NotRequired, TypedDict
 from pydantic import Discriminator, Field, Tag, with_config
 
 from nemo_offload_rl.config.schema.value_types import (
+    BUILT_IN,
+    IMPORTED,
     NONE,
     ONE,
     SEVERAL,
     STRICT,
+    STRICT_WITH_FURTHER_FIELDS,
     NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     how_many,
+    imported_or_built_in,
 )
 
 
@@ -137,12 +141,29 @@ class NamedConversations(PromptFiles):
     seed: NotRequired[NonNegativeInt]
 
 
-Dataset = Annotated[
+@with_config(STRICT_WITH_FURTHER_FIELDS)
+class ImportedDataset(PromptFiles):
+    """`data.train` or `data.validation` with a dataset class of your own, whose constructor takes all further keys."""
+
+    # The class, as package.module.Class: imported and called on the driver. See
+    # [Recipes](recipes.md#a-dataset-class-of-your-own).
+    dataset_name: NonEmptyStr
+
+
+BuiltInDataset = Annotated[
     ArithmeticDataset | ResponseDataset | HFDataset | NamedProblems, Field(discriminator="dataset_name")
 ]
-SFTDataset = Annotated[
+BuiltInSFTDataset = Annotated[
     ArithmeticDataset | ResponseDataset | HFDataset | NamedProblems | NamedConversations,
     Field(discriminator="dataset_name"),
+]
+Dataset = Annotated[
+    Annotated[ImportedDataset, Tag(IMPORTED)] | Annotated[BuiltInDataset, Tag(BUILT_IN)],
+    Discriminator(imported_or_built_in),
+]
+SFTDataset = Annotated[
+    Annotated[ImportedDataset, Tag(IMPORTED)] | Annotated[BuiltInSFTDataset, Tag(BUILT_IN)],
+    Discriminator(imported_or_built_in),
 ]
 ValidationData = Annotated[
     Annotated[Dataset, Tag(ONE)] | Annotated[list[Dataset], Tag(SEVERAL)] | Annotated[None, Tag(NONE)],
@@ -214,8 +235,12 @@ class NamedPairs(PromptFiles):
     seed: NotRequired[NonNegativeInt]
 
 
-PairDataset = Annotated[
+BuiltInPairDataset = Annotated[
     ArithmeticDataset | BinaryPreferenceDataset | PreferenceDataset | NamedPairs, Field(discriminator="dataset_name")
+]
+PairDataset = Annotated[
+    Annotated[ImportedDataset, Tag(IMPORTED)] | Annotated[BuiltInPairDataset, Tag(BUILT_IN)],
+    Discriminator(imported_or_built_in),
 ]
 PairValidationData = Annotated[
     Annotated[PairDataset, Tag(ONE)] | Annotated[list[PairDataset], Tag(SEVERAL)] | Annotated[None, Tag(NONE)],
@@ -276,8 +301,8 @@ class DataConfig(DataOrder):
     # Validation data, in addition to what is split off the training data: one dataset, or a list of several, which are
     # read as one. Null or absent: no additional data.
     validation: NotRequired[ValidationData]
-    # Settings that training and validation data share. Absent: none.
-    default: NotRequired[DataDefaults]
+    # Settings that training and validation data share. Null or absent: none.
+    default: NotRequired[DataDefaults | None]
 
 
 @with_config(STRICT)
@@ -297,8 +322,8 @@ class SFTDataConfig(DataOrder):
     # Validation data, in addition to what is split off the training data: one dataset, or a list of several, which are
     # read as one. Null or absent: no additional data.
     validation: NotRequired[SFTValidationData]
-    # Settings that training and validation data share. Absent: none.
-    default: NotRequired[SFTDataDefaults]
+    # Settings that training and validation data share. Null or absent: none.
+    default: NotRequired[SFTDataDefaults | None]
 
 
 @with_config(STRICT)
@@ -318,5 +343,5 @@ class PreferenceDataConfig(DataOrder):
     # Validation pairs, in addition to what is split off the training pairs: one dataset, or a list of several, which
     # are read as one. Null or absent: no additional pairs.
     validation: NotRequired[PairValidationData]
-    # Settings that training and validation data share. Absent: none.
-    default: NotRequired[PreferenceDataDefaults]
+    # Settings that training and validation data share. Null or absent: none.
+    default: NotRequired[PreferenceDataDefaults | None]

@@ -4,12 +4,12 @@ from typing import NotRequired
 
 from pydantic import with_config
 
-from nemo_offload_rl.config.schema.sft import SFTConfig
+from nemo_offload_rl.config.schema.sft import SupervisedConfig
 from nemo_offload_rl.config.schema.value_types import STRICT, NonNegativeFloat, PositiveFloat
 
 
 @with_config(STRICT)
-class DPOConfig(SFTConfig):
+class DPOConfig(SupervisedConfig):
     """Section `dpo`."""
 
     # Weight of a pair's margin in the preference loss, the beta of the DPO paper: a larger value keeps the policy

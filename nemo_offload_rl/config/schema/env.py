@@ -9,7 +9,7 @@ from nemo_offload_rl.config.schema.value_types import STRICT, NonEmptyStr, Posit
 
 @with_config(STRICT)
 class EnvConfig(TypedDict):
-    """Section `env.NAME`, which `data.default.env_name` refers to; it needs either reward or math_verify_impl."""
+    """Section `env.NAME`, which `data.default.env_name` refers to; it needs reward or math_verify_impl, not both."""
 
     # How an answer is judged: exact_match (the text), numeric_match (the last number in it) or python (a function).
     # Absent: math_verify_impl decides.
@@ -17,8 +17,8 @@ class EnvConfig(TypedDict):
     # With `reward: python`, the function, as "package.module:function". Absent: the other rewards need none.
     reward_function: NotRequired[NonEmptyStr]
     # How answers to math problems are judged, in worker processes: hf_math_verify (the package math-verify compares
-    # formulas and numbers for equality) or dapo_math_verify (compares the text after the last `Answer:`). Null or
-    # absent: reward decides.
+    # formulas and numbers for equality) or dapo_math_verify (compares the text after the last `Answer:`). Null: reward
+    # decides. Absent: reward decides; in env.math and env.math_default without a reward, hf_math_verify.
     math_verify_impl: NotRequired[Literal["hf_math_verify", "dapo_math_verify"] | None]
     # Worker processes of math_verify_impl, all on the driver's machine. Recommended: as many as there are spare cores.
     # Absent: 8.

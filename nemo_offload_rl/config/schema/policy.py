@@ -45,7 +45,8 @@ class SequencePackingConfig(TypedDict):
     enabled: bool
     # Largest number of tokens in a packed row in training: a number, or auto for as many as fit on the GPU by the plan,
     # up to 32,768; if the GPU's memory or the model's sizes are not known, auto is max_total_sequence_length x
-    # train_micro_batch_size (for pairs, twice that). Recommended: auto. Absent: allowed while enabled is false.
+    # train_micro_batch_size (for pairs, twice that). A longer sample stops the run. Recommended: auto. Absent: allowed
+    # while enabled is false.
     train_mb_tokens: NotRequired[RowTokens]
     # Largest number of tokens in a packed row of a log-prob pass: a number, or auto as for train_mb_tokens, with
     # logprob_batch_size if the recipe has one. Recommended: auto. Absent: allowed while enabled is false, or if the
@@ -54,6 +55,9 @@ class SequencePackingConfig(TypedDict):
     # How samples are assigned to rows: modified_first_fit_decreasing; while enabled is false also modified_ffd, as
     # NeMo-RL's recipes have it. Absent: allowed while enabled is false.
     algorithm: NotRequired[Literal["modified_first_fit_decreasing", "modified_ffd"]]
+    # The order in which a rank runs its packed rows: packer (as they were packed), or largest_first, with which smaller
+    # rows reuse the memory of the largest. Recommended: packer. Null or absent: packer.
+    microbatch_order: NotRequired[Literal["packer", "largest_first"] | None]
     # The length of a packed row is rounded up to a multiple of this many tokens. 1 or more; recommended 64. Absent:
     # allowed while enabled is false.
     sequence_length_round: NotRequired[PositiveInt]

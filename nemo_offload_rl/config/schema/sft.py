@@ -15,8 +15,8 @@ from nemo_offload_rl.config.schema.value_types import (
 
 
 @with_config(STRICT)
-class SFTConfig(TypedDict):
-    """Section `sft`."""
+class SupervisedConfig(TypedDict):
+    """What the sections of all algorithms that train on known answers have."""
 
     # Steps after which the run ends. 1 or more. Absent: 60, in DPO 150.
     max_num_steps: NotRequired[PositiveInt]
@@ -46,3 +46,12 @@ class SFTConfig(TypedDict):
     # At the end, write the trained model as a Hugging Face folder, `hf/` in the run folder. Recommended: true. Absent:
     # false.
     export_hf: NotRequired[bool]
+
+
+@with_config(STRICT)
+class SFTConfig(SupervisedConfig):
+    """Section `sft`."""
+
+    # Of a conversation, train the last message only; false trains all messages of the assistant. Recommended: false.
+    # Absent: false.
+    only_unmask_final: NotRequired[bool]

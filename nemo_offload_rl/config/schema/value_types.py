@@ -1,5 +1,6 @@
 """Value types that the sections of the schema share."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -49,12 +50,25 @@ RowTokens = Annotated[int | Literal["auto"], BeforeValidator(_row_tokens)]
 # Discriminator tags of a value that is one section, a list of sections, null, or a word that stands for a section. They
 # appear in the locations (`loc`) of pydantic's errors.
 ONE, SEVERAL, NONE, WORD = "(one)", "(several)", "(none)", "(word)"
-TAGS = (ONE, SEVERAL, NONE, WORD)
+# The same for a dataset, which is a class of the user's or one that this package has.
+IMPORTED, BUILT_IN = "(imported)", "(built-in)"
+TAGS = (ONE, SEVERAL, NONE, WORD, IMPORTED, BUILT_IN)
 
 
 def how_many(value: Any) -> str:
     """Returns the tag of a value; anything else gets ONE, so pydantic checks it against the section's schema."""
     return NONE if value is None else SEVERAL if isinstance(value, list) else ONE
+
+
+def is_import_path(name: str) -> bool:
+    """Returns whether a `dataset_name` is the import path of a class, package.module.Class; imports nothing."""
+    return re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name) is not None
+
+
+def imported_or_built_in(value: Any) -> str:
+    """Returns the tag of a dataset's section; without an import path BUILT_IN, whose names pydantic checks."""
+    name = value.get("dataset_name") if isinstance(value, dict) else None
+    return IMPORTED if isinstance(name, str) and is_import_path(name) else BUILT_IN
 
 
 def section_or_word(value: Any) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nemo_offload_rl.config.problems import Origin, Problem, nearest, show
+from nemo_offload_rl.config.problems import Origin, Problem, nearest_path, show
 from nemo_offload_rl.config.source.yaml_source import REPLACES_BASE, Node, wrong_key
 
 SectionOf = Callable[[str, Any], dict[str, Any] | None]
@@ -112,7 +112,7 @@ def _delete(root: Node, sections: list[str], name: str, override: Any) -> str | 
     parent, _ = _find(root, sections)
     path = override.key_or_group
     if parent is None or name not in parent.value:
-        suggestion = nearest(path, root.origins())
+        suggestion = nearest_path(path, root.origins())
         return "cannot be deleted: the recipe has no such key" + (f"; nearest key: {suggestion}" if suggestion else "")
     value = override.value()
     if value is not None and value != parent.value[name].plain():
@@ -164,13 +164,7 @@ def _make(root: Node, sections: list[str], origin: Origin) -> Node | None:
 def _no_such_key(root: Node, path: str, is_known: Callable[[str], bool]) -> str:
     if is_known(path):
         return f"is a valid key that this recipe does not set; write +{path}=... to add it"
-    keys = root.origins()
-    suggestion = nearest(path, keys)
-    if suggestion is None:
-        name = path.rsplit(".", 1)[-1]
-        by_name = {key.rsplit(".", 1)[-1]: key for key in keys}
-        match = nearest(name, by_name)
-        suggestion = by_name[match] if match else None
+    suggestion = nearest_path(path, root.origins())
     return "the recipe has no such key" + (f"; nearest key: {suggestion}" if suggestion else "")
 
 

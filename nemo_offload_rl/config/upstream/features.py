@@ -118,6 +118,10 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         "NeMo Gym",
         "delete the section; your own environments can have any other name",
     ),
+    OffOnly("env.*.verifier_type", ("math", None), "verifiers of multiple-choice answers"),
+    OffOnly(
+        "env.should_use_nemo_gym", _FALSE, "NeMo Gym", "set it to {off}; answers are judged by the environments of env"
+    ),
     OffOnly("grpo.debug_payload_metrics", _FALSE, "metrics of the data sent between processes"),
     OffOnly("grpo.deduplicate_multimodal_data", _FALSE, f"sharing {_MEDIA}", _NO_MEDIA),
     OffOnly("grpo.invalid_tool_call_advantage", _NULL, "tool calls"),
@@ -163,7 +167,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("policy.megatron_cfg.use_gloo_process_groups", _FALSE, "Gloo process groups in addition to NCCL's"),
     OffOnly("policy.quant_cfg", _NULL, _QUANTISED, _NOT_QUANTISED),
     OffOnly("policy.router_replay.enabled", _FALSE, "router replay"),
-    OffOnly("policy.sequence_packing.microbatch_order", ("packer", None), "reordering packed micro-batches"),
     OffOnly("policy.tokenizer.audio", _NO_SECTION, _MEDIA, _NO_MEDIA),
     OffOnly("policy.tokenizer.video", _NO_SECTION, _MEDIA, _NO_MEDIA),
     OffOnly("policy.tokenizer.use_processor", _FALSE, _MEDIA, _NO_MEDIA),
@@ -173,7 +176,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("reward_penalties.penalize_malformed_think_tag", _FALSE, "reward penalties"),
     OffOnly("reward_penalties.penalize_unwanted_tokens", _FALSE, "reward penalties"),
     OffOnly("reward_penalties.token_ids", _NULL, "reward penalties"),
-    OffOnly("sft.only_unmask_final", _FALSE, "training on the last turn only"),
 )
 
 _LORA_KEYS = (
@@ -284,6 +286,7 @@ _KEYS_OF_QUANTISATION = (
     "policy.quant_calib_size",
     "policy.quant_sequence_length",
 )
+_KEYS_OF_NEMO_GYM = ("should_log_nemo_gym_responses", "should_mask_flagged_samples")
 _OTHER_BACKENDS = "tunes a backend of generation that this package lacks"
 _KEYS_OF_OTHER_BACKENDS = ("dynamo_cfg", "sglang_cfg", "sglang_kwargs", "trtllm_cfg", "trtllm_kwargs")
 _MCORE_GENERATION = "tunes generation with Megatron, which is not in use"
@@ -295,6 +298,8 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
         "checkpointing.model_save_format", "is for the DTensor policy; Megatron's checkpoints have one format", True
     ),
     WithoutEffect("data.num_workers", "batches are prepared in the driver", True),
+    WithoutEffect("env.*.stop_strings", "NeMo-RL does not read it either; policy.generation.stop_strings ends answers"),
+    *(WithoutEffect(f"env.{key}", "tunes NeMo Gym, which is not in use", True) for key in _KEYS_OF_NEMO_GYM),
     WithoutEffect("grpo.adv_estimator.minus_baseline", "is read by other estimators than grpo", True),
     WithoutEffect(
         "grpo.reward_shaping.reasoning_length",
@@ -360,6 +365,8 @@ OTHER_VALUES: dict[str, str] = {
     "data.default.processor to math_hf_data_processor (GRPO), sft_processor (SFT) or preference_preprocessor (DPO), or "
     "delete the key",
     "policy.generation.backend": "set policy.generation.backend=vllm, or transformers",
+    "policy.generation.vllm_cfg.precision": "fp8 generation is missing: engines have the policy's unquantised weights; "
+    "set policy.generation.vllm_cfg.precision=bfloat16, or float32",
     "policy.megatron_cfg.enabled": "set policy.megatron_cfg.enabled=true: Megatron is the only policy backend here",
     "policy.precision": "set policy.precision=bfloat16",
     "grpo.adv_estimator.name": "set grpo.adv_estimator.name=grpo",
@@ -367,10 +374,14 @@ OTHER_VALUES: dict[str, str] = {
 }
 # Supported dataset_name: what to write with it instead of a dataset that only NeMo-RL supports.
 OTHER_DATASETS: dict[str, str] = {
-    "ResponseDataset": "give your data as a JSONL file (ResponseDataset) or a datasets folder (HFDataset)",
+    "ResponseDataset": "give your data as a JSONL file (ResponseDataset), a datasets folder (HFDataset) or a class "
+    "(package.module.Class)",
     "PreferenceDataset": "give your pairs as a JSONL file or a datasets folder whose rows have a prompt, a chosen and "
-    "a rejected answer (BinaryPreferenceDataset) or ranked completions (PreferenceDataset)",
+    "a rejected answer (BinaryPreferenceDataset) or ranked completions (PreferenceDataset), or as a class "
+    "(package.module.Class)",
 }
+# Keys that NeMo-RL's recipes for NeMo Gym set to null; with other environments NeMo-RL needs a number, too.
+NULL_FOR_NEMO_GYM = ("data.max_input_seq_length", "grpo.max_val_samples", "grpo.val_batch_size")
 OTHER_ALGORITHMS: dict[str, str] = {
     "rm": "reward-model training",
     "distillation": "distillation",
@@ -378,7 +389,13 @@ OTHER_ALGORITHMS: dict[str, str] = {
 }
 
 
+def accepted_paths() -> tuple[str, ...]:
+    """Returns every path in the tables that is accepted with any value."""
+    features = [f"{feature.section}.{key}" for feature in SWITCHED_OFF for key in feature.keys]
+    return (*features, *(row.path for row in WITHOUT_EFFECT))
+
+
 def upstream_paths() -> tuple[str, ...]:
     """Returns every path in the tables."""
-    features = [f"{feature.section}.{key}" for feature in SWITCHED_OFF for key in (feature.switch, *feature.keys)]
-    return (*(row.path for row in OFF_ONLY), *features, *(row.path for row in WITHOUT_EFFECT))
+    switches = [f"{feature.section}.{feature.switch}" for feature in SWITCHED_OFF]
+    return (*(row.path for row in OFF_ONLY), *switches, *accepted_paths())

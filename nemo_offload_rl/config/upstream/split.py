@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.config.megatron.owned_fields import same
-from nemo_offload_rl.config.problems import nearest, show
+from nemo_offload_rl.config.problems import KEYS_ALIKE, nearest, show
 from nemo_offload_rl.config.upstream.env_vars import ENV_VARS, values_as_text
 from nemo_offload_rl.config.upstream.features import (
     NEVER_EMPTY,
@@ -85,7 +85,7 @@ def _split_feature(split: SplitKeys, feature: SwitchedOff) -> None:
                     message = _refusal(feature.feature, section[name], feature.off, feature.remedy)
                     split.problems.append((f"{path}.{name}", message))
             elif not any(name == key or name.startswith(f"{key}.") for key in feature.keys):
-                close = nearest(name, (feature.switch, *feature.keys))
+                close = nearest(name, (feature.switch, *feature.keys), cutoff=KEYS_ALIKE)
                 suggestion = f"; nearest valid key: {path}.{close}" if close else ""
                 split.problems.append((f"{path}.{name}", f"unknown key{suggestion}"))
 

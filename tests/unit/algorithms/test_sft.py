@@ -22,6 +22,7 @@ def make(*, micro=4, max_tokens=8) -> SFT:
         validation=ValidationData(PROBLEMS[:7], micro_batch_size=2),
         train_global_batch_size=4,
         train_micro_batch_size=micro,
+        only_unmask_final=False,
         save_optimizer=True,
     )
 

@@ -17,6 +17,26 @@ def test_math_verify_has_workers_and_a_time_limit():
     assert load_env("math_verify_impl: hf_math_verify").config["env"]["arithmetic"]["num_workers"] == 8
 
 
+@pytest.mark.parametrize("name", ["math", "math_default"])
+def test_nemo_rls_environment_for_math_has_its_verifier(name):
+    def env(keys):
+        own = [f"env={{_override_: true, {name}: {{{keys}}}}}", f"data.default.env_name={name}"]
+        return load(CONFIGS / "grpo_tiny_cpu.yaml", own).config["env"][name]
+
+    workers = {"num_workers": 8, "time_limit_s": 10.0}
+    assert env("") == {"math_verify_impl": "hf_math_verify", **workers}
+    assert env("num_workers: 2, verifier_type: math") == env("num_workers: 2")
+    assert env("math_verify_impl: dapo_math_verify")["math_verify_impl"] == "dapo_math_verify"
+    assert env("reward: exact_match") == {"reward": "exact_match"}
+
+
+def test_nemo_gym_is_the_missing_feature():
+    with pytest.raises(RecipeError, match=r"env.should_use_nemo_gym: .* does not support NeMo Gym \(found true\)"):
+        load_env("reward: exact_match", "+env.should_use_nemo_gym=true")
+    keys = ("should_use_nemo_gym=false", "should_log_nemo_gym_responses=true", "should_mask_flagged_samples=true")
+    assert list(load_env("reward: exact_match", *(f"+env.{key}" for key in keys)).config["env"]) == ["arithmetic"]
+
+
 def test_a_reward_of_ours_stays_as_it_is():
     validated = load_env("reward: exact_match, math_verify_impl: null, num_workers: 4")
     assert validated.config["env"]["arithmetic"] == {

@@ -165,6 +165,10 @@ BROKEN = {
         ["policy.generation.max_new_tokens=17"],
         "policy.generation.max_new_tokens: is 17, above policy.max_total_sequence_length (16)",
     ),
+    "keys_of_all_data_are_in_default": (
+        ["data.train={_override_: true, dataset_name: my_package.MyDataset, processor: mine}"],
+        "data.train.processor: is read from data.default alone; write data.default.processor instead",
+    ),
     "packing_has_its_sizes": (
         ["policy.sequence_packing.enabled=true", "~policy.sequence_packing.logprob_mb_tokens"],
         "policy.sequence_packing.enabled: is true, which needs policy.sequence_packing.logprob_mb_tokens too",
@@ -556,7 +560,7 @@ def test_an_override_of_momentum_does_nothing_with_adam(one_problem_of, tmp_path
 
 def test_recipes_keep_groups_whole():
     pairs = replace(ALGORITHMS["sft"], name="pairs", group_size=2)
-    packing = (True, 96, None, 64, "modified_first_fit_decreasing", 64, 1, "none")
+    packing = (True, 96, None, 64, "modified_first_fit_decreasing", 64)
     assert batches.packing_has_its_sizes(*packing, ALGORITHMS["sft"]) is None
     assert "train_mb_tokens (96) to be at least 2 x policy.max_total_seq" in batches.packing_has_its_sizes(
         *packing, pairs
@@ -653,31 +657,17 @@ def test_a_models_sizes_are_read_wherever_they_are(ranks, fields, refused, where
         assert refused in error
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            [*PACKED, "policy.sequence_packing.logprob_mb_tokens=15"],
-            "enabled: needs logprob_mb_tokens (15) to be at least policy.max_total_sequence_length (16)",
-        ),
-        (
-            [*CAPTURED_AND_PACKED, DIVISIBLE_BY_64, "policy.sequence_packing.train_mb_tokens=63"],
-            "policy.sequence_packing.enabled: needs train_mb_tokens (63) to be at least "
-            "policy.max_total_sequence_length (16, which policy.make_sequence_length_divisible_by 64 makes 64)",
-        ),
-        (
-            [*CAPTURED_AND_PACKED, *TENSOR_PARALLEL, "policy.sequence_packing.train_mb_tokens=17"],
-            f"policy.sequence_packing.train_mb_tokens: must be a multiple of {TP} (2), over whose ranks",
-        ),
-    ],
-)
-def test_packed_rows_have_room_for_what_is_padded(overrides, message, one_problem_of):
+def test_packed_rows_of_graphs_are_split_evenly(one_problem_of):
+    overrides = [*CAPTURED_AND_PACKED, *TENSOR_PARALLEL, "policy.sequence_packing.train_mb_tokens=17"]
+    message = f"policy.sequence_packing.train_mb_tokens: must be a multiple of {TP} (2), over whose ranks"
     assert message in one_problem_of(*overrides)
 
 
-def test_eager_rows_that_only_padding_makes_longer_pass():
-    overrides = [*PACKED, DIVISIBLE_BY_64, "policy.sequence_packing.train_mb_tokens=63"]
-    load(CONFIGS / "grpo_tiny_cpu.yaml", overrides)
+def test_packed_rows_may_be_shorter_than_the_longest_sample():
+    for key in ("train_mb_tokens", "logprob_mb_tokens"):
+        path = f"policy.sequence_packing.{key}"
+        [note] = [note for note in load(CONFIGS / "grpo_tiny_cpu.yaml", [*PACKED, f"{path}=15"]).notes if path in note]
+        assert "a sample of more than 15 tokens stops the run" in note
 
 
 def test_rows_may_have_as_many_tokens_as_there_is_room_for():

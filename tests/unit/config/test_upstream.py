@@ -7,8 +7,15 @@ from nemo_offload_rl.config import RecipeError, load, load_recipe
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.keys.schema_problems import value_at
-from nemo_offload_rl.config.keys.tree import find_key
-from nemo_offload_rl.config.upstream.features import OFF_ONLY, SWITCHED_OFF, upstream_paths
+from nemo_offload_rl.config.keys.tree import alternatives, find_key, nearest_key
+from nemo_offload_rl.config.megatron.owned_fields import OWNED_FIELDS
+from nemo_offload_rl.config.upstream.features import (
+    NULL_FOR_NEMO_GYM,
+    OFF_ONLY,
+    SWITCHED_OFF,
+    accepted_paths,
+    upstream_paths,
+)
 from tests.unit.config.conftest import CONFIGS, DATA
 
 EXEMPLAR = CONFIGS / "grpo_math_1B_megatron.yaml"
@@ -175,8 +182,68 @@ def test_a_recipe_without_gradient_clipping_may_have_no_norm_to_refer_to():
 
 
 def test_an_unknown_key_in_a_section_that_only_upstream_has(error_of):
-    error = error_of("+reward_penalties.penalize_unwanted_token=true")
-    assert "unknown key; nearest valid key: reward_penalties.penalize_unwanted_tokens" in error
+    assert "reward_penalties.penalize_unwanted_token: unknown key" in error_of(
+        "+reward_penalties.penalize_unwanted_token=true"
+    )
+
+
+# The keys that may be null by the annotations of NeMo-RL's config classes, by section.
+NULLABLE = {
+    "checkpointing": "checkpoint_must_save_by ft_keep_latest_k metric_name",
+    "cluster": "segment_size",
+    "data": "default max_input_seq_length validation",
+    "data.train": "prompt_file system_prompt_file",
+    "env.math": "math_verify_impl",
+    "grpo": "advantage_clip_high advantage_clip_low max_val_samples seq_logprob_error_threshold "
+    "stop_at_validation_metric stop_at_validation_threshold val_batch_size",
+    "grpo.reward_shaping": "max_response_length overlong_buffer_length overlong_buffer_penalty "
+    "stop_properly_penalty_coef",
+    "loss_fn": "kl_input_clamp_value kl_output_clamp_value ratio_clip_c truncated_importance_sampling_ratio "
+    "truncated_importance_sampling_ratio_min truncated_importance_sampling_type",
+    "policy": "logprob_chunk_size max_grad_norm",
+    "policy.generation": "bad_words refit_transport stop_strings stop_token_ids top_k val_top_k",
+    "policy.generation.colocated.resources": "gpus_per_node num_nodes",
+    "policy.generation.vllm_cfg": "http_refit_server_port zmq_refit_server_port",
+    "policy.megatron_cfg": "env_vars moe_router_group_topk moe_router_num_groups num_layers_in_first_pipeline_stage "
+    "num_layers_in_last_pipeline_stage offload_modules recompute_modules",
+    "policy.megatron_cfg.scheduler": "lr_decay_iters",
+    "policy.tokenizer": "chat_template chat_template_kwargs",
+}
+
+
+@pytest.mark.parametrize("section", NULLABLE)
+def test_what_may_be_null_upstream_may_be_null(section):
+    paths = [f"{section}.{name}" for name in NULLABLE[section].split()]
+    keys = [(path, key) for path in paths for spec in ALGORITHMS.values() if (key := find_key(spec.schema, path))]
+    assert keys
+    refused = {path for path, key in keys if type(None) not in alternatives(key.annotation)}
+    assert refused == {path for path in NULL_FOR_NEMO_GYM if path in paths}
+
+
+@pytest.mark.parametrize("key", NULL_FOR_NEMO_GYM)
+def test_null_for_nemo_gym_names_it(key, error_of):
+    assert f"{key}: null is for NeMo Gym alone" in error_of(f"{key}=null")
+
+
+@pytest.mark.parametrize("recipe", ["sft_tiny_cpu.yaml", "dpo_tiny_cpu.yaml"])
+def test_no_defaults_of_data_may_be_said(recipe):
+    assert "default" not in load(CONFIGS / recipe, ["++data.default=null"]).config["data"]
+
+
+def test_no_hint_names_a_key_that_is_refused_itself():
+    owned = [f"{section}.{name}" for section, fields in OWNED_FIELDS.items() for name in fields]
+    owned = [path for path in owned if find_key(ALGORITHMS["sft"].schema, path) is None]  # those may be written
+    for refused in (*(row.path for row in OFF_ONLY), *owned):
+        for misspelt in (f"{refused}x", refused[:-1]):
+            assert all(nearest_key(spec.schema, misspelt, accepted_paths()) != refused for spec in ALGORITHMS.values())
+
+
+def test_fp8_is_what_generation_lacks(error_of):
+    section = "policy.generation.vllm_cfg"
+    error = error_of(f"{section}.precision=fp8", "policy.generation.backend=vllm", recipe=EXEMPLAR)
+    assert f"{section}.precision: 'fp8' is not supported here; fp8 generation is missing: " in error
+    error = error_of(f"+{section}.enable_thinking=true", "policy.generation.backend=vllm", recipe=EXEMPLAR)
+    assert f"{section}.enable_thinking: unknown key\n" in f"{error}\n"
 
 
 def test_two_names_of_one_setting_must_agree(error_of):

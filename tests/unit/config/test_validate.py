@@ -21,7 +21,12 @@ MEGATRON = "policy.megatron_cfg"
         ("+env.arithmetic.rewrd=1", "env.arithmetic.rewrd: unknown key; nearest valid key: env.arithmetic.reward"),
         ("+data.train.num_digit=1", "data.train.num_digit: unknown key; nearest valid key: data.train.num_digits"),
         (f"+{MEGATRON}.moe_z_los_coeff=1", f"unknown key; nearest valid key: {MEGATRON}.moe_z_loss_coeff"),
-        (f"+{MEGATRON}.optimizer.lion_beta=1", f"unknown key; nearest valid key: {MEGATRON}.optimizer.lion_beta"),
+        (f"+{MEGATRON}.optimizer.log_num_zeros=1", f"nearest valid key: {MEGATRON}.optimizer.log_num_zeros_in_grad"),
+        # No hint: keys that only share a word, and keys that are refused themselves.
+        (f"+{MEGATRON}.cp_normalize=1", f"{MEGATRON}.cp_normalize: unknown key\n"),
+        (f"+{MEGATRON}.optimizer.lion_beta=1", f"{MEGATRON}.optimizer.lion_beta: unknown key\n"),
+        ("+checkpointing.latest_k=1", "checkpointing.latest_k: unknown key\n"),
+        ("+grpo.invalid_tool_call_strategy=1", "grpo.invalid_tool_call_strategy: unknown key\n"),
         (
             f"+{MEGATRON}.distributed_data_parallel_config.bucket_sizes=1",
             f"unknown key; nearest valid key: {MEGATRON}.distributed_data_parallel_config.bucket_size",

@@ -104,6 +104,10 @@ def test_the_assistants_earlier_messages_are_trained_where_a_conversation_says_s
     assert text(example.answer_ids) == ("" if opened else header) + "7=<eos>"
     batch = example_batch(example_format, [conversation, Problem("4", "5")])
     assert text(batch["input_ids"][0][batch["token_mask"][0] > 0].tolist()) == trained[0] + text(example.answer_ids)
+    final = example_batch(example_format, [conversation, Problem("4", "5")], only_unmask_final=True)
+    assert final["input_ids"].equal(batch["input_ids"])  # messages are still tokenized one by one
+    assert text(final["input_ids"][0][final["token_mask"][0] > 0].tolist()) == text(example.answer_ids)
+    assert final["token_mask"][1].equal(batch["token_mask"][1])
     (last_alone,) = example_format.examples([AnsweredContext(context, "7")])
     assert (last_alone.prompt_ids, last_alone.trained_in_prompt) == (example.prompt_ids, ())
     (cut,) = PromptFormat(tokenizer, 8, add_generation_prompt=opened).examples([conversation])

@@ -272,9 +272,10 @@ def test_a_packed_row_is_as_long_as_the_recipe_lets_it():
     policy["sequence_packing"] |= {"enabled": True, "train_mb_tokens": 3000, "sequence_length_round": 64}
     [facts] = activation_facts(QWEN2_1_5B, policy, world_size=8)
     assert facts.num_tokens == 3008
-    policy["sequence_packing"]["train_mb_tokens"] = 100  # a longer sequence has a row of its own
+    policy["sequence_packing"]["train_mb_tokens"] = 100  # a sequence of 100 is padded to 128
+    policy["make_sequence_length_divisible_by"] = 128
     [facts] = activation_facts(QWEN2_1_5B, policy, world_size=8)
-    assert facts.num_tokens == 1024
+    assert facts.num_tokens == 128
 
 
 def test_tensor_parallel_ranks_share_heads_and_with_sequence_parallelism_tokens():

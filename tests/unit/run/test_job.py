@@ -62,6 +62,7 @@ def make_job(folder: Path, *overrides: str) -> Job:
             validation=ValidationData(make_arithmetic("validation", 2, 10, seed=1), micro_batch_size=4),
             train_global_batch_size=8,
             train_micro_batch_size=8,
+            only_unmask_final=False,
             save_optimizer=True,
         )
 

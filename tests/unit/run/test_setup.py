@@ -5,12 +5,14 @@ import datasets
 import pytest
 
 from nemo_offload_rl import config
+from nemo_offload_rl.algorithms import sft
 from nemo_offload_rl.algorithms.sft import example_batch
 from nemo_offload_rl.config.named_files import PROMPT_FILES
 from nemo_offload_rl.data.arithmetic import make_arithmetic
 from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.preferences import PreferencePair
-from nemo_offload_rl.data.problem import Message, Problem
+from nemo_offload_rl.data.problem import AnsweredContext, Message, Problem
 from nemo_offload_rl.named_datasets import NAMED_DATASETS
 from nemo_offload_rl.run.answer_sampling import check_words
 from nemo_offload_rl.run.job import Job
@@ -234,6 +236,32 @@ def test_padding_outside_the_models_vocabulary_is_id_0(recipe, tp):
     assert _prepared(recipe, *parallel).notes == []
     with pytest.raises(DataError, match=r"end of sequence the token '<eos>', whose id 12 is outside .* \(0 to 11\)"):
         _prepared(recipe, "policy.hf_config.vocab_size=12", *parallel)
+
+
+@pytest.mark.parametrize(("final", "number"), [("true", 3), ("false", 5)])
+def test_sft_trains_and_validates_on_the_final_message_alone_if_the_recipe_says_so(final, number, monkeypatch):
+    batches = []
+
+    class Group:
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def wait_until_ready(self):
+            pass
+
+        def evaluate(self, batch, loss_fn, mbs):
+            batches.append(batch)
+            return {"loss": 0.0, "metrics": {"answer_probability": 0.0}}
+
+    monkeypatch.setattr("nemo_offload_rl.worker.group.PolicyWorkerGroup", Group)
+    context = (Message("user", "1"), Message("assistant", "12"), Message("user", "3"))
+    conversation = AnsweredContext(context, "45", trains_all_answers=True)
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    monkeypatch.setattr(sft, "read_data", lambda *args: (ProblemLoader([conversation] * 128, True, 1), [conversation]))
+    prepared = _prepared("sft", f"sft.only_unmask_final={final}", f'+policy.tokenizer.chat_template="{template}"')
+    algorithm = prepared.build(config.load(CONFIGS / "sft_tiny_cpu.yaml").config["policy"], cluster=None)
+    algorithm.validate(0)
+    assert batches[0]["token_mask"].sum() == number  # the last answer's two tokens, and the end of sequence
 
 
 def test_batches_have_no_token_outside_the_vocabulary():

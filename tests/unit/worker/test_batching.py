@@ -20,6 +20,51 @@ def test_a_worker_takes_no_number_that_is_left_open(key):
     MicroBatcher(policy, torch.device("cpu"))
 
 
+def packing_batcher(monkeypatch, **packing):
+    """Returns the micro-batcher of a rank without data-parallel peers, which packs rows of at most 28 tokens."""
+    monkeypatch.setattr(parallel.mpu, "get_data_parallel_world_size", lambda: 1)
+    policy = tiny_policy()
+    sizes = {"train_mb_tokens": 28, "logprob_mb_tokens": 24, "sequence_length_round": 2}
+    policy["sequence_packing"] = {"enabled": True} | sizes | packing
+    return MicroBatcher(policy, torch.device("cpu"))
+
+
+def rows_of(*lengths):
+    data = random_batch(len(lengths), longest=max(lengths))
+    data["input_lengths"] = torch.tensor(lengths)
+    return data
+
+
+@pytest.mark.parametrize(("key", "most"), [("train_mb_tokens", 28), ("logprob_mb_tokens", 24)])
+def test_a_sample_longer_than_a_packed_row_is_refused(key, most, monkeypatch):
+    made = packing_batcher(monkeypatch)
+    made.cut(rows_of(6, most), 1, key)
+    with pytest.raises(ValueError, match=rf"{most + 1} tokens, more than .*policy.sequence_packing.{key} {most}\)"):
+        made.cut(rows_of(6, most + 1), 1, key)
+
+
+def test_captured_rows_have_room_for_padding(monkeypatch):
+    made = packing_batcher(monkeypatch, train_mb_tokens=31)
+    made.cut(rows_of(31), 1, "train_mb_tokens")  # padded to 32: an eager row may be longer
+    with pytest.raises(ValueError, match=r"32 tokens, more than a packed row .*train_mb_tokens 31\)"):
+        made.cut(rows_of(31), 1, "train_mb_tokens", fixed_shapes=True)
+
+
+@pytest.mark.parametrize("key", ["train_mb_tokens", "logprob_mb_tokens"])
+def test_packed_rows_run_in_the_recipes_order(key, monkeypatch):
+    """NeMo-RL sorts a rank's bins by their padded tokens, equal ones in the packer's order."""
+    lengths = [15, 16, 22, 3, 17, 11, 10]
+    bins = packing_batcher(monkeypatch, microbatch_order="packer").cut(rows_of(*lengths), 1, key)[1]
+    assert packing_batcher(monkeypatch, microbatch_order=None).cut(rows_of(*lengths), 1, key)[1] == bins
+    data = rows_of(*lengths)
+    data["row"] = torch.arange(len(lengths))
+    batches, ordered = packing_batcher(monkeypatch, microbatch_order="largest_first").cut(data, 1, key)
+    padded = [-(-length // 2) * 2 for length in lengths]
+    by_size = sorted(bins, key=lambda items: sum(padded[item] for item in items), reverse=True)
+    assert ordered == by_size != bins
+    assert [batch.data["row"].tolist() for batch in batches] == ordered
+
+
 def batcher(monkeypatch, *, packs, group_size=None):
     """Returns the micro-batcher of a rank without data-parallel peers, with two virtual stages on each of two."""
     monkeypatch.setattr(parallel.mpu, "get_data_parallel_world_size", lambda: 1)
