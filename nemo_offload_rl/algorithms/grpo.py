@@ -22,7 +22,8 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.problem import Conversation
-from nemo_offload_rl.environments import Judge, make_math_reward, make_reward
+from nemo_offload_rl.environments import Judge, make_math_reward, make_python_reward, make_reward
+from nemo_offload_rl.environments.rewards import PYTHON
 from nemo_offload_rl.generation.interface import GenerationInterface, SamplingParams
 from nemo_offload_rl.metrics.names import memory_metrics
 from nemo_offload_rl.metrics.samples import JudgedAnswer, best_and_worst
@@ -327,7 +328,11 @@ def _make_reward(config: GRPOMasterConfig) -> Judge:
     implementation = environment.get("math_verify_impl")
     if implementation is not None:
         return make_math_reward(implementation, environment["num_workers"], environment["time_limit_s"])
-    return make_reward(environment["reward"], environment.get("reward_function"))
+    if environment["reward"] == PYTHON:
+        return make_python_reward(
+            environment["reward_function"], environment["num_workers"], environment["time_limit_s"]
+        )
+    return make_reward(environment["reward"])
 
 
 def _make_advantages(section: GRPOConfig) -> GroupAdvantages:

@@ -154,8 +154,10 @@ IF_ABSENT_IN_DATASET: Mapping[str, Mapping[str, Any]] = {
 }
 IF_ABSENT_IN_TRAINING: Mapping[str, Mapping[str, Any]] = {"ResponseDataset": {"seed": 42}}
 
-# The same for keys of `env.NAME` with a `math_verify_impl`.
+# The same for keys of `env.NAME` with a `math_verify_impl`, and with `reward: python`, whose function may keep a state,
+# or ask a model.
 IF_ABSENT_WITH_MATH_VERIFY: Mapping[str, Any] = {"num_workers": 8, "time_limit_s": 10.0}
+IF_ABSENT_WITH_PYTHON: Mapping[str, Any] = {"num_workers": 1, "time_limit_s": 60.0}
 
 # `policy.generation.vllm_kwargs.max_num_seqs` with vLLM: sequences that an engine runs at once, as many as vLLM
 # captures CUDA graphs for. vLLM's own default, 256 or 1024, depends on the GPU, which the plan would have to know.
@@ -181,6 +183,12 @@ def section_of_auto(path: str, value: Any) -> dict[str, Any] | None:
     return copy.deepcopy({**absent, **AUTO_SECTIONS[path]})
 
 
+def _if_absent_in_environment(environment: Mapping[str, Any]) -> Mapping[str, Any]:
+    if environment.get("math_verify_impl") is not None:
+        return IF_ABSENT_WITH_MATH_VERIFY
+    return IF_ABSENT_WITH_PYTHON if environment.get("reward") == "python" else {}
+
+
 def resolve_absent_keys(config: dict[str, Any]) -> None:
     """Fills in the absent keys of the sections that a recipe has, and the sections that it writes as `auto`.
 
@@ -193,8 +201,8 @@ def resolve_absent_keys(config: dict[str, Any]) -> None:
             _resolve_dataset(dataset, is_training=role == "train")
     environments = config["env"].values() if isinstance(config.get("env"), dict) else ()
     for environment in environments:
-        if isinstance(environment, dict) and environment.get("math_verify_impl") is not None:
-            for name, value in IF_ABSENT_WITH_MATH_VERIFY.items():
+        if isinstance(environment, dict):
+            for name, value in _if_absent_in_environment(environment).items():
                 environment.setdefault(name, value)
     _resolve_vllm(config)
     _resolve_advantages(config)

@@ -17,6 +17,15 @@ def test_math_verify_has_workers_and_a_time_limit():
     assert load_env("math_verify_impl: hf_math_verify").config["env"]["arithmetic"]["num_workers"] == 8
 
 
+def test_a_python_reward_has_a_worker_and_a_time_limit():
+    function = {"reward": "python", "reward_function": "a:b"}
+    env = load_env("reward: python, reward_function: 'a:b'").config["env"]["arithmetic"]
+    assert env == function | {"num_workers": 1, "time_limit_s": 60.0}
+    validated = load_env("reward: python, reward_function: 'a:b', num_workers: 3, time_limit_s: 5")
+    assert validated.config["env"]["arithmetic"] == function | {"num_workers": 3, "time_limit_s": 5.0}
+    assert not any("num_workers" in note for note in validated.notes)
+
+
 def test_a_reward_of_ours_stays_as_it_is():
     validated = load_env("reward: exact_match, math_verify_impl: null, num_workers: 4")
     assert validated.config["env"]["arithmetic"] == {
