@@ -127,7 +127,7 @@ def prepare(config: DPOMasterConfig) -> Preparation:
     section, data, policy_config = config["dpo"], config["data"], config["policy"]
     train, validation = read_pairs(data, section["seed"])
     train.require(policy_config["train_global_batch_size"], "policy.train_global_batch_size")
-    tokenizer = read_tokenizer(policy_config["tokenizer"])
+    tokenizer = read_tokenizer(policy_config["tokenizer"], trust_remote_code=policy_config["trust_remote_code"])
     answers = make_answer_format(data, tokenizer, policy_config)
     notes = [*padding_notes(answers), *check_rows(partial(check_pairs, answers), train.problems, validation)]
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)

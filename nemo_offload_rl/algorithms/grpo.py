@@ -261,7 +261,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
     groups = GroupSettings(**fields_from(GroupSettings, section))
     larger = "" if groups.batch_multiplier == 1 else " x grpo.batch_multiplier"
     train.require(groups.prompts_per_batch, f"grpo.num_prompts_per_step{larger}")
-    tokenizer = read_tokenizer(policy_config["tokenizer"])
+    tokenizer = read_tokenizer(policy_config["tokenizer"], trust_remote_code=policy_config["trust_remote_code"])
     prompts = make_prompt_format(config["data"], tokenizer, policy_config)
     notes = [
         *padding_notes(prompts),

@@ -135,7 +135,7 @@ def prepare(config: SFTMasterConfig) -> Preparation:
     section, data, policy_config = config["sft"], config["data"], config["policy"]
     train, validation = read_data(data, section["seed"])
     train.require(policy_config["train_global_batch_size"], "policy.train_global_batch_size")
-    tokenizer = read_tokenizer(policy_config["tokenizer"])
+    tokenizer = read_tokenizer(policy_config["tokenizer"], trust_remote_code=policy_config["trust_remote_code"])
     examples = make_answer_format(data, tokenizer, policy_config)
     notes = [
         *padding_notes(examples),
