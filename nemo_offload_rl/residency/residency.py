@@ -108,7 +108,8 @@ class Residency:
         """Move single targets and leave the others where they are, for trainers that move each kind of state alone.
 
         It copies and waits as `enter` does, and metrics count the moves in the phase that was entered last (train
-        before the first). `wait_until_released` waits for the memory of targets that leave the GPU.
+        before the first). `wait_until_released` waits for the memory of targets that leave the GPU. Targets are dropped
+        only when the others have moved: if one that comes to the GPU needs their memory, drop them in an earlier call.
 
         Args:
             placements: the new placement of each target; with `Placement.UNCHANGED` it stays.
@@ -232,8 +233,13 @@ class Residency:
         }
 
     def _move(self, goals: Mapping[Target, Placement], phase: Phase) -> bool:
-        """Start the moves, those to the host first, and wait for targets without a lazy wait."""
-        order = sorted(goals, key=lambda target: goals[target] in _ON_GPU)
+        """Start the moves, those to the host first, and wait for targets without a lazy wait.
+
+        Targets are dropped last, since their contents do not come back if another target cannot move.
+        """
+        order = sorted(
+            (target for target in goals if goals[target] is not Placement.DROPPED), key=lambda t: goals[t] in _ON_GPU
+        )
         sources = {target: self._where[target] for target in order}
         done: list[Target] = []
         try:
@@ -246,7 +252,10 @@ class Residency:
         except NoRoomError:
             self._roll_back({target: sources[target] for target in reversed(done)}, phase)
             raise
-        return bool(order)
+        for target in goals:
+            if goals[target] is Placement.DROPPED:
+                self._start(target, Placement.DROPPED, phase)
+        return bool(goals)
 
     def _start(self, target: Target, placement: Placement, phase: Phase) -> None:
         # A target that is offloaded again before its first use must have arrived first: hence `hold`.
