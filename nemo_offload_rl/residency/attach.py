@@ -133,24 +133,28 @@ class Engine:
     def adopt_new_tensors(self) -> None:
         """Move tensors that got memory outside of ranges into ranges, such as state that a checkpoint replaced.
 
-        This happens anyway when the state leaves the GPU; until then both the tensors and the ranges take memory.
+        This happens anyway when the state leaves the GPU; until then both the tensors and the ranges take memory. It
+        waits for state that is coming back.
 
         Raises:
+            ResidencyError: state is not on the GPU, so that its ranges have no memory.
             MemoryError: the host has no room.
             torch.OutOfMemoryError: the GPU has none.
         """
-        for target in self.targets.values():
-            if isinstance(target, (OptimizerState, Params)):
-                target.adopt_new_tensors()
+        housed = [(name, one) for name, one in self.targets.items() if isinstance(one, (OptimizerState, Params))]
+        for name, _ in housed:
+            self.residency.require(name)
+        for _, target in housed:
+            target.adopt_new_tensors()
 
     def close(self) -> None:
         """Free all memory; model and optimizer must not be used afterwards. The caller closes the arena."""
-        for remove in self.hooks:
-            remove()
         with preserve_first_error(), contextlib.ExitStack() as stack:  # each of them, even if others raise
             for target in self.targets.values():
                 stack.callback(target.close)
             stack.callback(self.context.mover.close)
+            for remove in self.hooks:
+                stack.callback(remove)
 
 
 def attach(

@@ -1,6 +1,7 @@
 """Tests the whole engine on plain torch models and optimizers, between two places of host memory."""
 
 import copy
+import dataclasses
 import itertools
 import re
 import time
@@ -377,6 +378,21 @@ def test_closing_gives_everything_back_and_takes_the_hooks_away():
     engine.residency.enter(Phase.GENERATE)
     assert PinnedArena.live_bytes() > 0
     engine.close()
+    assert PinnedArena.live_bytes() == arena.allocated_bytes == engine.mapped_bytes == 0
+    assert not job.model._forward_pre_hooks
+    assert not job.optimizer._optimizer_step_pre_hooks
+
+
+def test_closing_undoes_everything_also_when_a_hook_raises():
+    job, arena = make_job(), PinnedArena()
+    engine = attach([job.model], job.optimizer, arena, ranges=small_chunks)
+
+    def fail() -> None:
+        raise KeyError("a hook of the trainer's")
+
+    engine = dataclasses.replace(engine, hooks=[fail, *engine.hooks, fail])
+    with pytest.raises(KeyError, match="a hook of the trainer's"):
+        engine.close()
     assert PinnedArena.live_bytes() == arena.allocated_bytes == engine.mapped_bytes == 0
     assert not job.model._forward_pre_hooks
     assert not job.optimizer._optimizer_step_pre_hooks
