@@ -90,8 +90,23 @@ def tensors_by_storage(storages: Iterable[torch.UntypedStorage]) -> dict[int, li
     megatron-core keeps views of a DDP buffer in parameters, `main_grad`, buckets and optimizer groups; the garbage
     collector knows all of them, and those of future versions. Storages are compared, and not addresses: new memory may
     get the address that a tensor of a closed engine still has.
+
+    Objects that `gc.freeze` has hidden, as vLLM does in its process, are unfrozen if views are missing: the collector
+    does not list them.
     """
     storages = list(storages)
+    found = _listed_by_storage(storages)
+    # One use is of `storage`; others that were not found are of graphs, or of frozen tensors.
+    is_missing = any(torch._C._storage_Use_Count(one._cdata) > len(found[one.data_ptr()]) + 1 for one in storages)
+    if is_missing and (num_frozen := gc.get_freeze_count()):
+        # Not frozen again: reference cycles that have come since would never be freed.
+        logger.info("the garbage collector's %d frozen objects are unfrozen to find views of the model", num_frozen)
+        gc.unfreeze()
+        found = _listed_by_storage(storages)
+    return found
+
+
+def _listed_by_storage(storages: Sequence[torch.UntypedStorage]) -> dict[int, list[torch.Tensor]]:
     found: dict[int, list[torch.Tensor]] = {storage.data_ptr(): [] for storage in storages}
     address_of = {storage._cdata: storage.data_ptr() for storage in storages}
     for candidate in gc.get_objects():

@@ -1,6 +1,7 @@
 """Tests an engine's edge cases: replaced state, unknown views, failed moves without a wait, impossible tables."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -226,6 +227,30 @@ def test_what_is_housed_beside_a_move_waits_for_it_and_is_refused_while_state_is
     assert found[name].eq(2).all()
     moments = [key for key in wanted if key.startswith("exp_avg[")]
     assert_equal(*({key: one[key] for key in wanted if key not in moments} for one in (found, wanted)))
+
+
+def test_objects_that_the_garbage_collector_has_frozen_are_found(engines):
+    """vLLM calls gc.freeze."""
+    plain, job = make_job(), make_job()
+    job.model.register_buffer("freq", torch.ones(10))
+    job.model.original = job.model.freq
+    before = make_job()
+    gc.freeze()
+    num_frozen = gc.get_freeze_count()
+    engine = engines(make_job())
+    assert gc.get_freeze_count() > 0.9 * num_frozen  # only if views are missing
+    engine.close()
+    del before
+    engine = engines(job)
+    losses = run_steps(job, 2, engine)
+    job.model.register_buffer("freq", torch.full((10,), 2.0))
+    gc.freeze()
+    losses += [job.step(2)]
+    engine.residency.enter(Phase.GENERATE)
+    enter_and_require(engine)
+    assert losses == run_steps(plain, 3)
+    assert job.model.original.eq(1).all()
+    assert job.model.freq.eq(2).all()
 
 
 def test_a_prefetch_that_failed_is_no_measurement(engines):
