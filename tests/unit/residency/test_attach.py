@@ -21,6 +21,7 @@ from support.jobs import (
     run_steps,
     sgd,
 )
+from support.phases import delay_moves
 from support.ranges import Trouble, small_chunks
 
 from nemo_offload_rl.memory.gpu_range import make_range
@@ -360,6 +361,34 @@ def test_use_in_the_wrong_phase_is_an_error_in_words(engines):
     engine.residency.enter(Phase.REFIT)
     with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU, but it is host in phase refit"):
         job.step(0)
+
+
+@pytest.mark.parametrize("of", ["model", "optimizer"])
+def test_a_state_dict_of_what_is_away_is_refused_and_one_of_what_arrives_waits(engines, monkeypatch, of):
+    job = make_job()
+    engine = engines(job)
+    run_steps(job, 1, engine)
+    engine.load_all_to_gpu()
+    owner = {"model": job.model, "optimizer": job.optimizer}[of]
+    saved = copy.deepcopy(owner.state_dict())
+    wanted = job.everything()
+    delay_moves(monkeypatch, seconds=0.05)
+    engine.residency.enter(Phase.GENERATE)
+    uses = [owner.state_dict, lambda: owner.load_state_dict(copy.deepcopy(saved))]
+    if of == "model":
+        uses.append(job.model[0].state_dict)  # megatron-core's wrappers call that of a part
+    for use in uses:
+        with pytest.raises(ResidencyError, match="is needed on the GPU, but it is host in phase generate"):
+            use()
+    engine.residency.place(dict.fromkeys(engine.targets, Placement.GPU))
+    owner.load_state_dict(copy.deepcopy(saved))  # a torch optimizer keeps the tensors that it is given
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    assert_equal(job.everything(), wanted)
+    engine.residency.enter(Phase.GENERATE)
+    read = engine.checkpoint_reader()
+    found = owner.state_dict()
+    for key, value in (saved["state"][0] if of == "optimizer" else saved).items():
+        assert torch.equal(read((found["state"][0] if of == "optimizer" else found)[key]), value), key
 
 
 def test_a_view_that_would_not_follow_is_refused():
