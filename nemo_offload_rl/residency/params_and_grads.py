@@ -33,8 +33,8 @@ def estimate_param_bytes(facts: ShardFacts) -> int:
 
 
 def estimate_grad_bytes(facts: ShardFacts) -> int:
-    """Returns the bytes of a rank's gradient buffers."""
-    return facts.num_params * facts.grad_size
+    """Returns the bytes of a rank's gradient buffers, and of fp32 gradients beside them."""
+    return facts.num_params * (facts.grad_size + facts.local_grad_size)
 
 
 def ddp_buffers(model: Sequence[torch.nn.Module]) -> Iterator[Any]:
@@ -75,13 +75,16 @@ def _named_tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def grad_entries(model: Sequence[torch.nn.Module]) -> list[BufferEntry]:
-    """Returns the entries of a model's gradient buffers."""
-    storages = {buffer.grad_data.data_ptr(): buffer.grad_data.untyped_storage() for buffer in ddp_buffers(model)}
-    views = tensors_by_storage(storages.values())
-    return [
-        BufferEntry(f"gradient buffer {number}", storage, views[storage.data_ptr()])
-        for number, storage in enumerate(storages.values())
+    """Returns the entries of a model's gradient buffers, and of its fp32 gradients that are accumulated beside them."""
+    buffers = list(ddp_buffers(model))
+    named = [(f"gradient buffer {number}", buffer.grad_data) for number, buffer in enumerate(buffers)]
+    named += [  # of param_name_patterns_for_fp32_local_accumulation
+        (f"fp32 gradient {index} of gradient buffer {number}", grad)
+        for number, buffer in enumerate(buffers)
+        for index, grad in enumerate(getattr(buffer, "extra_main_grads", ()))
     ]
+    found = {grad.data_ptr(): (name, grad.untyped_storage()) for name, grad in named}
+    return _with_views(list(found.values()))
 
 
 def tensors_by_storage(storages: Iterable[torch.UntypedStorage]) -> dict[int, list[torch.Tensor]]:
