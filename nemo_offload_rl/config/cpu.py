@@ -37,7 +37,6 @@ OFF_ON_CPU: Mapping[str, tuple[Any, str]] = {
     **{f"optimizer.{name}": ("float32", _FOLLOWS) for name in STATE_TYPES},
     "distributed_data_parallel_config.overlap_param_gather": (False, "needs CUDA streams"),
     "distributed_data_parallel_config.overlap_grad_reduce": (False, "needs CUDA streams"),
-    "distributed_data_parallel_config.nccl_ub": (False, "needs NCCL"),
 }
 
 

@@ -68,6 +68,10 @@ _WEIGHT_SHARDS = (
 )
 _INFERENCE = "has an effect in Megatron's inference only, which is not used here; delete it"
 _NUM_BUCKETS = "is read by Megatron's own training loop, which is not used here; delete it, and set bucket_size"
+_NCCL_BUFFERS = (
+    "registers buffers with NCCL, which the residency engine moves into memory of its own: they would take the memory "
+    "twice, and NCCL would use none of it; leave it off"
+)
 _NOT_HERE = "is not supported here; leave it off"
 _OTHER_OPTIMIZER = "belongs to an optimizer other than adam and sgd, which is not supported here; delete it"
 _FLOAT16_ONLY = "has an effect in float16 training only, which is not supported here; delete it"
@@ -241,6 +245,7 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         "fp4_param_gather": Owned(OFF, _FP4),
         "reuse_grad_buf_for_mxfp8_param_ag": Owned(OFF, _FP8),
         "delay_wgrad_compute": Owned(OFF, _NOT_HERE),
+        **dict.fromkeys(("nccl_ub", "disable_symmetric_registration"), Owned(OFF, _NCCL_BUFFERS)),
         "num_distributed_optimizer_instances": Owned((1,), _NOT_HERE),
     },
 }

@@ -64,6 +64,7 @@ def test_every_field_that_is_not_refused_is_read_somewhere() -> None:
         (MEGATRON, "nccl_all_reduce_for_prefill", True, False, "has an effect in Megatron's inference only"),
         (MEGATRON, "cuda_graph_use_single_mempool", False, True, "is not read by megatron-core 0.19.2; delete it"),
         (OPTIMIZER, "main_grads_dtype", "bfloat16", "float32", "set the gradients' type with policy.megatron_cfg.dist"),
+        (DDP, "nccl_ub", True, False, "they would take the memory twice, and NCCL would use none of it; leave it off"),
         (DDP, "num_buckets", 4, None, "which is not used here; delete it, and set bucket_size"),
     ],
 )
