@@ -10,6 +10,7 @@ import ray
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
 from nemo_offload_rl.generation.stop_strings import needs_tokenizer
+from nemo_offload_rl.hf_config import trusts_remote_code
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
@@ -157,7 +158,7 @@ def _start(
         generation_batch_size=policy_config["generation_batch_size"],
         max_sequence_length=policy_config["max_total_sequence_length"],
         tokenizer_name=policy_config["tokenizer"]["name"] if needs_tokenizer(policy_config) else None,
-        trust_remote_code=policy_config["trust_remote_code"],
+        trust_remote_code=trusts_remote_code(policy_config),
     )
 
 
