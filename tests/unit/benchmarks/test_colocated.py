@@ -209,7 +209,7 @@ def test_a_worker_notes_the_end_of_the_update_before_state_leaves_and_when_its_c
     recipe, _ = config.for_machine(config.load(RECIPES["tiny"], []).config, has_gpus=False)
     policy = with_run_length(recipe["policy"], 4)
     worker = MarkedWorker(
-        policy,
+        policy, plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=1),
         rank=0, world_size=1, local_rank=0, master_addr="localhost", master_port=free_port(), seed=0,
         init_reference_model=False,
     )  # fmt: skip

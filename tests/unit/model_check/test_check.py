@@ -22,6 +22,7 @@ from nemo_offload_rl.model_check.check import ModelCheck
 from nemo_offload_rl.model_check.process import CheckProcess, CheckTimeoutError, ModelCheckError
 from nemo_offload_rl.model_check.result import CheckResult, Difference
 from nemo_offload_rl.model_check.twin import twin_config
+from nemo_offload_rl.plan.planner import worker_plan
 from nemo_offload_rl.worker.checked import CheckedPolicyWorker
 
 RIGHT = CheckResult((Difference("padded", 3e-6, 2e-6, "model.norm.weight"),), "cpu", "local", {"model": 0.5})
@@ -161,6 +162,7 @@ def checked_worker(policy):
     cpu_device.install()
     return CheckedPolicyWorker(
         policy,
+        plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=1),
         rank=0,
         world_size=1,
         local_rank=0,
