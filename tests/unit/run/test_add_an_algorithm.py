@@ -109,7 +109,7 @@ def recipe_of_the_page(**section) -> dict:
     problems = {"dataset_name": "arithmetic", "num_digits": 2, "seed": 1}
     recipe["pairs"] |= section
     recipe["policy"] |= {"tokenizer": {"name": "arithmetic"}, "train_global_batch_size": 4}
-    recipe["policy"] |= {"hf_config": {"model_type": "qwen3"}}
+    recipe["policy"] |= {"hf_config": {"model_type": "qwen3"}, "trust_remote_code": False}
     recipe["data"] |= {"shuffle": False, "max_input_seq_length": 16, "train": {**problems, "num_problems": 8}}
     recipe["data"]["train"]["split_validation_size"] = 0
     recipe["data"]["validation"] |= problems
