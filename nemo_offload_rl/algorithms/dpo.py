@@ -133,7 +133,9 @@ def prepare(config: DPOMasterConfig) -> Preparation:
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
     loss_fn = DPOLoss(**fields_from(DPOLoss, section))
     steps_per_epoch = train.batches_per_epoch(policy_config["train_global_batch_size"])
-    schedule = make_schedule(section, config["checkpointing"], steps_per_epoch=steps_per_epoch)
+    schedule = make_schedule(
+        section, config["checkpointing"], steps_per_epoch=steps_per_epoch, num_validation=len(validation)
+    )
 
     def build(fitted_policy: PolicyConfig, cluster: Cluster) -> DPO:
         from nemo_offload_rl.worker.group import PolicyWorkerGroup

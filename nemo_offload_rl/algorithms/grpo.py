@@ -271,7 +271,9 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
     loss_fn = ClippedPGLoss(**fields_from(ClippedPGLoss, config["loss_fn"]))
     check_words(policy_config["generation"], tokenizer, prompts.outside)
     steps_per_epoch = train.batches_per_epoch(groups.prompts_per_batch)
-    schedule = make_schedule(section, config["checkpointing"], steps_per_epoch=steps_per_epoch)
+    schedule = make_schedule(
+        section, config["checkpointing"], steps_per_epoch=steps_per_epoch, num_validation=len(validation)
+    )
 
     def build(fitted_policy: GRPOPolicyConfig, cluster: Cluster) -> GRPO:
         from nemo_offload_rl.generation import make_generation

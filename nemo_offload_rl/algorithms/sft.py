@@ -147,7 +147,9 @@ def prepare(config: SFTMasterConfig) -> Preparation:
     ]
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
     steps_per_epoch = train.batches_per_epoch(policy_config["train_global_batch_size"])
-    schedule = make_schedule(section, config["checkpointing"], steps_per_epoch=steps_per_epoch)
+    schedule = make_schedule(
+        section, config["checkpointing"], steps_per_epoch=steps_per_epoch, num_validation=len(validation)
+    )
 
     def build(fitted_policy: PolicyConfig, cluster: Cluster) -> SFT:
         from nemo_offload_rl.worker.group import PolicyWorkerGroup

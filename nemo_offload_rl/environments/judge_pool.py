@@ -18,6 +18,7 @@ from nemo_offload_rl.environments.errors import RewardError
 from nemo_offload_rl.environments.math_worker import READY
 
 _START_LIMIT_S = 120.0  # imports sympy, on a machine that may be busy
+_EXIT_LIMIT_S = 10.0  # for the traceback of a process that has closed its output
 _READ_BYTES = 65536
 
 
@@ -44,6 +45,7 @@ class JudgePool:
         environment: the processes' environment variables.
         shows_errors: whether the processes' standard error is this process's; otherwise it is kept until they have
             started, for the error if they do not.
+        start_limit_s: time limit for the start of a process, in seconds.
     """
 
     def __init__(
@@ -54,12 +56,14 @@ class JudgePool:
         environment: Mapping[str, str],
         *,
         shows_errors: bool = False,
+        start_limit_s: float = _START_LIMIT_S,
     ) -> None:
         self._command = command
         self._num_workers = num_workers
         self._time_limit_s = time_limit_s
         self._environment = environment
         self._shows_errors = shows_errors
+        self._start_limit_s = start_limit_s
         self._workers: list[_Worker] = []
 
     def judge(self, jobs: Sequence[Sequence[str]]) -> list[Verdict]:
@@ -70,8 +74,8 @@ class JudgePool:
         """
         try:
             return self._judge(jobs)
-        except RewardError:
-            self.shutdown()  # others still have jobs
+        except BaseException:  # Ctrl-C, too: a process dies with the driver, but not those that it has started
+            self.shutdown()
             raise
 
     def _judge(self, jobs: Sequence[Sequence[str]]) -> list[Verdict]:
@@ -112,7 +116,7 @@ class JudgePool:
             return
         if not worker.is_ready:
             if said != READY:
-                raise RewardError(f"A process that judges answers did not start: {worker.last_words()}")
+                raise RewardError(f"A process that judges answers did not start: {self._why_not_started(worker, said)}")
             worker.is_ready = True
             return
         number = worker.job
@@ -129,12 +133,22 @@ class JudgePool:
         verdicts[number] = Verdict(0.0, reply["error"]) if "error" in reply else Verdict(float(reply["reward"]))
         worker.job = None
 
+    def _why_not_started(self, worker: _Worker, said: bytes | None) -> str:
+        if said is not None:
+            return str(json.loads(said)["refused"])
+        if worker.deadline <= time.monotonic():
+            return f"it took longer than {self._start_limit_s:g} s"
+        status = worker.exit_status()
+        if self._shows_errors:
+            return f"it ended with exit status {status}; what it printed is above"
+        return worker.last_words() or f"it printed nothing and ended with exit status {status}"
+
     def _replace(self, index: int) -> None:
         self._workers[index].end()
         self._workers[index] = self._new_worker()
 
     def _new_worker(self) -> _Worker:
-        return _Worker(self._command, self._environment, self._shows_errors)
+        return _Worker(self._command, self._environment, self._shows_errors, self._start_limit_s)
 
 
 class _Worker:
@@ -146,7 +160,9 @@ class _Worker:
         deadline: time by which it has to write output, in seconds of the monotonic clock.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], shows_errors: bool) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], shows_errors: bool, start_limit_s: float
+    ) -> None:
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             command,
@@ -161,7 +177,7 @@ class _Worker:
         self._heard = b""
         self.is_ready = False
         self.job: int | None = None
-        self.deadline = time.monotonic() + _START_LIMIT_S
+        self.deadline = time.monotonic() + start_limit_s
 
     @property
     def is_idle(self) -> bool:
@@ -201,13 +217,18 @@ class _Worker:
         self._heard = rest
         return line + end
 
-    def last_words(self) -> str:
-        """Kills the process and returns the last line that it wrote to standard error."""
+    def exit_status(self) -> int:
+        """Returns the exit status of the process, which is ending; its own children are killed."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_LIMIT_S)
         self._kill()
+        return self._process.returncode
+
+    def last_words(self) -> str:
+        """Returns the last line that the process wrote to standard error; empty if there is none."""
         self._complaints.seek(0)
         lines = self._complaints.read().decode(errors="replace").split("\n")
-        said = [line for line in lines if line.strip()]
-        return said[-1][-500:] if said else f"it printed nothing and ended with exit status {self._process.returncode}"
+        return next((line for line in reversed(lines) if line.strip()), "")[-500:]
 
     def end(self) -> None:
         """Kills the process and closes its files."""

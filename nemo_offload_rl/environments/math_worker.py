@@ -1,7 +1,8 @@
 """Judges answers in a separate process, so that a hang, crash or lack of memory does not harm the driver.
 
-The process reads one job per line, a list of texts in JSON, and writes a line for each: `{"reward": R}`, `{"error":
-TEXT}` if the answer could not be judged, or `{"refused": TEXT}` if the run must end.
+The process says that it is ready, or `{"refused": TEXT}` if it cannot judge. It reads one job per line, a list of texts
+in JSON, and writes a line for each: `{"reward": R}`, `{"error": TEXT}` if the answer could not be judged, or
+`{"refused": TEXT}` if the run must end.
 """
 
 from __future__ import annotations
@@ -95,13 +96,17 @@ def serve(
     ):
         os.dup2(nowhere.fileno(), 0)  # a judge may read standard input, too
         os.dup2(2, 1)
-        judge = load()
+        try:
+            judge = load()
+        except RewardError as error:
+            replies.write(_line(_refusal(error)))
+            return
         if silent:
             os.dup2(nowhere.fileno(), 1)
             os.dup2(nowhere.fileno(), 2)
         replies.write(READY)
         for line in jobs:
-            replies.write(json.dumps(_reply(judge, json.loads(line))).encode() + b"\n")
+            replies.write(_line(_reply(judge, json.loads(line))))
             sys.stdout.flush()
 
 
@@ -109,6 +114,14 @@ def _reply(judge: Callable[..., float], job: Sequence[str]) -> dict[str, float |
     try:
         return {"reward": judge(*job)}
     except RewardError as error:
-        return {"refused": str(error)}
+        return _refusal(error)
     except Exception as error:  # noqa: BLE001 - sympy raises anything; the driver counts the answer
         return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+
+
+def _refusal(error: RewardError) -> dict[str, float | str]:
+    return {"refused": str(error)}
+
+
+def _line(reply: Mapping[str, float | str]) -> bytes:
+    return json.dumps(reply).encode() + b"\n"

@@ -12,6 +12,8 @@ from nemo_offload_rl.environments.math_worker import serve
 from nemo_offload_rl.environments.pooled_reward import PooledReward
 from nemo_offload_rl.environments.rewards import Reward
 
+_IMPORT_LIMIT_S = 1800.0  # a module may load a model
+
 
 def make_python_reward(path: str, num_workers: int, time_limit_s: float) -> PooledReward:
     """Makes the reward that ``env.NAME.reward_function`` names; its processes start with the first answers.
@@ -30,7 +32,7 @@ def make_python_reward(path: str, num_workers: int, time_limit_s: float) -> Pool
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}
     # -P: the path begins as here, not with the current folder.
     command = [sys.executable, "-P", "-c", f"from {__name__} import serve_function; serve_function({path!r})"]
-    pool = JudgePool(command, num_workers, time_limit_s, environment, shows_errors=True)
+    pool = JudgePool(command, num_workers, time_limit_s, environment, shows_errors=True, start_limit_s=_IMPORT_LIMIT_S)
     return PooledReward(pool, lambda case: (case.prompt, case.response, case.answer))
 
 

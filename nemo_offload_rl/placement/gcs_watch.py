@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -12,6 +13,8 @@ from typing import Self
 
 _PERIOD_S = 2.0
 _CONNECT_TIMEOUT_S = 5.0
+# Without a free file descriptor, port or buffer here, a connection says nothing about the GCS.
+_OWN_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 
 
 class GcsWatch:
@@ -41,7 +44,7 @@ class GcsWatch:
         end: Callable[[str], None] | None = None,
     ) -> None:
         host, _, port = address.rpartition(":")
-        self._host, self._port = host, int(port)
+        self._host, self._port = host.strip("[]"), int(port)  # an IPv6 host has brackets
         self._message = message
         self._patience_s = patience_s
         self._period_s = period_s
@@ -71,8 +74,8 @@ class GcsWatch:
     def _connects(self) -> bool:
         try:
             socket.create_connection((self._host, self._port), timeout=_CONNECT_TIMEOUT_S).close()
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno in _OWN_SHORTAGES
         return True
 
 

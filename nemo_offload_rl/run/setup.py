@@ -325,9 +325,23 @@ def make_answer_format(
 
 
 def make_schedule(
-    section: GRPOConfig | SupervisedConfig, checkpointing: CheckpointingConfig, *, steps_per_epoch: int
+    section: GRPOConfig | SupervisedConfig,
+    checkpointing: CheckpointingConfig,
+    *,
+    steps_per_epoch: int,
+    num_validation: int,
 ) -> Schedule:
-    """Reads from a recipe when its run validates, saves and ends."""
+    """Reads from a recipe when its run validates, saves and ends.
+
+    Raises:
+        DataError: it validates, but has no validation data.
+    """
+    if not num_validation and (section["val_period"] or section["val_at_start"] or section["val_at_end"]):
+        raise DataError(
+            "There is no validation data, neither in data.validation nor as the val_dataset of data.train, but the "
+            f"recipe validates (val_period {section['val_period']}, val_at_start {section['val_at_start']}, val_at_end "
+            f"{section['val_at_end']}): name validation data, or set val_period to 0 and the others to false."
+        )
     limit = checkpointing["checkpoint_must_save_by"]
     metric, threshold = section.get("stop_at_validation_metric"), section.get("stop_at_validation_threshold")
     target = None

@@ -6,6 +6,7 @@ from nemo_offload_rl.config.algorithms import AlgorithmSpec
 from nemo_offload_rl.config.keys.absent_keys import splits_validation_data
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.rules.base import SECTION, SPEC, Verdict, rule
+from nemo_offload_rl.config.schema.value_types import is_import_path
 from nemo_offload_rl.metrics.names import validation_name, without_default_set
 
 
@@ -20,10 +21,13 @@ from nemo_offload_rl.metrics.names import validation_name, without_default_set
 def validation_has_data(
     validation: Any, train: dict[str, Any], period: int, at_start: bool, at_end: bool, spec: AlgorithmSpec
 ) -> Verdict:
-    """Requires validation data for the validations that the recipe asks for."""
+    """Requires validation data for the validations that the recipe asks for.
+
+    A class of the user's may have some, which is known once it has been called.
+    """
     asked = {"val_period": period, "val_at_start": at_start, "val_at_end": at_end}
     first = next((name for name, value in asked.items() if value), None)
-    if validation or splits_validation_data(train) or first is None:
+    if validation or splits_validation_data(train) or is_import_path(train["dataset_name"]) or first is None:
         return None
     return (
         f"is {show(validation)}, but {spec.name}.{first} is {show(asked[first])}; name validation data, set "

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from nemo_offload_rl import config
+from nemo_offload_rl.algorithms import sft
 from nemo_offload_rl.config.named_files import check_named_files
 from nemo_offload_rl.config.problems import RecipeError
 from nemo_offload_rl.data.errors import DataError
@@ -36,6 +37,10 @@ class Converted(Rows):
 
     def preprocessor(self, row):
         return talk(row["number"])
+
+class SplitsItself:
+    def __init__(self, **keys):
+        self.dataset, self.val_dataset = Dataset.from_list([talk(0), talk(1)]), Dataset.from_list([talk(2)])
 
 class Pairs:
     def __init__(self, **keys):
@@ -114,6 +119,16 @@ def test_rows_for_validation_may_be_of_a_class():
     )
     assert recipe.notes == []
     assert [problem.answer for problem in read_data(recipe.config["data"], 1)[1]] == ["0", "5"]
+
+
+def test_a_class_may_have_the_only_rows_for_validation():
+    own = ["data.validation=null", "sft.val_period=5"]
+    recipe = loaded("dataset_name: own_data.SplitsItself", *own)
+    assert [problem.answer for problem in read_data(recipe.config["data"], 1)[1]] == ["2"]
+    overrides = ["policy.train_global_batch_size=2", "policy.train_micro_batch_size=2"]
+    assert sft.prepare(loaded("dataset_name: own_data.SplitsItself", *own, *overrides).config).schedule.val_period == 5
+    with pytest.raises(DataError, match=r"no validation data, .* but the recipe validates \(val_period 5, "):
+        sft.prepare(loaded("dataset_name: own_data.Rows", *own, *overrides).config)
 
 
 def test_pairs_are_ranked_completions():

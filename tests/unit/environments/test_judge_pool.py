@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -36,8 +37,8 @@ serve(lambda: judge)
 def make_pool():
     pools = []
 
-    def make(num_workers=2, time_limit_s=30.0, code=JUDGE):
-        pools.append(JudgePool([sys.executable, "-c", code], num_workers, time_limit_s, os.environ))
+    def make(num_workers=2, time_limit_s=30.0, code=JUDGE, **options):
+        pools.append(JudgePool([sys.executable, "-c", code], num_workers, time_limit_s, os.environ, **options))
         return pools[-1]
 
     yield make
@@ -101,6 +102,27 @@ def test_a_process_that_cannot_start_ends_the_run_with_its_last_words(make_pool)
         make_pool(code="import no_such_module").judge([("1", "")])
     with pytest.raises(RewardError, match=r"did not start: it printed nothing and ended with exit status -?\d+$"):
         make_pool(code="").judge([("1", "")])
+    with pytest.raises(RewardError, match=r"did not start: it took longer than 0\.2 s$"):
+        make_pool(code="import time; time.sleep(60)", start_limit_s=0.2).judge([("1", "")])
+
+
+def test_ctrl_c_in_a_judge_that_hangs_ends_its_process_and_those_that_it_has_started(make_pool, tmp_path):
+    code = f"""
+import os, pathlib, signal, subprocess, time
+from nemo_offload_rl.environments.math_worker import serve
+
+def judge(response, answer):
+    child = subprocess.Popen(["sleep", "600"])
+    pathlib.Path({str(tmp_path / "pids")!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(600)
+
+serve(lambda: judge)
+"""
+    with pytest.raises(KeyboardInterrupt):
+        make_pool(num_workers=1, code=code).judge([("1", "")])
+    for pid in (tmp_path / "pids").read_text().split():
+        assert not Path(f"/proc/{pid}/exe").exists()
 
 
 def test_the_processes_end_with_the_pool_and_start_again(make_pool):

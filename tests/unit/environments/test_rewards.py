@@ -1,4 +1,5 @@
 import math
+import os
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -270,3 +271,13 @@ def test_a_python_function_that_hangs_costs_its_answers_alone(tmp_path, capfd):
         reward.judge_all([Case("7+8=", "raise", "15")])
     reward.shutdown()
     assert time.monotonic() - start < 15
+
+
+@pytest.mark.usefixtures("user_module")
+def test_a_module_that_only_the_driver_can_import_is_an_error_with_its_cause(tmp_path, monkeypatch):
+    check = "if os.environ['DRIVER'] != str(os.getpid()):\n    raise OSError('port taken')"
+    (tmp_path / "exclusive_rewards.py").write_text(f"import os\n{check}\ndef judge(*_): ...\n")
+    monkeypatch.setenv("DRIVER", str(os.getpid()))
+    reward = make_python_reward("exclusive_rewards:judge", num_workers=1, time_limit_s=5.0)
+    with pytest.raises(RewardError, match="'exclusive_rewards' cannot be imported: OSError: port taken"):
+        reward.judge_all([Case("7+8=", "15", "15")])

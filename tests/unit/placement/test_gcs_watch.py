@@ -1,6 +1,7 @@
 """Tests that the driver says so, and ends, when Ray's GCS is gone."""
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ray._common.network_utils import build_address
 
 from nemo_offload_rl.placement.gcs_watch import GcsWatch
 from nemo_offload_rl.run.failure_summary import gcs_failure
@@ -50,6 +52,33 @@ def test_a_gcs_that_is_stopped_after_the_run_is_no_failure(server):
         pass
     server.close()
     time.sleep(0.3)
+    assert said == []
+
+
+def test_a_gcs_with_an_ipv6_address_is_found():
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    said = []
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as listening:
+        address = build_address("::1", listening.getsockname()[1])
+        with GcsWatch(address, lambda: "gone", patience_s=0.05, period_s=0.05, end=said.append):
+            time.sleep(0.4)
+    assert said == []
+
+
+def test_a_driver_that_has_no_free_file_goes_on(server):
+    said, held = [], []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with GcsWatch(address_of(server), lambda: "gone", patience_s=0.05, period_s=0.05, end=said.append):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                held.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(200))
+            time.sleep(0.4)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for file in held:
+                os.close(file)
     assert said == []
 
 
