@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS, AlgorithmSpec
+from nemo_offload_rl.config.key_table.nemo_rl import OTHER_ALGORITHMS
 from nemo_offload_rl.config.keys.absent_keys import resolve_absent_keys
 from nemo_offload_rl.config.keys.model_overrides import move_model_overrides
 from nemo_offload_rl.config.keys.schema_problems import ABSENT, megatron_problems, schema_problems, value_at
@@ -27,7 +28,6 @@ from nemo_offload_rl.config.rules import ADAPTATIONS, NOTES, RULES, Rule
 from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, SECTION, SPEC, Conflict
 from nemo_offload_rl.config.rules.ignored import ignored_overrides
 from nemo_offload_rl.config.schema import MasterConfig
-from nemo_offload_rl.config.upstream.features import OTHER_ALGORITHMS
 from nemo_offload_rl.config.upstream.split import split_upstream_keys
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
 
