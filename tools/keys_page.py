@@ -15,7 +15,7 @@ import annotated_types
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.megatron_fields import SECTIONS
 from nemo_offload_rl.config.key_table.nemo_rl import OTHER_DATASETS
-from nemo_offload_rl.config.key_table.row import Kind
+from nemo_offload_rl.config.key_table.row import PASSES, Kind
 from nemo_offload_rl.config.key_table.table import rows_of
 from nemo_offload_rl.config.keys.tree import Key, key_comments, schema_keys
 from nemo_offload_rl.config.problems import show_choices
@@ -34,8 +34,16 @@ absence means.
 
 MEGATRON = """## Megatron's own fields
 
-`policy.megatron_cfg`, its `optimizer` and its `distributed_data_parallel_config` also take any field of the Megatron
-config that they stand for, by its own name, checked against the installed Megatron:
+`policy.megatron_cfg`, its `optimizer` and its `distributed_data_parallel_config` also take fields of the Megatron
+config that they stand for, by their own names, with the types of the installed Megatron:
+"""
+
+PASSING = """
+These fields pass; others are refused, unless `policy.unchecked_megatron_fields` is true. A test file shows the effect
+of the first ones, the next ones are constants that Megatron reads, and the last ones need what our machines lack:
+
+| field | test or meaning |
+|---|---|
 """
 
 FIXED = """
@@ -96,6 +104,7 @@ def page() -> str:
                 if "dataset_name" not in get_type_hints(typed_dict):  # whose kinds each name all of their keys
                     described.update(_all_bases(typed_dict))
     parts = [INTRO, *map(_contents, ALGORITHMS), *sections, MEGATRON, _megatron_sources()]
+    parts += [PASSING + _table(*PASSES, with_values=False)]
     parts += [FIXED + _table(Kind.FIXED), ON_CPU + _table(Kind.OFF_ON_CPU), SIZES + _table(Kind.UNKNOWN_SIZES)]
     parts += [NEMO_RL + _table(Kind.OFF_ONLY), WITHOUT + _table(Kind.NO_EFFECT, Kind.NOT_IN_USE, with_values=False)]
     parts += [OTHER + _table(Kind.OTHER_VALUE, with_values=False) + _other_datasets()]

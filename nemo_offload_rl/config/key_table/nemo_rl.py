@@ -226,16 +226,8 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
         Kind.NOT_IN_USE,
         "is for vLLM's asynchronous engine or its servers, which are not in use",
     ),
-    Row(
-        "policy.generation.vllm_cfg.use_tqdm",
-        Kind.NOT_IN_USE,
-        "engines have no terminal to draw a progress bar on",
-    ),
-    Row(
-        f"{_MEGATRON}.converter_type",
-        Kind.NO_EFFECT,
-        "the model's Hugging Face config determines its architecture",
-    ),
+    Row("policy.generation.vllm_cfg.use_tqdm", Kind.NOT_IN_USE, "engines have no terminal to draw a progress bar on"),
+    Row(f"{_MEGATRON}.converter_type", Kind.NO_EFFECT, "the model's Hugging Face config determines its architecture"),
     Row(
         f"{_MEGATRON}.defer_fp32_logits",
         Kind.NO_EFFECT,
@@ -247,11 +239,7 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
         Kind.NO_EFFECT,
         _ALWAYS_ON + "log-probs and loss of a packed row are computed in one pass",
     ),
-    Row(
-        f"{_MEGATRON}.force_reconvert_from_hf",
-        Kind.NOT_IN_USE,
-        "weights are always read from the Hugging Face files",
-    ),
+    Row(f"{_MEGATRON}.force_reconvert_from_hf", Kind.NOT_IN_USE, "weights are always read from the Hugging Face files"),
     Row(
         f"{_MEGATRON}.track_moe_metrics",
         Kind.NO_EFFECT,

@@ -8,13 +8,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, check_field, megatron_fields
 from nemo_offload_rl.config.key_table.nemo_rl import OTHER_ALGORITHMS, OTHER_DATASETS
-from nemo_offload_rl.config.key_table.row import Kind
+from nemo_offload_rl.config.key_table.row import PASSES, Kind
 from nemo_offload_rl.config.key_table.table import accepted_paths, nemo_rl_paths, row_of
 from nemo_offload_rl.config.keys.section_kinds import kinds_of, meaning_in_kind, unknown_in_kind
 from nemo_offload_rl.config.keys.tree import find_key, nearest_key, short_section
 from nemo_offload_rl.config.problems import Origin, is_number, nearest, show, show_choices
 from nemo_offload_rl.config.schema.value_types import TAGS
 from nemo_offload_rl.config.source.indentation import hint_at_level, hint_at_section, hint_at_value
+
+_UNCHECKED = "policy.unchecked_megatron_fields"
 
 WrittenAt = Callable[[str], Origin]
 
@@ -184,6 +186,23 @@ def megatron_problems(config: dict[str, Any], schema: type, written_at: WrittenA
                 yield path, wrong_type
             elif refusal:
                 yield path, refusal
+    if value_at(config, _UNCHECKED) is not True:
+        for path, value in unchecked_fields(config, schema):
+            yield (
+                path,
+                f"is a field of Megatron whose effect was not checked here (found {show(value)}); delete it, or set "
+                f"{_UNCHECKED} to true to pass it on as it is",
+            )
+
+
+def unchecked_fields(config: dict[str, Any], schema: type) -> Iterator[tuple[str, Any]]:
+    """Yields Megatron's fields that no key of the schema and no row of the table is about, and their values."""
+    for section in SECTIONS:
+        for name in megatron_fields(section):
+            path = f"{section}.{name}"
+            value = value_at(config, path)
+            if value is not ABSENT and row_of(path, Kind.FIXED, *PASSES) is None and find_key(schema, path) is None:
+                yield path, value
 
 
 def value_at(config: Mapping[str, Any], path: str) -> Any:
