@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.config.installed.transformers_source import causal_models, with_floats
-from nemo_offload_rl.hub import cache_only, folder_hint, why_missing
+from nemo_offload_rl.hub import cache_only, folder_hint, needs_code, why_missing
 
 _read_from_hub: set[str] = set()
 """Names of models whose configs this process has read from the hub, and which are now in the hub's cache."""
@@ -58,6 +58,11 @@ def _without_docstrings() -> Iterator[None]:
         setattr(module, _WRITER, write)
 
 
+def trusts_remote_code(policy: Mapping[str, Any]) -> bool:
+    """Returns whether code in the model's files may run; without the answer transformers asks on standard input."""
+    return policy.get("trust_remote_code") is True
+
+
 def hf_config(policy: Mapping[str, Any]) -> Any:
     """Returns the Hugging Face config of the policy's model.
 
@@ -89,7 +94,18 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
         name = policy["model_name"]
         try:
             with _readable_errors(f"The config of policy.model_name {name!r}"), _without_docstrings():
-                config = AutoConfig.from_pretrained(name, local_files_only=name in _read_from_hub or cache_only(name))
+                config = AutoConfig.from_pretrained(
+                    name,
+                    local_files_only=name in _read_from_hub or cache_only(name),
+                    trust_remote_code=trusts_remote_code(policy),
+                )
+        except ValueError as error:
+            if not needs_code(error):
+                raise
+            raise ValueError(
+                f"policy.model_name is {name!r}, whose config needs code of its own, which only runs with "
+                "policy.trust_remote_code: true; set it if you trust that code, or take another model."
+            ) from error
         except OSError as error:
             missing, detail = why_missing(name), ""
             if missing is None:  # the hub is reachable

@@ -45,6 +45,11 @@ def offline_if_hub_unreachable(name: str) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
+def needs_code(error: Exception) -> bool:
+    """Returns whether transformers raised an error because it may not run code of a repository or folder."""
+    return "trust_remote_code=True" in str(error)
+
+
 def go_offline() -> None:
     """Keeps the hub's library from contacting the hub from now on, in this process and in those that it starts."""
     from huggingface_hub import constants

@@ -1,14 +1,12 @@
 """Runs the residency engine in trainers that move each kind of state separately: `adopt(model, optimizer)`."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from nemo_offload_rl.adapters.state_access import guard_optimizer
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.numa import gpu_numa_node
 from nemo_offload_rl.memory.pinned import PinnedArena
@@ -27,7 +25,8 @@ class AdoptedState:
     has the GPU memory back, so that another process can take it. A move to "cuda" returns when parameters, and
     gradients of zeros, are ready for the current stream. The optimizer's `step`, `state_dict` and `load_state_dict`
     wait for its state, and raise while it is on the host; so do the methods of megatron-core's optimizers that save
-    and load parameter state. Moving state that is there already, or that this model does not have, is a no-op.
+    and load parameter state, and the model's `forward`, `state_dict` and `load_state_dict` for parameters. Moving state
+    that is there already, or that this model does not have, is a no-op.
 
     Args:
         engine: makes the moves.
@@ -151,8 +150,6 @@ def adopt(
     if arena is None:
         arena = PinnedArena(numa_node=_numa_node(next(chunks[0].parameters()).device), huge_pages=True)
     engine = attach(chunks, optimizer, arena, table=_table(offloaded))
-    guards = guard_optimizer(engine.residency, optimizer)
-    engine = dataclasses.replace(engine, hooks=[*engine.hooks, *guards])
     return AdoptedState(engine) if is_given else AdoptedState(engine, arena.close)
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.algorithms.losses import DPOLoss
+from nemo_offload_rl.algorithms.validation import evaluate_batches, in_batches
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loader import ProblemLoader
@@ -36,10 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PairBatchSizes:
-    """Counts the pairs of an optimizer step (over all ranks), of a training micro-batch, and of a validation one."""
+    """Counts the pairs of an optimizer step and of a validation batch (over all ranks), and of their micro-batches."""
 
     train_global: int
     train_micro: int
+    validation_global: int
     validation_micro: int
 
 
@@ -69,10 +71,11 @@ class DPO(Algorithm):
     ) -> None:
         super().__init__(policy, pairs, save_optimizer=save_optimizer)
         self._format = answer_format
-        self._validation = validation
+        self._validation_batches = [
+            pair_batch(answer_format, part) for part in in_batches(validation, batch_sizes.validation_global)
+        ]
         self._loss_fn = loss_fn
         self._batch_sizes = batch_sizes
-        self._validation_batch: BatchedData | None = None
 
     def step(self, step: int, timer: Timer) -> dict[str, float]:
         """Trains on the next global batch of pairs; see ``Algorithm``."""
@@ -89,14 +92,13 @@ class DPO(Algorithm):
 
         The first validation computes the pairs' reference log-probs, which never change.
         """
-        if not self._validation:
+        batches, mbs = self._validation_batches, self._batch_sizes.validation_micro
+        if not batches:
             return {}
-        mbs = self._batch_sizes.validation_micro
-        if self._validation_batch is None:
-            batch = pair_batch(self._format, self._validation)
-            self._add_reference_logprobs(batch, mbs)
-            self._validation_batch = batch
-        result = self._policy.evaluate(self._validation_batch, self._loss_fn, mbs=mbs)
+        for batch in batches:
+            if "reference_policy_logprobs" not in batch:
+                self._add_reference_logprobs(batch, mbs)
+        result = evaluate_batches(self._policy, batches, self._loss_fn, mbs=mbs, loss_is_mean_of="valid_seqs")
         means = result["metrics"]
         return {
             "validation/loss": result["loss"],
@@ -108,7 +110,7 @@ class DPO(Algorithm):
             "validation/rewards_margin_mean": means["rewards_margin_mean"],
             "validation/logprobs_chosen_mean": means["logprobs_chosen_mean"],
             "validation/logprobs_rejected_mean": means["logprobs_rejected_mean"],
-            "validation/num_overlong_pairs": float(num_left_out(self._validation_batch)),
+            "validation/num_overlong_pairs": float(sum(map(num_left_out, batches))),
         }
 
     def _add_reference_logprobs(self, batch: BatchedData, mbs: int) -> None:
@@ -125,7 +127,7 @@ def prepare(config: DPOMasterConfig) -> Preparation:
     section, data, policy_config = config["dpo"], config["data"], config["policy"]
     train, validation = read_pairs(data, section["seed"])
     train.require(policy_config["train_global_batch_size"], "policy.train_global_batch_size")
-    tokenizer = read_tokenizer(policy_config["tokenizer"])
+    tokenizer = read_tokenizer(policy_config["tokenizer"], trust_remote_code=policy_config["trust_remote_code"])
     answers = make_answer_format(data, tokenizer, policy_config)
     notes = [*padding_notes(answers), *check_rows(partial(check_pairs, answers), train.problems, validation)]
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
@@ -144,8 +146,7 @@ def prepare(config: DPOMasterConfig) -> Preparation:
             init_reference_model=spec.has_reference(config),
             group_size=spec.group_size,
         )
-        policy.wait_until_ready()
-        return DPO(
+        dpo = DPO(  # tokenizes the validation data while the ranks are built
             policy=policy,
             answer_format=answers,
             pairs=train,
@@ -154,9 +155,12 @@ def prepare(config: DPOMasterConfig) -> Preparation:
             batch_sizes=PairBatchSizes(
                 train_global=fitted_policy["train_global_batch_size"],
                 train_micro=fitted_policy["train_micro_batch_size"],
+                validation_global=section["val_global_batch_size"],
                 validation_micro=section["val_micro_batch_size"],
             ),
             save_optimizer=config["checkpointing"]["save_optimizer"],
         )
+        policy.wait_until_ready()
+        return dpo
 
     return Preparation(build, schedule, tokenizer, notes)

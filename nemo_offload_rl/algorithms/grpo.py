@@ -22,7 +22,8 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.problem import Conversation
-from nemo_offload_rl.environments import Judge, make_math_reward, make_reward
+from nemo_offload_rl.environments import Judge, make_math_reward, make_python_reward, make_reward
+from nemo_offload_rl.environments.rewards import PYTHON
 from nemo_offload_rl.generation.interface import GenerationInterface, SamplingParams
 from nemo_offload_rl.metrics.names import memory_metrics
 from nemo_offload_rl.metrics.samples import JudgedAnswer, best_and_worst
@@ -260,7 +261,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
     groups = GroupSettings(**fields_from(GroupSettings, section))
     larger = "" if groups.batch_multiplier == 1 else " x grpo.batch_multiplier"
     train.require(groups.prompts_per_batch, f"grpo.num_prompts_per_step{larger}")
-    tokenizer = read_tokenizer(policy_config["tokenizer"])
+    tokenizer = read_tokenizer(policy_config["tokenizer"], trust_remote_code=policy_config["trust_remote_code"])
     prompts = make_prompt_format(config["data"], tokenizer, policy_config)
     notes = [
         *padding_notes(prompts),
@@ -329,7 +330,11 @@ def _make_reward(config: GRPOMasterConfig) -> Judge:
     implementation = environment.get("math_verify_impl")
     if implementation is not None:
         return make_math_reward(implementation, environment["num_workers"], environment["time_limit_s"])
-    return make_reward(environment["reward"], environment.get("reward_function"))
+    if environment["reward"] == PYTHON:
+        return make_python_reward(
+            environment["reward_function"], environment["num_workers"], environment["time_limit_s"]
+        )
+    return make_reward(environment["reward"])
 
 
 def _make_advantages(section: GRPOConfig) -> GroupAdvantages:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.algorithms.validation import evaluate_batches, in_batches
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.problem import Conversation
@@ -40,10 +41,12 @@ class ValidationData:
 
     Attributes:
         problems: the validation problems; may be empty.
+        global_batch_size: rows of a batch, over all ranks.
         micro_batch_size: rows of one forward pass on a rank.
     """
 
     problems: Sequence[Conversation]
+    global_batch_size: int
     micro_batch_size: int
 
 
@@ -75,7 +78,10 @@ class SFT(Algorithm):
     ) -> None:
         super().__init__(policy, examples, save_optimizer=save_optimizer)
         self._batch = partial(example_batch, example_format, only_unmask_final=only_unmask_final)
-        self._validation = validation
+        self._validation_batches = [
+            self._batch(part) for part in in_batches(validation.problems, validation.global_batch_size)
+        ]
+        self._validation_mbs = validation.micro_batch_size
         self._loss_fn = NLLLoss()
         self._gbs = train_global_batch_size
         self._mbs = train_micro_batch_size
@@ -88,10 +94,15 @@ class SFT(Algorithm):
 
     def validate(self, step: int) -> dict[str, float]:
         """Returns the validation answers' loss per token, and the mean probability of a whole answer."""
-        if not self._validation.problems:
+        if not self._validation_batches:
             return {}
-        batch = self._batch(self._validation.problems)
-        result = self._policy.evaluate(batch, self._loss_fn, mbs=self._validation.micro_batch_size)
+        result = evaluate_batches(
+            self._policy,
+            self._validation_batches,
+            self._loss_fn,
+            mbs=self._validation_mbs,
+            loss_is_mean_of="valid_toks",
+        )
         return {
             "validation/val_loss": result["loss"],
             "validation/answer_probability": result["metrics"]["answer_probability"],
@@ -128,7 +139,7 @@ def prepare(config: SFTMasterConfig) -> Preparation:
     section, data, policy_config = config["sft"], config["data"], config["policy"]
     train, validation = read_data(data, section["seed"])
     train.require(policy_config["train_global_batch_size"], "policy.train_global_batch_size")
-    tokenizer = read_tokenizer(policy_config["tokenizer"])
+    tokenizer = read_tokenizer(policy_config["tokenizer"], trust_remote_code=policy_config["trust_remote_code"])
     examples = make_answer_format(data, tokenizer, policy_config)
     notes = [
         *padding_notes(examples),
@@ -142,13 +153,13 @@ def prepare(config: SFTMasterConfig) -> Preparation:
         from nemo_offload_rl.worker.group import PolicyWorkerGroup
 
         policy = PolicyWorkerGroup(fitted_policy, cluster, seed=section["seed"], init_reference_model=False)
-        policy.wait_until_ready()
-        return SFT(
+        sft = SFT(  # tokenizes the validation data while the ranks are built
             policy=policy,
             example_format=examples,
             examples=train,
             validation=ValidationData(
                 problems=validation[:num_validation],
+                global_batch_size=section["val_global_batch_size"],
                 micro_batch_size=section["val_micro_batch_size"],
             ),
             train_global_batch_size=fitted_policy["train_global_batch_size"],
@@ -156,5 +167,7 @@ def prepare(config: SFTMasterConfig) -> Preparation:
             only_unmask_final=section["only_unmask_final"],
             save_optimizer=config["checkpointing"]["save_optimizer"],
         )
+        policy.wait_until_ready()
+        return sft
 
     return Preparation(build, schedule, tokenizer, notes)

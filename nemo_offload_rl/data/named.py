@@ -132,7 +132,10 @@ def _hub_samples(name: str, dataset: NamedDataset, split: str, form: RowForm[Any
     path = dataset.hub_path
     try:
         with offline_if_hub_unreachable(path):
-            parts = [load_dataset(path, subset, split=split) for subset in dataset.subsets or (None,)]
+            parts = [
+                load_dataset(path, subset, split=split, trust_remote_code=False)
+                for subset in dataset.subsets or (None,)
+            ]
     except (DatasetsError, HfHubHTTPError, *DAMAGED) as error:
         in_root = "" if root is None else f", {root} has neither a folder {name} nor a file {name}.jsonl"
         reason = why_unreachable() or f"{type(error).__name__}: {str(error)[:200]}"

@@ -81,13 +81,15 @@ class PromptFormat:
 
         Raises:
             DataError: a row cannot be read, the chat template cannot render it, it has a word that the tokenizer has
-                no token for (if it cannot encode unknown words), or a token that the model does not have; names the
-                first such row.
+                no token for (if it cannot encode unknown words), or a token that the model does not have, or its prompt
+                is empty and is to be answered by the model; names the first such row.
         """
         vocabulary = ClosedVocabulary.of(self.tokenizer)
         unknown_word = (lambda text: None) if vocabulary is None else vocabulary.unknown_word
         end, num_checked = time.monotonic() + limit_s, 0
         for problem in problems:
+            if not with_answers:
+                _refuse_empty(problem)
             texts = {"prompt": "".join(text for text, _ in self._prompt_pieces(problem))}
             if with_answers:
                 texts["answer"] = self._rendered_answer(problem)
@@ -106,7 +108,13 @@ class PromptFormat:
         return num_checked
 
     def prompts(self, problems: Sequence[Conversation]) -> list[TokenizedProblem]:
-        """Returns the tokens that generation starts from; a prompt of exactly ``max_tokens`` does not fit."""
+        """Returns the tokens that generation starts from; a prompt of exactly ``max_tokens`` does not fit.
+
+        Raises:
+            DataError: a prompt is empty, or the chat template cannot render it.
+        """
+        for problem in problems:
+            _refuse_empty(problem)
         return [
             TokenizedProblem(ids[-self.max_tokens :], [], fits=len(ids) < self.max_tokens)
             for ids, _ in self._prompt_ids(problems)
@@ -232,6 +240,13 @@ class PromptFormat:
 
 def _turns(problem: Conversation) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in problem.context]
+
+
+def _refuse_empty(problem: Conversation) -> None:
+    if not problem.context[-1].content.strip():
+        raise DataError(
+            f"{_place(problem.where)}the prompt is empty, so there is nothing to answer: write it, or delete the row."
+        )
 
 
 def _rest(text: str, beginning: str, where: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.vocabulary import ClosedVocabulary, OutsideTokens
-from nemo_offload_rl.hub import cache_only, why_missing
+from nemo_offload_rl.hub import cache_only, needs_code, why_missing
 from nemo_offload_rl.storage.disk import system_error
 
 if TYPE_CHECKING:
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 ARITHMETIC = "arithmetic"
 
 
-def load_tokenizer(name: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+def load_tokenizer(
+    name: str, chat_template: str | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerFast:
     """Loads a tokenizer, and makes sure that it has an end-of-sequence and a padding token.
 
     Args:
         name: ``arithmetic``, a folder, or a name on the Hugging Face hub.
         chat_template: a Jinja template that replaces the tokenizer's own; None keeps its own, if it has one.
+        trust_remote_code: whether code in the tokenizer's files may run.
 
     Raises:
         DataError: no tokenizer can be loaded from ``name``, or it has no end-of-sequence token.
@@ -34,8 +37,15 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> PreTrainedTok
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=cache_only(name))
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, local_files_only=cache_only(name), trust_remote_code=trust_remote_code
+            )
         except (OSError, ValueError) as error:
+            if needs_code(error):
+                raise DataError(
+                    f"policy.tokenizer.name is {name!r}, which needs code of its own, which only runs with "
+                    "policy.trust_remote_code: true; set it if you trust that code, or take another tokenizer."
+                ) from error
             if (missing := why_missing(name)) is not None:
                 raise DataError(
                     f"policy.tokenizer.name is {name!r}, {missing}; give a folder with a tokenizer."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import tempfile
 import time
@@ -41,25 +42,41 @@ class JudgePool:
         num_workers: number of worker processes.
         time_limit_s: time limit for one answer, in seconds.
         environment: the processes' environment variables.
+        shows_errors: whether the processes' standard error is this process's; otherwise it is kept until they have
+            started, for the error if they do not.
     """
 
     def __init__(
-        self, command: Sequence[str], num_workers: int, time_limit_s: float, environment: Mapping[str, str]
+        self,
+        command: Sequence[str],
+        num_workers: int,
+        time_limit_s: float,
+        environment: Mapping[str, str],
+        *,
+        shows_errors: bool = False,
     ) -> None:
         self._command = command
         self._num_workers = num_workers
         self._time_limit_s = time_limit_s
         self._environment = environment
+        self._shows_errors = shows_errors
         self._workers: list[_Worker] = []
 
-    def judge(self, jobs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Judges pairs of a response and the known answer.
+    def judge(self, jobs: Sequence[Sequence[str]]) -> list[Verdict]:
+        """Judges jobs, each the texts of an answer, such as the response and the known answer.
 
         Raises:
-            RewardError: a process does not start.
+            RewardError: a process does not start, or its judge raises this; the processes have been ended.
         """
+        try:
+            return self._judge(jobs)
+        except RewardError:
+            self.shutdown()  # others still have jobs
+            raise
+
+    def _judge(self, jobs: Sequence[Sequence[str]]) -> list[Verdict]:
         while len(self._workers) < self._num_workers:
-            self._workers.append(_Worker(self._command, self._environment))
+            self._workers.append(self._new_worker())
         verdicts: dict[int, Verdict] = {}
         waiting = deque(range(len(jobs)))
         while len(verdicts) < len(jobs):
@@ -107,12 +124,17 @@ class JudgePool:
             self._replace(self._workers.index(worker))
             return
         reply = json.loads(said)
+        if "refused" in reply:
+            raise RewardError(reply["refused"])
         verdicts[number] = Verdict(0.0, reply["error"]) if "error" in reply else Verdict(float(reply["reward"]))
         worker.job = None
 
     def _replace(self, index: int) -> None:
         self._workers[index].end()
-        self._workers[index] = _Worker(self._command, self._environment)
+        self._workers[index] = self._new_worker()
+
+    def _new_worker(self) -> _Worker:
+        return _Worker(self._command, self._environment, self._shows_errors)
 
 
 class _Worker:
@@ -124,13 +146,13 @@ class _Worker:
         deadline: time by which it has to write output, in seconds of the monotonic clock.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], shows_errors: bool) -> None:
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._complaints,
+            stderr=None if shows_errors else self._complaints,
             env=environment,
             start_new_session=True,  # Ctrl-C is for the driver, which finishes its step
         )
@@ -151,7 +173,7 @@ class _Worker:
         """The file descriptor of the process's output."""
         return self._output.fileno()
 
-    def give(self, number: int, job: tuple[str, str], time_limit_s: float) -> bool:
+    def give(self, number: int, job: Sequence[str], time_limit_s: float) -> bool:
         """Sends the process a job; returns False if the process has ended."""
         try:
             self._input.write(json.dumps(job).encode() + b"\n")
@@ -181,8 +203,7 @@ class _Worker:
 
     def last_words(self) -> str:
         """Kills the process and returns the last line that it wrote to standard error."""
-        self._process.kill()
-        self._process.wait()
+        self._kill()
         self._complaints.seek(0)
         lines = self._complaints.read().decode(errors="replace").split("\n")
         said = [line for line in lines if line.strip()]
@@ -190,9 +211,14 @@ class _Worker:
 
     def end(self) -> None:
         """Kills the process and closes its files."""
-        self._process.kill()
-        self._process.wait()
+        self._kill()
         for file in (self._output, self._complaints):
             file.close()
         with suppress(BrokenPipeError):  # close() flushes input that the process has not read
             self._input.close()
+
+    def _kill(self) -> None:
+        """Kills the process and those that it has started; its session is its process group."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()

@@ -3,54 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import sys
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import nemo_offload_rl
 from nemo_offload_rl.environments import math_worker
 from nemo_offload_rl.environments.errors import RewardError
 from nemo_offload_rl.environments.judge_pool import JudgePool
-from nemo_offload_rl.environments.rewards import Case, Judgements
-
-logger = logging.getLogger(__name__)
-
-_SHOWN_REASONS = 3
+from nemo_offload_rl.environments.pooled_reward import PooledReward
 
 
-class MathReward:
-    """Judges responses against known answers; a response that cannot be judged gets reward 0 and is counted.
-
-    Args:
-        pool: the pool of worker processes.
-    """
-
-    def __init__(self, pool: JudgePool) -> None:
-        self._pool = pool
-
-    def judge_all(self, cases: Sequence[Case]) -> Judgements:
-        """Judges all cases and warns of those that could not be judged; see ``rewards.Judge``."""
-        verdicts = self._pool.judge([(case.response, case.answer) for case in cases])
-        failures = Counter(verdict.failure for verdict in verdicts if verdict.failure is not None)
-        if failures:
-            reasons = "; ".join(f"{count}: {reason}" for reason, count in failures.most_common(_SHOWN_REASONS))
-            logger.warning(
-                "%d of %d answers could not be judged, and got the reward 0 (%s).",
-                failures.total(),
-                len(cases),
-                reasons,
-            )
-        return Judgements([verdict.reward for verdict in verdicts], failures.total())
-
-    def shutdown(self) -> None:
-        """Ends the processes."""
-        self._pool.shutdown()
-
-
-def make_math_reward(implementation: str, num_workers: int, time_limit_s: float) -> MathReward:
+def make_math_reward(implementation: str, num_workers: int, time_limit_s: float) -> PooledReward:
     """Makes the reward that ``env.NAME.math_verify_impl`` names; its processes start with the first answers.
 
     Raises:
@@ -69,4 +33,5 @@ def make_math_reward(implementation: str, num_workers: int, time_limit_s: float)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     start = f"from {math_worker.__name__} import LOADERS, serve; serve(LOADERS[{implementation!r}])"
     command = [sys.executable, "-c", start]
-    return MathReward(JudgePool(command, num_workers, time_limit_s, environment))
+    pool = JudgePool(command, num_workers, time_limit_s, environment)
+    return PooledReward(pool, lambda case: (case.response, case.answer))

@@ -1,7 +1,7 @@
-"""Judges math answers in a separate process, so that a hang, crash or lack of memory does not harm the driver.
+"""Judges answers in a separate process, so that a hang, crash or lack of memory does not harm the driver.
 
-The process reads one job per line, `[response, answer]` in JSON, and writes a line for each: `{"reward": R}` or
-`{"error": TEXT}`.
+The process reads one job per line, a list of texts in JSON, and writes a line for each: `{"reward": R}`, `{"error":
+TEXT}` if the answer could not be judged, or `{"refused": TEXT}` if the run must end.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from nemo_offload_rl.environments.dapo_math import dapo_math_verify
+from nemo_offload_rl.environments.errors import RewardError
 
 READY = b"ready\n"
 _PR_SET_PDEATHSIG = 1
@@ -72,21 +73,42 @@ LOADERS: Mapping[str, Callable[[], MathJudge]] = MappingProxyType(
 )
 
 
-def serve(load: Callable[[], MathJudge]) -> None:
-    """Judges jobs from standard input until its end; discards what a judge prints."""
+def serve(
+    load: Callable[[], Callable[..., float]], *, max_memory_bytes: int | None = _MAX_MEMORY_BYTES, silent: bool = True
+) -> None:
+    """Judges jobs from standard input until its end.
+
+    Args:
+        load: makes the judge, which is called with the texts of a job.
+        max_memory_bytes: limit of the process's address space; None for no limit of its own.
+        silent: whether what a judge prints is discarded; otherwise it goes to standard error.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # dies with the driver, even if it hangs
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = _MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MAX_MEMORY_BYTES)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    judge = load()
-    with os.fdopen(os.dup(1), "wb", buffering=0) as replies, open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
+    if max_memory_bytes is not None:
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = max_memory_bytes if hard == resource.RLIM_INFINITY else min(hard, max_memory_bytes)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    with (
+        os.fdopen(os.dup(0), "rb") as jobs,
+        os.fdopen(os.dup(1), "wb", buffering=0) as replies,
+        open(os.devnull, "r+b") as nowhere,
+    ):
+        os.dup2(nowhere.fileno(), 0)  # a judge may read standard input, too
+        os.dup2(2, 1)
+        judge = load()
+        if silent:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
         replies.write(READY)
-        for line in sys.stdin.buffer:
-            response, answer = json.loads(line)
-            try:
-                reply: dict[str, float | str] = {"reward": judge(response, answer)}
-            except Exception as error:  # noqa: BLE001 - sympy raises anything; the driver counts the answer
-                reply = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
-            replies.write(json.dumps(reply).encode() + b"\n")
+        for line in jobs:
+            replies.write(json.dumps(_reply(judge, json.loads(line))).encode() + b"\n")
+            sys.stdout.flush()
+
+
+def _reply(judge: Callable[..., float], job: Sequence[str]) -> dict[str, float | str]:
+    try:
+        return {"reward": judge(*job)}
+    except RewardError as error:
+        return {"refused": str(error)}
+    except Exception as error:  # noqa: BLE001 - sympy raises anything; the driver counts the answer
+        return {"error": f"{type(error).__name__}: {str(error)[:200]}"}

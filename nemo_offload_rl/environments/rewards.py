@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import reprlib
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
+from numbers import Real
 from types import MappingProxyType
 from typing import Protocol
 
@@ -120,13 +120,25 @@ class Reward:
             reward = self.function(response, answer)
         except Exception as error:  # a user's function may raise anything
             raise RewardError(f"The reward function {self.name} failed {case}: {_cause(error)}.") from error
-        if not isinstance(reward, int | float):
+        number = _number(reward)
+        if number is None:
             wanted = "a number"
-        elif not abs(reward) <= _LARGEST:  # also true for NaN, and for integers too large for a float
+        elif not abs(number) <= _LARGEST:  # also true for NaN
             wanted = f"a finite number of at most {_LARGEST:.1e} in size"
         else:
-            return float(reward)
+            return number
         raise RewardError(f"The reward function {self.name} must return {wanted}, found {_shortened(reward)} {case}.")
+
+
+def _number(value: object) -> float | None:
+    """Returns a number of Python's or NumPy's types as a float, infinity if it is too large; None for other values."""
+    numpy = sys.modules.get("numpy")  # imported by whoever made a scalar of it
+    if not isinstance(value, Real) and (numpy is None or not isinstance(value, numpy.bool_)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return inf
 
 
 def _cause(error: Exception) -> str:
@@ -137,41 +149,12 @@ def _cause(error: Exception) -> str:
     return f"{message.rstrip('.')} ({line.filename}, line {line.lineno})"
 
 
-def make_reward(kind: str, reward_function: str | None = None) -> Reward:
-    """Returns the reward that a recipe names.
-
-    Args:
-        kind: a key of ``REWARDS``, or ``python``.
-        reward_function: with ``python``: ``package.module:function``, found on the Python path or in the folder that
-            the run was started from. Only the driver process calls it, with the response and the answer.
-
-    Returns:
-        The reward under its name: the kind, or the function's path.
+def make_reward(kind: str) -> Reward:
+    """Returns the reward of ``REWARDS`` that a recipe names.
 
     Raises:
-        RewardError: the reward is not known, or the function cannot be imported.
+        RewardError: the reward is not known.
     """
-    if kind == PYTHON:
-        return _import_reward(reward_function)
     if kind not in REWARDS:
         raise RewardError(f"env.NAME.reward must be one of {', '.join([*REWARDS, PYTHON])}, found {kind!r}.")
-    if reward_function is not None:
-        raise RewardError(f"env.NAME.reward_function needs env.NAME.reward: python, found {kind!r}.")
     return Reward(kind, REWARDS[kind])
-
-
-def _import_reward(path: str | None) -> Reward:
-    module_name, _, function_name = (path or "").partition(":")
-    if not module_name or not function_name:
-        raise RewardError(f"env.NAME.reward_function must be 'package.module:function', found {path!r}.")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything
-        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        raise RewardError(f"env.NAME.reward_function: {module_name!r} cannot be imported: {reason}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise RewardError(f"env.NAME.reward_function: {module_name!r} has no function {function_name!r}.")
-    return Reward(f"{module_name}:{function_name}", function)

@@ -18,6 +18,7 @@ def build_model(
     hf_config: Mapping[str, Any] | None,
     precision: str,
     hf_config_overrides: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Builds a model on the host with uninitialized weights.
 
@@ -26,6 +27,7 @@ def build_model(
         hf_config: A Hugging Face configuration as a mapping, with its `model_type`; None takes `model_name`'s.
         precision: "float32", "bfloat16" or "float16".
         hf_config_overrides: Fields of the configuration to override.
+        trust_remote_code: Whether code in the files of `model_name` may run.
 
     Raises:
         ValueError: If the precision is unknown, or for the reasons of `nemo_offload_rl.hf_config.hf_config`, which the
@@ -33,10 +35,17 @@ def build_model(
     """
     if precision not in _DTYPES:
         raise ValueError(f"policy.precision is {precision!r}; generation supports {', '.join(_DTYPES)}.")
-    policy = {"model_name": model_name, "hf_config": hf_config, "hf_config_overrides": hf_config_overrides or {}}
+    policy = {
+        "model_name": model_name,
+        "hf_config": hf_config,
+        "hf_config_overrides": hf_config_overrides or {},
+        "trust_remote_code": trust_remote_code,
+    }
     config = read_hf_config(policy)
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=_DTYPES[precision], attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=trust_remote_code, dtype=_DTYPES[precision], attn_implementation="sdpa"
+        )
     model.tie_weights()
     return model.eval().requires_grad_(False)
 

@@ -10,6 +10,7 @@ import ray
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
 from nemo_offload_rl.generation.stop_strings import needs_tokenizer
+from nemo_offload_rl.hf_config import trusts_remote_code
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
@@ -49,7 +50,9 @@ class GeneratorActor(WeightLoader):
             generation_batch_size=generation_batch_size,
             max_sequence_length=max_sequence_length,
             has_weights=False,
-            tokenizer=None if tokenizer_name is None else fast_tokenizer(load_tokenizer(tokenizer_name)),
+            tokenizer=None
+            if tokenizer_name is None
+            else fast_tokenizer(load_tokenizer(tokenizer_name, trust_remote_code=model["trust_remote_code"])),
         )
 
     def load_weights(self, bucket: WeightBucket) -> float:
@@ -81,6 +84,7 @@ class TransformersGeneration(ActorEngines):
         generation_batch_size: int,
         max_sequence_length: int,
         tokenizer_name: str | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         """Starts to build every replica and returns at once; `wait_until_ready`, or the first call, waits for them.
 
@@ -94,6 +98,7 @@ class TransformersGeneration(ActorEngines):
             generation_batch_size: Largest number of rows in one batch of a replica.
             max_sequence_length: Largest number of tokens of a prompt and its continuation together.
             tokenizer_name: `policy.tokenizer.name`, for stop strings and bad words; None if the recipe has neither.
+            trust_remote_code: `policy.trust_remote_code`.
         """
         has_node = len(bundles_by_engine[0]) == cluster.engine_bundles_per_node
         num_threads = cluster.threads_per_node if has_node else cluster.threads_per_engine_bundle
@@ -115,6 +120,7 @@ class TransformersGeneration(ActorEngines):
             "hf_config": hf_config,
             "hf_config_overrides": hf_config_overrides,
             "precision": precision,
+            "trust_remote_code": trust_remote_code,
         }
         build_refs = [
             one.actor.build.remote(
@@ -152,6 +158,7 @@ def _start(
         generation_batch_size=policy_config["generation_batch_size"],
         max_sequence_length=policy_config["max_total_sequence_length"],
         tokenizer_name=policy_config["tokenizer"]["name"] if needs_tokenizer(policy_config) else None,
+        trust_remote_code=trusts_remote_code(policy_config),
     )
 
 

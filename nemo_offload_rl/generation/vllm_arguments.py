@@ -8,6 +8,7 @@ from nemo_offload_rl.config.megatron.device_split import engine_devices, engine_
 from nemo_offload_rl.generation.interface import GenerationRequest
 from nemo_offload_rl.generation.sampling import row_seed
 from nemo_offload_rl.generation.stop_strings import needs_tokenizer
+from nemo_offload_rl.hf_config import trusts_remote_code
 
 WORKER_EXTENSION = "nemo_offload_rl.generation.vllm_worker.RefitExtension"
 
@@ -62,6 +63,7 @@ def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = 
     replicas, has_one_gpu = engine_replicas(section), engine_devices(section) == 1
     arguments: dict[str, Any] = {
         "model": str(folder),
+        "trust_remote_code": trusts_remote_code(policy),
         "skip_tokenizer_init": not needs_tokenizer(policy),
         "load_format": "dummy",
         "dtype": section["precision"],

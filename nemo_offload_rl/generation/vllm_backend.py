@@ -141,12 +141,13 @@ class VllmActor(WeightLoader):
     def _write_model_folder(self, policy: Mapping[str, Any]) -> None:
         """Writes what vLLM reads, now and later, to a folder: the config and, if it needs one, the tokenizer."""
         from nemo_offload_rl.data.tokenizer import load_tokenizer, save_tokenizer
-        from nemo_offload_rl.hf_config import hf_config
+        from nemo_offload_rl.hf_config import hf_config, trusts_remote_code
 
         self._folder = tempfile.TemporaryDirectory()
         hf_config(policy).save_pretrained(self._folder.name)
         if needs_tokenizer(policy):
-            save_tokenizer(load_tokenizer(policy["tokenizer"]["name"]), Path(self._folder.name))
+            tokenizer = load_tokenizer(policy["tokenizer"]["name"], trust_remote_code=trusts_remote_code(policy))
+            save_tokenizer(tokenizer, Path(self._folder.name))
 
     def _join(self, meeting: Meeting, rank: int, num_processes: int) -> None:
         """Joins the engine's process group, which vLLM then uses; its own would listen on every interface."""

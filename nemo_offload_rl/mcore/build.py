@@ -217,7 +217,7 @@ def _init_random_weights(bridge: Any, chunks: list[Any], *, seed: int) -> list[A
     device = _device_for_whole_model(bridge.hf_pretrained)
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), device:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(bridge.hf_pretrained)
+        model = AutoModelForCausalLM.from_config(bridge.hf_pretrained, trust_remote_code=False)
     load_weights(bridge, chunks, as_in_files(model, model.state_dict()))
     del model
     gc.collect()  # cycles in the bridge keep the last weights: 2.3 GiB of an 8 B model, before host memory is pinned
@@ -236,7 +236,7 @@ def _device_for_whole_model(hf_config: Any) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
+        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
     model_bytes = sum(parameter.nbytes for parameter in model.parameters())
     device = torch.device("cuda", torch.cuda.current_device())
     fits = model_bytes <= torch.cuda.get_device_properties(device).total_memory / 4

@@ -3,25 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_offload_rl.config.megatron.one_rank import on_one_rank
 from nemo_offload_rl.model_check.twin import ROW_LENGTH
 
-# Keys of megatron_cfg that only set where and when something is computed, or that have no counterpart in transformers:
-# token dropping, router losses. Each gets this value, or is removed if the value is None.
+# More keys of megatron_cfg that only set where and when something is computed, or that have no counterpart in
+# transformers: token dropping, router losses. Each gets this value, or is removed if the value is None.
 _ALONE: Mapping[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-    "sequence_parallel": False,
-    "num_layers_in_first_pipeline_stage": None,
-    "num_layers_in_last_pipeline_stage": None,
-    "account_for_embedding_in_pipeline_split": None,
-    "account_for_loss_in_pipeline_split": None,
-    "pipeline_model_parallel_layout": None,
-    "overlap_p2p_comm": None,
-    "batch_p2p_comm": None,
     "activation_checkpointing": False,
     "freeze_moe_router": False,
     "fine_grained_activation_offloading": False,
@@ -37,10 +24,6 @@ _ALONE: Mapping[str, Any] = {
     "moe_expert_capacity_factor": None,
     "moe_pad_expert_input_to_capacity": None,
     "moe_token_drop_policy": None,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_enable_deepep": None,
-    "moe_flex_dispatcher_backend": None,
-    "moe_shared_expert_overlap": None,
     "env_vars": None,
     "checkpoint": None,
     "optimizer": None,
@@ -59,7 +42,7 @@ def alone(policy: Mapping[str, Any], twin: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         A section from which `mcore.model.model_config` builds a model, in float32.
     """
-    run: Mapping[str, Any] = policy["megatron_cfg"]
+    run = on_one_rank(policy["megatron_cfg"])
     megatron = {key: value for key, value in run.items() if key not in _ALONE}
     megatron |= {key: value for key, value in _ALONE.items() if value is not None}
     frequency = megatron.get("moe_layer_freq")

@@ -8,7 +8,7 @@ from typing import Any, Self
 from nemo_offload_rl.model_check import cache
 from nemo_offload_rl.model_check.alone import alone
 from nemo_offload_rl.model_check.flags import changed_flags, show_flags
-from nemo_offload_rl.model_check.process import CheckProcess, CheckTimeoutError, ModelCheckError
+from nemo_offload_rl.model_check.process import TIMEOUT_S, CheckProcess, CheckTimeoutError, ModelCheckError
 from nemo_offload_rl.model_check.result import CheckResult, describe, refusal
 from nemo_offload_rl.model_check.twin import TwinlessError, twin_config
 
@@ -19,6 +19,9 @@ class ModelCheck:
     """Checks one model in the background while the `with` block of this context manager runs.
 
     If the block raises an error that is not meant for users, the check's result comes first: it may explain the error.
+
+    Attributes:
+        level: the level at which the message of `finish` is to be logged.
     """
 
     def __init__(self, policy: Mapping[str, Any], hf_config: Any, *, device: str) -> None:
@@ -33,6 +36,7 @@ class ModelCheck:
             ModelCheckError: a cached result says that Megatron computes the model wrongly.
             TwinlessError: no small twin can be made of the model's Hugging Face config.
         """
+        self.level = logging.INFO
         self._config = hf_config
         self._skips = policy["skip_model_check"]
         self._known: CheckResult | None = None
@@ -46,8 +50,8 @@ class ModelCheck:
         if self._known is not None and not self._skips:
             self._refuse_wrong(self._known)
 
-    def finish(self) -> str:
-        """Waits for the result.
+    def finish(self, timeout_s: float = TIMEOUT_S) -> str:
+        """Waits for the result; without one within `timeout_s`, the model is not checked.
 
         Returns:
             The message for the user.
@@ -58,15 +62,17 @@ class ModelCheck:
         result = self._known
         if self._process is not None:
             try:
-                result = self._process.result()
+                result = self._process.result(timeout_s)
             except CheckTimeoutError as error:
-                return f"The model was not checked against transformers: {error}."
+                self.level = logging.WARNING
+                return f"The model was not checked against transformers: {error}. The run goes on."
             except ModelCheckError as error:
                 raise ModelCheckError(f"{error}; policy.skip_model_check: true trains without the check") from error
             cache.write(self._key, result)
         if result is None:
             return "The model was not checked against transformers: policy.skip_model_check is true."
         if self._skips and not result.is_right:
+            self.level = logging.WARNING
             return f"The model is trained although Megatron's results differ from transformers': {describe(result)}."
         self._refuse_wrong(result)
         return f"Megatron's results for the model agree with transformers': {describe(result)}."

@@ -8,7 +8,7 @@ import sysconfig
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import nemo_offload_rl
 from nemo_offload_rl.model_check.result import CheckResult
@@ -42,12 +42,15 @@ class CheckProcess:
         Args:
             policy: a recipe's policy section; all values must be JSON-serializable.
         """
-        # A file, since a pipe that nothing reads could fill up; `close` closes it.
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        # Files, since a pipe that nothing reads could fill up, and stop the process; `close` closes them.
+        self._output, self._errors = (
+            tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+            for _ in range(2)
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-m", __package__, REQUEST_ON_STDIN],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=self._output,
             stderr=self._errors,
             env=_environment(),
             text=True,
@@ -72,15 +75,13 @@ class CheckProcess:
         except subprocess.TimeoutExpired as error:
             self.close()
             raise CheckTimeoutError(f"it did not finish within {timeout_s:.0f} s") from error
-        assert self._process.stdout is not None
-        answer, status = self._process.stdout.read(), self._process.returncode
-        self._errors.seek(0)
-        said = self._errors.read().strip().splitlines()
+        status = self._process.returncode
+        printed, said = (_lines(file) for file in (self._output, self._errors))
         self.close()
-        if status:
+        if status or not printed:
             last = said[-1] if said else "it printed nothing"
             raise ModelCheckError(f"The check of the model failed with status {status}: {last}")
-        found = json.loads(answer)
+        found = json.loads(printed[-1])  # libraries may have printed before
         if "error" in found:
             raise ModelCheckError(found["error"])
         return CheckResult.from_json(found)
@@ -89,12 +90,17 @@ class CheckProcess:
         """Ends the process if it is still running; safe to call twice."""
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._errors):
+        for stream in (self._process.stdin, self._output, self._errors):
             if stream is not None:
                 try:
                     stream.close()
                 except BrokenPipeError:  # data that the process never read
                     continue
+
+
+def _lines(file: IO[str]) -> list[str]:
+    file.seek(0)
+    return file.read().strip().splitlines()
 
 
 def _environment() -> dict[str, str]:

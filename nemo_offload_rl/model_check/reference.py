@@ -63,7 +63,9 @@ def reference_of(config: Any, data: BatchedData, *, seed: int) -> Reference:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False, dtype=torch.float32, attn_implementation="eager"
+        )
         _randomize(model)
     weights = {name: tensor.clone() for name, tensor in as_in_files(model, model.state_dict()).items()}
     model.eval()

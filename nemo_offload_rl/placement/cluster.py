@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from nemo_offload_rl.placement.gcs_watch import GcsWatch
 from nemo_offload_rl.placement.local_ray import disconnect_and_kill, handlers_kept, object_store_options
 from nemo_offload_rl.placement.node_watch import NodeLostError, NodeWatch
 from nemo_offload_rl.placement.nodes import (
@@ -45,6 +46,8 @@ WORKER_SHARE = ENGINE_SHARE = 0.5
 # CPUs that a rank's bundle requests from Ray without GPUs, so low that any number of ranks fits on a small machine.
 _CPUS_PER_RANK_WITHOUT_GPU = 0.02
 _PLACEMENT_TIMEOUT_S = 60
+_GCS_PATIENCE_S = 10.0
+_GCS_RESTART_S = 50.0
 _EXIT_TIMEOUT_S = 15
 _ANSWER_TIMEOUT_S = 5.0
 _LOOK_PERIOD_S = 0.5
@@ -202,6 +205,13 @@ class Cluster:
             ask: Whether to query the node now, such as after another rank has failed; may take some seconds.
         """
         return None if self._watch is None else self._watch.loss_of(self.node_of(rank), ask=ask)
+
+    def gcs_watch(self, message: Callable[[str], str]) -> GcsWatch:
+        """Returns a watch that ends this process once Ray's GCS is gone; `message` says so, given its address."""
+        address = ray.get_runtime_context().gcs_address
+        # That of a joined cluster may be restarted by those who run it; Ray waits 60 s for that.
+        patience_s = _GCS_RESTART_S if self._reaper is None else _GCS_PATIENCE_S
+        return GcsWatch(address, lambda: message(address), patience_s=patience_s)
 
     def node_name(self, rank: int) -> str | None:
         """Returns the name of a rank's node for messages; None if all ranks are on one node."""

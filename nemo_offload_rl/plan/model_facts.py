@@ -92,6 +92,7 @@ def shard_facts(
                 num_frozen_params=_count(frozen),
                 param_size=DTYPE_BYTES[policy["precision"]],
                 grad_size=_grad_size(policy),
+                local_grad_size=4 if _local_patterns(policy) else 0,
                 num_optimizer_params=num_optimizer_params,
                 optimizer_size=optimizer_size(policy),
                 has_reference=has_reference,
@@ -159,19 +160,29 @@ def _grad_size(policy: Mapping[str, Any]) -> int:
     return 4 if in_fp32 else DTYPE_BYTES[policy["precision"]]
 
 
+def _local_patterns(policy: Mapping[str, Any]) -> list[str]:
+    """Returns patterns of the parameters whose gradients are accumulated in fp32 beside the gradient buffer.
+
+    Names of parameters are not known here, so that the plan counts all of them as soon as there is a pattern.
+    """
+    ddp = policy["megatron_cfg"]["distributed_data_parallel_config"]
+    key = "param_name_patterns_for_fp32_local_accumulation"
+    return list(ddp[key] or ()) if key in ddp else []
+
+
 def fp32_grad_bytes(policy: Mapping[str, Any], facts: ShardFacts) -> int:
     """Returns the bytes of the fp32 copies of bf16 gradients that the optimizer step allocates on the GPU.
 
     megatron-core copies the gradients of a rank's whole shard, whether its state is resident, streamed or on the CPU;
-    the precision-aware optimizer copies none. Parameters that are stepped on the GPU beside the CPU optimizer always
-    have fp32 copies.
+    the precision-aware optimizer copies none, and none are copied that are accumulated in fp32. Parameters that are
+    stepped on the GPU beside the CPU optimizer always have fp32 copies.
 
     Args:
         policy: the recipe's `policy` section.
         facts: the sizes of the rank's shard.
     """
     section = policy["megatron_cfg"]["optimizer"]
-    if facts.grad_size == 4:
+    if facts.grad_size == 4 or {"all", "*"} & set(_local_patterns(policy)):
         return 0
     if not section["use_precision_aware_optimizer"]:
         return 4 * facts.num_optimizer_params

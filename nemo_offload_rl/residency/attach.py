@@ -14,8 +14,9 @@ from nemo_offload_rl.memory.gpu_range import RangeMaker, make_range
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.residency.context import DEFAULT_OPTIONS, Options, TargetContext
+from nemo_offload_rl.residency.guards import guard
 from nemo_offload_rl.residency.metrics import Meter
-from nemo_offload_rl.residency.optimizer_state import OptimizerState, stepped_optimizers
+from nemo_offload_rl.residency.optimizer_state import OptimizerState
 from nemo_offload_rl.residency.params_and_grads import Params
 from nemo_offload_rl.residency.reference_weights import ReferenceWeights
 from nemo_offload_rl.residency.residency import Residency
@@ -75,6 +76,9 @@ class Engine:
     def checkpoint_reader(self, lent: set[int] | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns a function that reads tensors where their data is, on CPU or GPU, for instance to save a checkpoint.
 
+        Until the next move or step, `state_dict` of the model and the optimizer then returns tensors to read by it,
+        also while their data is away.
+
         Args:
             lent: is filled with the data addresses of the returned host tensors of optimizer state, whose contents
                 `residency.lend` can keep unchanged. With it, optimizer state that is leaving the GPU is not waited for:
@@ -100,6 +104,8 @@ class Engine:
             name for name in host_targets if name is Target.OPTIMIZER_STATE and self.residency.where(name) is _HOST
         }
 
+        self.residency.allow_access_in_place(self.targets)
+
         def read(tensor: torch.Tensor) -> torch.Tensor:
             for name, target in host_targets.items():
                 if (view := target.host_view(tensor)) is not None:
@@ -119,10 +125,17 @@ class Engine:
 
     @contextlib.contextmanager
     def streamed_state_on_host(self) -> Iterator[None]:
-        """Expose streamed masters and state as CPU tensors inside the context, to load a checkpoint into them."""
+        """Expose streamed masters and state as CPU tensors inside the context, to save them or to load a checkpoint."""
         state = self.targets.get(Target.OPTIMIZER_STATE)
-        with state.on_host() if isinstance(state, StreamedState) else contextlib.nullcontext():
+        if not isinstance(state, StreamedState):
             yield
+            return
+        with state.on_host():
+            self.residency.allow_access_in_place([Target.OPTIMIZER_STATE])
+            try:
+                yield
+            finally:
+                self.residency.end_access_in_place(Target.OPTIMIZER_STATE)
 
     def prefetch_streamed_state(self) -> None:
         """Prefetch the first chunks of streamed optimizer state before the step, such as during a backward pass."""
@@ -133,24 +146,28 @@ class Engine:
     def adopt_new_tensors(self) -> None:
         """Move tensors that got memory outside of ranges into ranges, such as state that a checkpoint replaced.
 
-        This happens anyway when the state leaves the GPU; until then both the tensors and the ranges take memory.
+        This happens anyway when the state leaves the GPU; until then both the tensors and the ranges take memory. It
+        waits for state that is coming back.
 
         Raises:
+            ResidencyError: state is not on the GPU, so that its ranges have no memory.
             MemoryError: the host has no room.
             torch.OutOfMemoryError: the GPU has none.
         """
-        for target in self.targets.values():
-            if isinstance(target, (OptimizerState, Params)):
-                target.adopt_new_tensors()
+        housed = [(name, one) for name, one in self.targets.items() if isinstance(one, (OptimizerState, Params))]
+        for name, _ in housed:
+            self.residency.require(name)
+        for _, target in housed:
+            target.adopt_new_tensors()
 
     def close(self) -> None:
         """Free all memory; model and optimizer must not be used afterwards. The caller closes the arena."""
-        for remove in self.hooks:
-            remove()
         with preserve_first_error(), contextlib.ExitStack() as stack:  # each of them, even if others raise
             for target in self.targets.values():
                 stack.callback(target.close)
             stack.callback(self.context.mover.close)
+            for remove in self.hooks:
+                stack.callback(remove)
 
 
 def attach(
@@ -196,7 +213,7 @@ def attach(
         residency = context.residency
         undo.pop_all()
     meter.give_back_cache()  # the last target's old memory
-    engine = Engine(context, _guard(residency, model, optimizer))
+    engine = Engine(context, guard(residency, model, optimizer))
     sizes = ", ".join(f"{target} {nbytes / GIB:.2f} GiB" for target, nbytes in engine.nbytes().items())
     logger.info("residency: %s; set up in %.2f s", sizes, time.perf_counter() - start)
     return engine
@@ -213,22 +230,3 @@ def needed_host_bytes(
     """Return the bytes of the arena that `attach` with these arguments will take for each target; takes none itself."""
     context = TargetContext(model, optimizer, arena, table, options)
     return {target: kind.host_bytes(context) for target, kind in TARGETS.items()}
-
-
-def _guard(residency: Residency, model: Sequence[torch.nn.Module], optimizer: Any | None) -> list[Callable[[], None]]:
-    """Makes forward passes require the params, and optimizer steps their state; returns functions that undo this.
-
-    These hooks wait for moves that are still under way, and a use in the wrong phase raises an error instead of an
-    illegal memory access.
-    """
-
-    def before_forward(*_: object) -> None:
-        residency.require(Target.PARAMS)
-
-    def before_step(*_: object) -> None:
-        residency.require(Target.OPTIMIZER_STATE)
-
-    hooks = [chunk.register_forward_pre_hook(before_forward) for chunk in model]
-    if optimizer is not None:
-        hooks += [inner.register_step_pre_hook(before_step) for inner in stepped_optimizers(optimizer)]
-    return [hook.remove for hook in hooks]

@@ -33,8 +33,8 @@ def estimate_param_bytes(facts: ShardFacts) -> int:
 
 
 def estimate_grad_bytes(facts: ShardFacts) -> int:
-    """Returns the bytes of a rank's gradient buffers."""
-    return facts.num_params * facts.grad_size
+    """Returns the bytes of a rank's gradient buffers, and of fp32 gradients beside them."""
+    return facts.num_params * (facts.grad_size + facts.local_grad_size)
 
 
 def ddp_buffers(model: Sequence[torch.nn.Module]) -> Iterator[Any]:
@@ -75,13 +75,16 @@ def _named_tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def grad_entries(model: Sequence[torch.nn.Module]) -> list[BufferEntry]:
-    """Returns the entries of a model's gradient buffers."""
-    storages = {buffer.grad_data.data_ptr(): buffer.grad_data.untyped_storage() for buffer in ddp_buffers(model)}
-    views = tensors_by_storage(storages.values())
-    return [
-        BufferEntry(f"gradient buffer {number}", storage, views[storage.data_ptr()])
-        for number, storage in enumerate(storages.values())
+    """Returns the entries of a model's gradient buffers, and of its fp32 gradients that are accumulated beside them."""
+    buffers = list(ddp_buffers(model))
+    named = [(f"gradient buffer {number}", buffer.grad_data) for number, buffer in enumerate(buffers)]
+    named += [  # of param_name_patterns_for_fp32_local_accumulation
+        (f"fp32 gradient {index} of gradient buffer {number}", grad)
+        for number, buffer in enumerate(buffers)
+        for index, grad in enumerate(getattr(buffer, "extra_main_grads", ()))
     ]
+    found = {grad.data_ptr(): (name, grad.untyped_storage()) for name, grad in named}
+    return _with_views(list(found.values()))
 
 
 def tensors_by_storage(storages: Iterable[torch.UntypedStorage]) -> dict[int, list[torch.Tensor]]:
@@ -90,8 +93,23 @@ def tensors_by_storage(storages: Iterable[torch.UntypedStorage]) -> dict[int, li
     megatron-core keeps views of a DDP buffer in parameters, `main_grad`, buckets and optimizer groups; the garbage
     collector knows all of them, and those of future versions. Storages are compared, and not addresses: new memory may
     get the address that a tensor of a closed engine still has.
+
+    Objects that `gc.freeze` has hidden, as vLLM does in its process, are unfrozen if views are missing: the collector
+    does not list them.
     """
     storages = list(storages)
+    found = _listed_by_storage(storages)
+    # One use is of `storage`; others that were not found are of graphs, or of frozen tensors.
+    is_missing = any(torch._C._storage_Use_Count(one._cdata) > len(found[one.data_ptr()]) + 1 for one in storages)
+    if is_missing and (num_frozen := gc.get_freeze_count()):
+        # Not frozen again: reference cycles that have come since would never be freed.
+        logger.info("the garbage collector's %d frozen objects are unfrozen to find views of the model", num_frozen)
+        gc.unfreeze()
+        found = _listed_by_storage(storages)
+    return found
+
+
+def _listed_by_storage(storages: Sequence[torch.UntypedStorage]) -> dict[int, list[torch.Tensor]]:
     found: dict[int, list[torch.Tensor]] = {storage.data_ptr(): [] for storage in storages}
     address_of = {storage._cdata: storage.data_ptr() for storage in storages}
     for candidate in gc.get_objects():

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 import torch
 
@@ -63,6 +63,7 @@ class Residency:
         self._room = dict(room or {})
         self._generator_bytes = generator_bytes
         self._check = check
+        self._in_place: set[Target] = set()
         self._lent: dict[Target, Callable[[], None]] = {}
         self._gave_cache_back = False  # since the last phase was entered
         self.phase: Phase | None = None
@@ -108,7 +109,8 @@ class Residency:
         """Move single targets and leave the others where they are, for trainers that move each kind of state alone.
 
         It copies and waits as `enter` does, and metrics count the moves in the phase that was entered last (train
-        before the first). `wait_until_released` waits for the memory of targets that leave the GPU.
+        before the first). `wait_until_released` waits for the memory of targets that leave the GPU. Targets are dropped
+        only when the others have moved: if one that comes to the GPU needs their memory, drop them in an earlier call.
 
         Args:
             placements: the new placement of each target; with `Placement.UNCHANGED` it stays.
@@ -199,6 +201,7 @@ class Residency:
             NoRoomError: the GPU has no memory for it; it is on the host, unharmed.
         """
         self._check()
+        self.end_access_in_place(target)
         if self._where[target] not in _ON_GPU:
             phase = f"in phase {self.phase}" if self.phase else "now"
             raise ResidencyError(
@@ -206,6 +209,35 @@ class Residency:
                 "the GPU first (residency.enter; prepare_for_training or prepare_for_lp_inference of the worker)."
             )
         self._wait(target, hold=True)
+
+    def require_contents(self, target: Target) -> None:
+        """Does what `require` does, for code that reads or writes a target's tensors itself.
+
+        Raises:
+            ResidencyError: also if the target is streamed, since its tensors then hold no values; nothing is raised
+                while `allow_access_in_place` lasts.
+        """
+        if target in self._in_place:
+            self._check()
+            return
+        if Placement.STREAMED in self._targets[target].placements:
+            raise ResidencyError(
+                f"{target} is streamed from the host, so its tensors hold no values here; access them inside of `with "
+                "engine.streamed_state_on_host():`, or read each by the function that engine.checkpoint_reader() "
+                "returns."
+            )
+        self.require(target)
+
+    def allow_access_in_place(self, targets: Iterable[Target]) -> None:
+        """Let `require_contents` of targets pass wherever they are: the caller knows how to access them there.
+
+        It lasts until they move or are required on the GPU, or until `end_access_in_place`.
+        """
+        self._in_place.update(targets)
+
+    def end_access_in_place(self, target: Target) -> None:
+        """End `allow_access_in_place` for a target."""
+        self._in_place.discard(target)
 
     def wait_until_released(self, *, without: Container[Target] = ()) -> None:
         """Waits until all targets that leave the GPU, but those in `without`, have released their memory."""
@@ -232,8 +264,13 @@ class Residency:
         }
 
     def _move(self, goals: Mapping[Target, Placement], phase: Phase) -> bool:
-        """Start the moves, those to the host first, and wait for targets without a lazy wait."""
-        order = sorted(goals, key=lambda target: goals[target] in _ON_GPU)
+        """Start the moves, those to the host first, and wait for targets without a lazy wait.
+
+        Targets are dropped last, since their contents do not come back if another target cannot move.
+        """
+        order = sorted(
+            (target for target in goals if goals[target] is not Placement.DROPPED), key=lambda t: goals[t] in _ON_GPU
+        )
         sources = {target: self._where[target] for target in order}
         done: list[Target] = []
         try:
@@ -246,7 +283,10 @@ class Residency:
         except NoRoomError:
             self._roll_back({target: sources[target] for target in reversed(done)}, phase)
             raise
-        return bool(order)
+        for target in goals:
+            if goals[target] is Placement.DROPPED:
+                self._start(target, Placement.DROPPED, phase)
+        return bool(goals)
 
     def _start(self, target: Target, placement: Placement, phase: Phase) -> None:
         # A target that is offloaded again before its first use must have arrived first: hence `hold`.
@@ -258,6 +298,7 @@ class Residency:
         source = self._where[target]
         if source is placement:
             return
+        self.end_access_in_place(target)
         if placement is not Placement.GPU and target in self._lent:
             self._lent.pop(target)()
         with self._explain_errors(target, placement, phase):

@@ -110,3 +110,5 @@ class ShardFacts:
     cpu_optimizer_gpu_size: int = 0
     """Bytes of the optimizer state of such an element that are on the GPU nevertheless, and move: 4 where megatron-core
     has fp32 masters of its own, else 0."""
+    local_grad_size: int = 0
+    """Beside the gradient buffer: 4 where gradients are accumulated in fp32 and reduced in another type, else 0."""

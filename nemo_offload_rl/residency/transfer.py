@@ -172,6 +172,8 @@ class Transfer:
 class Mover:
     """Moves backed ranges between a device and the host; a helper thread makes the moves in the order of the calls.
 
+    Another thread drops ranges, so that their memory is free before long copies that began earlier end.
+
     Args:
         device: the GPU; or the CPU, where the same moves are made between two places of host memory.
         arena: holds the ranges' host memory; provides staging buffers for segments that are not page-locked.
@@ -188,6 +190,7 @@ class Mover:
         self._staging_lock = threading.Lock()  # the helper thread and a swap of weights may both use it
         self._out, self._back = CopyStream(device), CopyStream(device)
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="residency")
+        self._dropper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="residency drop")
 
     def check(self) -> None:
         """Run `checks`, which raise once state is invalid."""
@@ -301,7 +304,7 @@ class Mover:
                 for index in range(len(backed.range.chunks)):
                     backed.range.unmap(index)
 
-        return self._transfer(0, drop)
+        return self._transfer(0, drop, self._dropper)  # not behind the helper thread's copies
 
     def take(self, backed_ranges: Sequence[BackedRange]) -> Transfer:
         """Map every chunk; its contents are undefined."""
@@ -313,15 +316,18 @@ class Mover:
         return self._transfer(0, take)
 
     def close(self) -> None:
-        """End the helper thread when it is done, and free the staging buffers; a second call does nothing."""
+        """End the threads when they are done, and free the staging buffers; a second call does nothing."""
         self._helper.shutdown(wait=True)
+        self._dropper.shutdown(wait=True)
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.close()
 
-    def _transfer(self, nbytes: int, job: Callable[[], _Span | None]) -> Transfer:
+    def _transfer(
+        self, nbytes: int, job: Callable[[], _Span | None], thread: ThreadPoolExecutor | None = None
+    ) -> Transfer:
         self.check()
-        return Transfer(self.device, nbytes, self._helper.submit(job), self.check)
+        return Transfer(self.device, nbytes, (thread or self._helper).submit(job), self.check)
 
     def _queued(self, nbytes: int, span: _Span) -> Transfer:
         helper: Future[_Span | None] = Future()

@@ -1,4 +1,4 @@
-"""Makes the last line that a failed run prints: what failed, why, and what to do."""
+"""Makes the last lines that a failed run prints: what failed, why, and what to do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ray.exceptions import OutOfMemoryError, RayError
 
 from nemo_offload_rl.generation.interface import GenerationError
 from nemo_offload_rl.placement.node_watch import NodeLostError
+from nemo_offload_rl.run.interrupt import Progress
 from nemo_offload_rl.worker.errors import WorkerError
 
 _NODE_HAS_DIED = "its node has died"  # in the text of Ray's error, which has no type of its own for this
@@ -25,6 +26,16 @@ def add_failure_summary(error: WorkerError | GenerationError, logs_folder: Path 
     place = logs_folder or "Ray's session folder on their node (/tmp/ray/session_latest/logs, unless Ray has another)"
     error.add_note(f"The output of the workers is in {place}.")
     error.add_note(f"The run failed: {_who(error)} failed in {error.verb}: {_reason(error.cause)}")
+
+
+def gcs_failure(address: str, progress: Progress) -> str:
+    """Returns what to say when Ray's GCS is gone, with what is lost and where the run goes on."""
+    return (
+        f"The run failed: Ray's GCS, its central process (gcs_server at {address}), has ended or cannot be reached: it "
+        "was killed (by the kernel, if the host ran out of memory, which dmesg then shows; by a scheduler; by a user), "
+        "or its machine or the network has failed. Without it Ray ends the processes of all ranks and engines. "
+        f"{progress}"
+    )
 
 
 def _who(error: WorkerError | GenerationError) -> str:

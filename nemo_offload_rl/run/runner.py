@@ -122,7 +122,7 @@ def _attempt(
     from nemo_offload_rl.data.errors import DataError
     from nemo_offload_rl.environments import RewardError
     from nemo_offload_rl.generation.interface import GenerationError
-    from nemo_offload_rl.run.failure_summary import add_failure_summary
+    from nemo_offload_rl.run.failure_summary import add_failure_summary, gcs_failure
     from nemo_offload_rl.run.job import Session
     from nemo_offload_rl.run.train_loop import StopReason
     from nemo_offload_rl.storage.disk import DiskFullError
@@ -141,6 +141,7 @@ def _attempt(
                 return EXIT_WRONG_RECIPE
             _print_error(errors, interrupt.progress)
             return EXIT_FAILED
+        stack.enter_context(cluster.gcs_watch(lambda address: gcs_failure(address, interrupt.progress)))
         stack.callback(interrupt.close)
         try:
             *before, job = jobs

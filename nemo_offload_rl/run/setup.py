@@ -233,15 +233,19 @@ def check_rows[Sample](
     return notes
 
 
-def read_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
+def read_tokenizer(config: TokenizerConfig, *, trust_remote_code: bool = False) -> PreTrainedTokenizerFast:
     """Returns the recipe's tokenizer, with the recipe's chat template, if it has one.
 
     Values of the key mean the same as in NeMo-RL (nemo_rl/algorithms/utils.py, `get_tokenizer`).
 
+    Args:
+        config: the section `policy.tokenizer`.
+        trust_remote_code: `policy.trust_remote_code`.
+
     Raises:
-        DataError: the template's file cannot be read.
+        DataError: the tokenizer cannot be loaded, or the template's file cannot be read.
     """
-    tokenizer = load_tokenizer(config["name"])
+    tokenizer = load_tokenizer(config["name"], trust_remote_code=trust_remote_code)
     if "chat_template" not in config or is_default_template(config["chat_template"]):
         return tokenizer
     template = config["chat_template"]

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -17,7 +17,7 @@ from nemo_offload_rl.worker.wire import WireBatch
 
 
 class WorkerActor:
-    """Builds a worker in its own process and runs its methods by name."""
+    """Builds a worker in its own process and calls functions with it."""
 
     def __init__(self) -> None:
         ignore_ending_signals()
@@ -70,18 +70,19 @@ class WorkerActor:
         """Returns the records that this rank has logged since the last call."""
         return self._log.take()
 
-    def call_after(self, verb: str, arguments: Sequence[Any], *_: Any) -> None:
-        """Run `worker.verb(*arguments)` once Ray has resolved the further arguments; later calls wait for it."""
-        getattr(self._worker, verb)(*arguments)
+    def call_after(self, function: Callable[[Any, None], Any], *_: Any) -> None:
+        """Call a function with the worker once Ray has resolved the further arguments; later calls wait for it."""
+        function(self._worker, None)
 
-    def call(self, verb: str, arguments: Sequence[Any], shard: WireBatch | None, *, wants_result: bool) -> Any:
-        """Run `worker.verb(*arguments)`, or `worker.verb(shard, *arguments)` where there is a shard of a batch.
+    def call(
+        self, function: Callable[[Any, BatchedData | None], Any], shard: WireBatch | None, *, wants_result: bool
+    ) -> Any:
+        """Call a function with the worker and, if there is one, the shard of a batch.
 
         Returns:
             The result, a batch as a `WireBatch`; None without `wants_result`.
         """
-        arguments = arguments if shard is None else (shard.unpack(), *arguments)
-        result = getattr(self._worker, verb)(*arguments)
+        result = function(self._worker, None if shard is None else shard.unpack())
         if not wants_result:
             return None
         return WireBatch.pack(result) if isinstance(result, BatchedData) else result

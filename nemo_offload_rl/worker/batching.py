@@ -1,6 +1,6 @@
 """Cuts a rank's rows into micro-batches, with the same number and padding on all data-parallel ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,7 @@ class MicroBatcher:
         self._row_tokens = {} if self._packing is None else _row_tokens(self._packing)
         self._device = device
         self._interleaved = _interleaved(config["megatron_cfg"])
+        self._has_stages = config["megatron_cfg"]["pipeline_model_parallel_size"] > 1
 
     def cut(
         self,
@@ -53,6 +54,9 @@ class MicroBatcher:
         fixed_shapes: bool = False,
     ) -> tuple[list[MicroBatch], list[list[int]] | None]:
         """Return the micro-batches of this rank's rows and, if packed, the row indices in each; collective.
+
+        Padded rows are as long as the longest of their micro-batch on all data-parallel ranks, which experts are
+        spread over. Pipeline stages exchange tensors of one shape, so with them as long as the longest of all.
 
         Virtual pipeline stages take only certain numbers of micro-batches. Packed rows are split to reach one; a
         forward-only pass may end in micro-batches of filler rows, for which there are no indices.
@@ -67,16 +71,20 @@ class MicroBatcher:
         Raises:
             ValueError: virtual stages cannot train on so few samples, or a sequence is too long, for a packed row, too.
         """
-        longest = self._common(int(data["input_lengths"].max()))
-        length = padded_length(longest, self._divisible_by, self._limit)
-        if fixed_shapes and self._packing is None:
-            length = round_up(self._limit, self._divisible_by)
-        data = with_length(data, length)
         if self._packing is None:
-            on_device = data.to(self._device)  # one copy of each field, not of each cut
-            padded = padded_microbatches(on_device, mbs * data.group_size)
+            size = mbs * data.group_size
+            lengths = self._padded_lengths(data["input_lengths"].split(size))
+            if fixed_shapes:
+                lengths = [round_up(self._limit, self._divisible_by)] * len(lengths)
+            elif self._has_stages:
+                lengths = [max(lengths)] * len(lengths)
+            on_device = with_length(data, max(lengths)).to(self._device)  # one copy of each field, not of each cut
+            padded = padded_microbatches(on_device, size, lengths)
             number = self._num_scheduled(len(padded), most=len(padded), forward_only=forward_only)
             return with_filler(padded, number), None
+        (longest,) = self._common([int(data["input_lengths"].max())])
+        length = padded_length(longest, self._divisible_by, self._limit)
+        data = with_length(data, length)
         row_tokens = self._row_tokens[tokens_key]
         if data.group_size == 1:
             # Eager rows may be longer by their padding; those of captured graphs have one shape.
@@ -84,7 +92,8 @@ class MicroBatcher:
         lengths = [padded_length(n, self._divisible_by, length) for n in data["input_lengths"].tolist()]
         bins = pack_bins(lengths, row_tokens, group_size=data.group_size)
         num_samples = data.size // data.group_size
-        number = self._num_scheduled(self._common(len(bins)), most=num_samples, forward_only=forward_only)
+        (most_bins,) = self._common([len(bins)])
+        number = self._num_scheduled(most_bins, most=num_samples, forward_only=forward_only)
         if (num_bins := min(number, num_samples)) > len(bins):
             bins = pack_bins(lengths, row_tokens, min_bins=num_bins, group_size=data.group_size)
         if self._largest_first:
@@ -112,13 +121,18 @@ class MicroBatcher:
             )
         return number
 
-    def _common(self, value: int) -> int:
-        """Returns the largest of the data-parallel ranks' values."""
+    def _padded_lengths(self, parts: Sequence[torch.Tensor]) -> list[int]:
+        """Returns the length that each part's rows are padded to, from the tokens of its rows; equal on all ranks."""
+        longest = self._common([int(lengths.max()) for lengths in parts])
+        return [padded_length(tokens, self._divisible_by, self._limit) for tokens in longest]
+
+    def _common(self, values: list[int]) -> list[int]:
+        """Returns the largest of the data-parallel ranks' values, one by one."""
         if parallel.mpu.get_data_parallel_world_size() == 1:
-            return value  # reading an all-reduce's result would wait for all queued GPU work
-        held = torch.tensor([value], device=self._device)
+            return values  # reading an all-reduce's result would wait for all queued GPU work
+        held = torch.tensor(values, device=self._device)
         torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX, group=parallel.mpu.get_data_parallel_group())
-        return int(held.item())
+        return held.tolist()
 
 
 def _interleaved(cfg: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -31,5 +31,6 @@ class CheckedPolicyWorker(MegatronPolicyWorker):
         with ModelCheck(config, copy.deepcopy(model), device=device) as check, ExitStack() as undo:
             super().__init__(config, rank=rank, local_rank=local_rank, hf_config=model, **arguments)
             undo.callback(self.shutdown)
-            logger.info(check.finish())
+            message = check.finish()
+            logger.log(check.level, "%s", message)
             undo.pop_all()

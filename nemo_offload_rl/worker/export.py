@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from nemo_offload_rl.config import for_machine
+from nemo_offload_rl.config.megatron.one_rank import on_one_rank
 from nemo_offload_rl.hf_config import GENERATION_CONFIG_FILE, hf_config
 from nemo_offload_rl.mcore.weights.export import HF_CONFIG_DIR
 from nemo_offload_rl.plan.planner import worker_plan
@@ -33,16 +34,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     policy = config["policy"]
     policy["hf_config"] = source.hf_config
     policy["hf_config_overrides"] = {}
-    policy["megatron_cfg"] |= {
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": 1,
-        "num_layers_in_first_pipeline_stage": None,
-        "num_layers_in_last_pipeline_stage": None,
-        "sequence_parallel": False,
-    }
+    policy["megatron_cfg"] = on_one_rank(policy["megatron_cfg"])
     worker = MegatronPolicyWorker(
         policy,
         plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=1, init_optimizer=False),

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 from ray.exceptions import RayError
@@ -28,8 +28,16 @@ from nemo_offload_rl.worker.errors import WorkerError, cause_of, worker_error
 from nemo_offload_rl.worker.gather import gather, is_disk_full
 from nemo_offload_rl.worker.rank_log import relay
 from nemo_offload_rl.worker.rank_metrics import worst_of_ranks
-from nemo_offload_rl.worker.sharding import require_parallel_sizes_fit, shard_for_inference, shard_for_training
+from nemo_offload_rl.worker.sharding import (
+    InferenceShards,
+    require_parallel_sizes_fit,
+    shard_for_inference,
+    shard_for_training,
+)
 from nemo_offload_rl.worker.wire import WireBatch
+
+if TYPE_CHECKING:  # it imports megatron-core, which the driver does not need
+    from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +63,19 @@ class _Layout:
         for rank, coordinates in enumerate(self.parallel_ranks):
             lowest.setdefault(coordinates["dp_rank"], rank)
         return [lowest[dp_rank] for dp_rank in range(self.dp_size)]
+
+
+Call = Callable[["MegatronPolicyWorker", Any], Any]
+"""Calls one method of a worker, with the rank's shard of a batch, or None; sent to the ranks with all it refers to."""
+
+
+def _verb_of(call: Call) -> str:
+    """Returns the name of the method that a lambda of this module calls: the first name in it."""
+    return call.__code__.co_names[0]
+
+
+def _gathered(shards: InferenceShards, results: Sequence[WireBatch]) -> BatchedData:
+    return shards.gather([result.unpack() for result in results])
 
 
 class PolicyWorkerGroup:
@@ -157,7 +178,7 @@ class PolicyWorkerGroup:
             WorkerError: If a rank failed.
         """
         shards = shard_for_training(data, gbs=gbs, mbs=mbs, dp_size=self._built().dp_size)
-        return self._run("train", [loss_fn, gbs, mbs], shards)[0]
+        return self._run(lambda worker, shard: worker.train(shard, loss_fn, gbs, mbs), shards)[0]
 
     def evaluate(self, data: BatchedData, loss_fn: LossFunction, mbs: int) -> dict[str, Any]:
         """Return loss and metrics of a global batch of any size, forward only: {"loss":, "metrics": {}}.
@@ -168,15 +189,21 @@ class PolicyWorkerGroup:
         if "sample_mask" not in data:
             raise ValueError(f"evaluate needs the column sample_mask, found {', '.join(data) or 'none'}; add it.")
         shards = shard_for_inference(data, mbs=mbs, dp_size=self._built().dp_size)
-        return self._run("evaluate", [loss_fn, shards.mbs], shards.shards)[0]
+        size = shards.mbs  # not the shards, of which each rank gets its own
+        return self._run(lambda worker, shard: worker.evaluate(shard, loss_fn, size), shards.shards)[0]
 
     def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         """Return log-probs of a global batch of any size under the policy: {"logprobs": float32 [B, S]}."""
-        return self._infer("get_logprobs", data, mbs)
+        shards = self._shard_for_logprobs(data, mbs)
+        size = shards.mbs
+        return _gathered(shards, self._run(lambda worker, shard: worker.get_logprobs(shard, size), shards.shards))
 
     def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         """Return log-probs under the initial weights: {"reference_logprobs": float32 [B, S]}."""
-        return self._infer("get_reference_policy_logprobs", data, mbs)
+        shards = self._shard_for_logprobs(data, mbs)
+        size = shards.mbs
+        results = self._run(lambda worker, shard: worker.get_reference_policy_logprobs(shard, size), shards.shards)
+        return _gathered(shards, results)
 
     def start_return(self, after: Sequence[Any], *, logprobs: bool) -> None:
         """Start to bring state back to the GPU, and return at once; the next verb raises errors of these moves.
@@ -187,19 +214,21 @@ class PolicyWorkerGroup:
         """
         self._built()
         self._collect_started()
-        self._started = [actor.call_after.remote("start_return", [logprobs], *after) for actor in self._actors]
+        self._started = [
+            actor.call_after.remote(lambda worker, _: worker.start_return(logprobs), *after) for actor in self._actors
+        ]
 
     def offload_before_refit(self) -> None:
         """Move everything off the GPU that a refit does not need."""
-        self._run("offload_before_refit")
+        self._run(lambda worker, _: worker.offload_before_refit())
 
     def offload_after_refit(self, *, wait: bool = True) -> None:
         """Offload state for generation; without `wait` generation must have the memory that it needs already."""
-        self._run("offload_after_refit", [wait])
+        self._run(lambda worker, _: worker.offload_after_refit(wait))
 
     def prepare_refit_info(self, transport: RefitTransport) -> ExportPlan:
         """Connect each rank to a transport and return what each refit will send through it."""
-        return self._run("prepare_refit_info", [transport])[0]
+        return self._run(lambda worker, _: worker.prepare_refit_info(transport))[0]
 
     def send_weights(self) -> dict[str, int]:
         """Export the weights on all ranks and send them, each rank the part that its transport asks for.
@@ -207,7 +236,7 @@ class PolicyWorkerGroup:
         Returns:
             The checksums of the sent weights, by name; empty if the transport does not verify.
         """
-        return merge_checksums(self._run("send_weights", from_all_ranks=True))
+        return merge_checksums(self._run(lambda worker, _: worker.send_weights(), from_all_ranks=True))
 
     def save_checkpoint(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
         """Write a checkpoint, each rank its part.
@@ -219,7 +248,7 @@ class PolicyWorkerGroup:
             DiskFullError: There is no space; the ranks can go on.
             WorkerError: If a rank failed.
         """
-        return self._run("save_checkpoint", [folder, save_optimizer])[0]
+        return self._run(lambda worker, _: worker.save_checkpoint(folder, save_optimizer))[0]
 
     def start_checkpoint(self, folder: str, save_optimizer: bool) -> None:
         """Snapshot the current state for a checkpoint, which each rank writes while other verbs run.
@@ -228,23 +257,27 @@ class PolicyWorkerGroup:
             DiskFullError: There is no space; no checkpoint is under way, and the ranks can go on.
             WorkerError: If a rank failed.
         """
-        self._run("start_checkpoint", [folder, save_optimizer])
+        self._run(lambda worker, _: worker.start_checkpoint(folder, save_optimizer))
 
     def is_checkpoint_written(self) -> bool:
         """Returns whether all ranks have written their files of the checkpoint under way."""
-        return all(self._run("is_checkpoint_written", from_all_ranks=True))
+        return all(self._run(lambda worker, _: worker.is_checkpoint_written(), from_all_ranks=True))
 
     def finish_checkpoint(self) -> dict[str, FileSum]:
         """Wait for the checkpoint under way and complete it, with the results and errors of `save_checkpoint`."""
-        return self._run("finish_checkpoint")[0]
+        return self._run(lambda worker, _: worker.finish_checkpoint())[0]
 
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
         """Returns what is wrong with a checkpoint's files, one line each; one rank reads each file."""
-        return [line for lines in self._run("find_damage", [folder, files], from_all_ranks=True) for line in lines]
+        return [
+            line
+            for lines in self._run(lambda worker, _: worker.find_damage(folder, files), from_all_ranks=True)
+            for line in lines
+        ]
 
     def load_checkpoint(self, folder: str, num_skipped: int = 0, num_train_calls: int | None = None) -> None:
         """Read a checkpoint, each rank its part; see `MegatronPolicyWorker.load_checkpoint`."""
-        self._run("load_checkpoint", [folder, num_skipped, num_train_calls])
+        self._run(lambda worker, _: worker.load_checkpoint(folder, num_skipped, num_train_calls))
 
     def export_hf(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder.
@@ -253,29 +286,29 @@ class PolicyWorkerGroup:
             DiskFullError: There is no space; the ranks can go on.
             WorkerError: If a rank failed.
         """
-        self._run("export_hf", [folder])
+        self._run(lambda worker, _: worker.export_hf(folder))
 
     def memory_stats(self) -> dict[str, float]:
         """Returns memory in GiB, for each quantity the largest value of any rank."""
-        return largest_of(self._run("memory_stats", from_all_ranks=True))
+        return largest_of(self._run(lambda worker, _: worker.memory_stats(), from_all_ranks=True))
 
     def residency_metrics(self) -> dict[str, float]:
         """Returns metrics of the moves between GPU and host since the last call, each the worst rank's value.
 
         The names are those of `residency.metrics.Meter.take_metrics`.
         """
-        metrics = worst_of_ranks(self._run("residency_metrics", from_all_ranks=True))
+        metrics = worst_of_ranks(self._run(lambda worker, _: worker.residency_metrics(), from_all_ranks=True))
         relay(self._actors)
         return metrics
 
     def flop_model(self) -> FlopModel | None:
         """Returns the model's FLOP model; None for a model family, or a config field, that it does not cover."""
-        model: FlopModel | None = self._run("flop_model")[0]
+        model: FlopModel | None = self._run(lambda worker, _: worker.flop_model())[0]
         return model
 
     def gpu_names(self) -> list[str]:
         """Returns the name of each rank's GPU; "cpu" without one."""
-        return self._run("gpu_name", from_all_ranks=True)
+        return self._run(lambda worker, _: worker.gpu_name(), from_all_ranks=True)
 
     # ---- lifecycle
 
@@ -297,7 +330,10 @@ class PolicyWorkerGroup:
         if not self._actors:
             return
         if self._layout is not None:
-            refs = [actor.call.remote("shutdown", [], None, wants_result=False) for actor in self._actors]
+            refs = [
+                actor.call.remote(lambda worker, _: worker.shutdown(), None, wants_result=False)
+                for actor in self._actors
+            ]
             done, late = ray.wait(refs, num_returns=len(refs), timeout=_SHUTDOWN_TIMEOUT_S)
             for ref in done:
                 try:
@@ -320,21 +356,23 @@ class PolicyWorkerGroup:
 
     # ---- internals
 
-    def _infer(self, verb: str, data: BatchedData, mbs: int) -> BatchedData:
+    def _shard_for_logprobs(self, data: BatchedData, mbs: int) -> InferenceShards:
         read = BatchedData({name: data[name] for name in LOGPROB_COLUMNS}).in_groups(data.group_size)
-        shards = shard_for_inference(read, mbs=mbs, dp_size=self._built().dp_size)
-        results: list[WireBatch] = self._run(verb, [shards.mbs], shards.shards)
-        return shards.gather([result.unpack() for result in results])
+        return shard_for_inference(read, mbs=mbs, dp_size=self._built().dp_size)
 
     def _run(
         self,
-        verb: str,
-        arguments: Sequence[Any] = (),
+        call: Call,
         shards: Sequence[BatchedData] | None = None,
         *,
         from_all_ranks: bool = False,
     ) -> list[Any]:
-        """Run a verb on all ranks; ranks of one data-parallel rank get the same shard.
+        """Calls a method of the workers on all ranks; ranks of one data-parallel rank get the same shard.
+
+        Args:
+            call: calls it with the worker and the rank's shard; what it refers to is sent to every rank.
+            shards: a part of a batch for each data-parallel rank; None for a method without one.
+            from_all_ranks: whether the results of all ranks are returned.
 
         Returns:
             The results of one rank per data-parallel rank, in data-parallel order, or of all ranks.
@@ -344,15 +382,14 @@ class PolicyWorkerGroup:
         reporting = list(range(len(self._actors))) if from_all_ranks else layout.reporting_ranks
         refs = [
             actor.call.remote(
-                verb,
-                list(arguments),
+                call,
                 None if shard_refs is None else shard_refs[layout.parallel_ranks[rank]["dp_rank"]],
                 wants_result=rank in reporting,
             )
             for rank, actor in enumerate(self._actors)
         ]
         self._collect_started()  # only after the ranks were sent this verb, so that they do not wait for the driver
-        results = self._collect(verb, refs)
+        results = self._collect(_verb_of(call), refs)
         return [results[rank] for rank in reporting]
 
     def _collect_started(self) -> None:

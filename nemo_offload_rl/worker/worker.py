@@ -272,7 +272,7 @@ class MegatronPolicyWorker:
 
     def _logprobs(self, data: BatchedData, mbs: int, of: LogprobOptions, *, prefetch: bool = False) -> torch.Tensor:
         batches, bins = self.batcher.cut(data, mbs, "logprob_mb_tokens", forward_only=True)
-        tokens = batches[0].tokens.numel()
+        tokens = max(batch.tokens.numel() for batch in batches)
         if prefetch:
             self._early.beside_logprobs(tokens)
         with step.eval_mode(self.state.model), self._peaks.of("logprobs"):

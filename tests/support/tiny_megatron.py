@@ -89,12 +89,13 @@ class TinyMegatron:
         return {name: tensor.detach().clone() for name, tensor in state_tensors(self.optimizer, device)}
 
 
-def tiny_megatron(*, forward_only: bool = False, use_distributed_optimizer: bool = True) -> TinyMegatron:
+def tiny_megatron(*, forward_only: bool = False, use_distributed_optimizer: bool = True, **ddp: Any) -> TinyMegatron:
     """Builds the model; every call gives the same numbers.
 
     Args:
         forward_only: without DistributedDataParallel and optimizer, as a reference policy is built.
         use_distributed_optimizer: see megatron-core.
+        ddp: more fields of DistributedDataParallelConfig.
     """
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
@@ -104,7 +105,7 @@ def tiny_megatron(*, forward_only: bool = False, use_distributed_optimizer: bool
     model = Float16Module(config, gpt.cuda())
     if forward_only:
         return TinyMegatron(model, None)
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=use_distributed_optimizer)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=use_distributed_optimizer, **ddp)
     model = DistributedDataParallel(config, ddp_config, model)
     adam = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, use_distributed_optimizer=use_distributed_optimizer)
     return TinyMegatron(model, get_megatron_optimizer(adam, [model], use_gloo_process_groups=False))

@@ -177,6 +177,13 @@ _FIXED = (
     *_fixed(DDP, "use_distributed_optimizer", f"is set in {OPTIMIZER}", remedy="delete it here"),
     *_fixed(DDP, "use_custom_fsdp use_megatron_fsdp", "Megatron-FSDP is not supported here", _OFF),
     *_fixed(DDP, "num_buckets", _OWN_TRAINER, _NULL, "delete it, and set bucket_size"),
+    *_fixed(
+        DDP,
+        "nccl_ub disable_symmetric_registration",
+        "registers buffers with NCCL, which the residency engine moves into memory of its own: they would take the "
+        "memory twice, and NCCL would use none of it",
+        _OFF,
+    ),
     *_fixed(DDP, "average_in_collective", "gradients are summed over ranks here", _OFF),
     *_fixed(DDP, "num_distributed_optimizer_instances", _NOT_HERE, (1,)),
 )
@@ -262,6 +269,7 @@ _TESTED = {
     "mcore/test_model_config.py": "attention_backend layernorm_epsilon moe_token_dispatcher_type rotary_interleaved",
     "mcore/test_router_losses.py": "moe_router_enable_expert_bias moe_router_bias_update_rate",
     "mcore/test_worker_step.py": "optimizer.grad_norm_skip_threshold optimizer.log_num_zeros_in_grad",
+    "plan/test_model_facts.py": "distributed_data_parallel_config.param_name_patterns_for_fp32_local_accumulation",
     "plan/test_activations.py": "moe_expert_capacity_factor moe_pad_expert_input_to_capacity",
     "residency/streamed/test_like_fused_adam.py": "optimizer.store_param_remainders",
     "worker/test_batching.py": "microbatch_group_size_per_vp_stage",

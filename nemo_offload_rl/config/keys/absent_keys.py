@@ -19,6 +19,7 @@ IF_ABSENT: Mapping[str, Any] = {
     "policy.generation.vllm_cfg.build_beside_policy": "auto",
     "policy.skip_model_check": False,
     "policy.unchecked_megatron_fields": False,
+    "policy.trust_remote_code": False,
     "policy.max_grad_norm": None,
     "policy.sequence_packing": {"enabled": False},
     "policy.max_skipped_steps": 0,
@@ -163,8 +164,10 @@ IF_ABSENT_IN_TRAINING: Mapping[str, Mapping[str, Any]] = {"ResponseDataset": {"s
 MATH_ENVIRONMENTS = ("math", "math_default")
 MATH_VERIFY_IMPL = "hf_math_verify"
 
-# The same for keys of `env.NAME` with a `math_verify_impl`.
+# The same for keys of `env.NAME` with a `math_verify_impl`, and with `reward: python`, whose function may keep a state,
+# or ask a model.
 IF_ABSENT_WITH_MATH_VERIFY: Mapping[str, Any] = {"num_workers": 8, "time_limit_s": 10.0}
+IF_ABSENT_WITH_PYTHON: Mapping[str, Any] = {"num_workers": 1, "time_limit_s": 60.0}
 
 # `policy.generation.vllm_kwargs.max_num_seqs` with vLLM: sequences that an engine runs at once, as many as vLLM
 # captures CUDA graphs for. vLLM's own default, 256 or 1024, depends on the GPU, which the plan would have to know.
@@ -188,6 +191,12 @@ def section_of_auto(path: str, value: Any) -> dict[str, Any] | None:
         return None
     absent = {key.removeprefix(f"{path}."): value for key, value in IF_ABSENT.items() if key.rpartition(".")[0] == path}
     return copy.deepcopy({**absent, **AUTO_SECTIONS[path]})
+
+
+def _if_absent_in_environment(environment: Mapping[str, Any]) -> Mapping[str, Any]:
+    if environment.get("math_verify_impl") is not None:
+        return IF_ABSENT_WITH_MATH_VERIFY
+    return IF_ABSENT_WITH_PYTHON if environment.get("reward") == "python" else {}
 
 
 def resolve_absent_keys(config: dict[str, Any]) -> None:
@@ -251,9 +260,8 @@ def _resolve_environments(environments: Mapping[str, Any]) -> None:
             continue
         if name in MATH_ENVIRONMENTS and "reward" not in environment:
             environment.setdefault("math_verify_impl", MATH_VERIFY_IMPL)
-        if environment.get("math_verify_impl") is not None:
-            for key, value in IF_ABSENT_WITH_MATH_VERIFY.items():
-                environment.setdefault(key, value)
+        for key, value in _if_absent_in_environment(environment).items():
+            environment.setdefault(key, value)
 
 
 def _resolve_vllm(config: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from nemo_offload_rl.config.rules.memory import RECOMPUTATION, recomputed_module
 
 _MOMENTUM_OF_EVERY_RECIPE = 0.9
 ACTIVATION_OFFLOAD = "policy.activation_offload"
+MODEL_NAME, TOKENIZER = "policy.model_name", "policy.tokenizer.name"
 _STATE_IN_TRAIN = "policy.residency.table.train.optimizer_state"
 
 
@@ -19,6 +20,13 @@ def clip_grad_is_what_counts(clip: float, norm: float | None) -> Verdict:
         return None
     clipping = f"{clip} is the norm that gradients are clipped to" if clip else f"{clip} switches clipping off"
     return f"{clipping}; policy.max_grad_norm ({norm}) has an effect only where another key refers to it"
+
+
+@note("policy.trust_remote_code", MODEL_NAME, TOKENIZER)
+def code_of_the_model_runs(trusts: bool, model: str, tokenizer: str) -> Verdict:
+    """Notes that code which others wrote runs in this run's processes."""
+    names = " and ".join(dict.fromkeys([model, tokenizer]))
+    return f"is true: code in the files of {names} runs with your rights, where they have some" if trusts else None
 
 
 @note(f"{OPTIMIZER}.optimizer")

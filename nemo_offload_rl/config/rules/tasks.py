@@ -30,8 +30,11 @@ def environment_judges_in_one_way(used: str | None, env: dict[str, Any]) -> Verd
         if has_math and "reward" in section:
             message = f"is {section['reward']}, but env.{name}.math_verify_impl judges answers, too; delete one of them"
             return f"env.{name}.reward", message
-        if not has_math and "time_limit_s" in section:
-            return f"env.{name}.time_limit_s", f"is read only with env.{name}.math_verify_impl; delete it"
+        if not has_math and section.get("reward") != "python" and "time_limit_s" in section:
+            return (
+                f"env.{name}.time_limit_s",
+                f"is read only with env.{name}.math_verify_impl or reward python; delete it",
+            )
         if name == used and not has_math and "reward" not in section:
             return (
                 f"env.{name}",
@@ -43,12 +46,13 @@ def environment_judges_in_one_way(used: str | None, env: dict[str, Any]) -> Verd
 
 @note("env")
 def rewards_in_the_driver_have_no_workers(env: dict[str, Any]) -> Verdict:
-    """Notes that num_workers has no effect without math_verify_impl; NeMo-RL's environments always have workers."""
+    """Notes that num_workers has no effect on rewards of ours; NeMo-RL's environments always have workers."""
     for name, section in env.items():
-        if "num_workers" in section and section.get("math_verify_impl") is None:
+        in_driver = section.get("math_verify_impl") is None and section.get("reward") != "python"
+        if "num_workers" in section and in_driver:
             return (
                 f"env.{name}.num_workers",
-                "has no effect: without math_verify_impl rewards are computed in the driver",
+                "has no effect: without math_verify_impl or reward python, rewards are computed in the driver",
             )
     return None
 

@@ -38,6 +38,7 @@ KEY_OF_ARGUMENT: dict[str, str] = {
     "model": "policy.model_name",
     "hf_overrides": "policy.hf_config_overrides",
     "tokenizer": "policy.tokenizer.name",
+    "trust_remote_code": "policy.trust_remote_code",
     "dtype": f"{VLLM}.precision",
     "seed": "grpo.seed",
     "enable_expert_parallel": f"{VLLM}.expert_parallel_size",

@@ -20,10 +20,10 @@ class EnvConfig(TypedDict):
     # formulas and numbers for equality) or dapo_math_verify (compares the text after the last `Answer:`). Null: reward
     # decides. Absent: reward decides; in env.math and env.math_default without a reward, hf_math_verify.
     math_verify_impl: NotRequired[Literal["hf_math_verify", "dapo_math_verify"] | None]
-    # Worker processes of math_verify_impl, all on the driver's machine. Recommended: as many as there are spare cores.
-    # Absent: 8.
+    # Worker processes of math_verify_impl or of a Python function, all on the driver's machine. Recommended: as many as
+    # there are spare cores; 1 for a function that keeps a state between calls. Absent: 8, with a function 1.
     num_workers: NotRequired[PositiveInt]
-    # Seconds that math_verify_impl may take for one answer; after that the reward is 0, and
+    # Seconds that math_verify_impl or a Python function may take for one answer; after that the reward is 0, and
     # `train/num_unjudged_answers` counts the answer, as it does a formula that math-verify gives up on after its own
-    # limit of 5 s. Above 0; recommended 10. Absent: 10.
+    # limit of 5 s. Above 0; recommended 10, more for a function that asks a model. Absent: 10, with a function 60.
     time_limit_s: NotRequired[PositiveFloat]

@@ -81,6 +81,10 @@ class PolicyConfig(TypedDict):
     unchecked_megatron_fields: NotRequired[bool]
     # Fields of the Hugging Face config to override, such as {rope_theta: 1000000}. Absent: none.
     hf_config_overrides: NotRequired[HfConfigFields]
+    # Run the code that comes with the files of model_name and tokenizer.name, where their auto_map names some, in
+    # transformers, Megatron-Bridge and vLLM. Recommended: false; true only for models whose code you have read or
+    # trust. Absent: false. (NeMo-RL always runs it.)
+    trust_remote_code: NotRequired[bool]
     # The tokenizer.
     tokenizer: TokenizerConfig
     # Dtype of parameters and activations: bfloat16 or float32. Recommended: bfloat16 on GPUs, float32 on a CPU.

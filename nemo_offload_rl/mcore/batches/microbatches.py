@@ -71,18 +71,22 @@ def with_length(data: BatchedData, length: int) -> BatchedData:
     return out
 
 
-def padded_microbatches(data: BatchedData, size: int) -> list[MicroBatch]:
+def padded_microbatches(data: BatchedData, size: int, lengths: Sequence[int] | None = None) -> list[MicroBatch]:
     """Cut rows into micro-batches of `size`; the last is filled up with copies that `sample_mask` leaves out.
 
-    Every micro-batch has the same shape, which pipeline stages and captured graphs need.
+    Args:
+        data: the rows.
+        size: rows of a micro-batch.
+        lengths: the tokens that each micro-batch's rows are cut to, at most those of `data`; None leaves them all.
 
     Raises:
         ValueError: `size` would split groups of rows that belong together.
     """
     out = []
-    width = data["input_ids"].shape[1]
-    positions = torch.arange(width, device=data["input_ids"].device).expand(size, width)
-    for chunk in data.chunks(size):
+    chunks = list(data.chunks(size))
+    for chunk, width in zip(chunks, lengths or [data["input_ids"].shape[1]] * len(chunks), strict=True):
+        chunk = with_length(chunk, width)
+        positions = torch.arange(width, device=data["input_ids"].device).expand(size, width)
         missing = size - chunk.size
         if missing:
             filler = chunk.select([*range(data.group_size)] * (missing // data.group_size))

@@ -17,7 +17,7 @@ from nemo_offload_rl.config.megatron.graph_modules import check_graphs_fit_model
 from nemo_offload_rl.config.megatron.microbatches import gathers_different_rows
 from nemo_offload_rl.config.model.model_kind import has_dense_layers, has_expert_layers
 from nemo_offload_rl.config.model.unsupported_models import check_model
-from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.hf_config import hf_config, trusts_remote_code
 from nemo_offload_rl.mcore.architectures import biases, bridges, dense_layers
 from nemo_offload_rl.mcore.distributed.parallel import ParallelSizes
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge, have_transformer_engine
@@ -89,7 +89,9 @@ def make_bridge(policy: Mapping[str, Any], config: Any) -> Any:
         config: its `hf_config`, which the bridge may change.
     """
     bridge = bridge_of_config(config)
-    return with_weights_of(bridge, policy["model_name"]) if has_pretrained_weights(policy) else bridge
+    if not has_pretrained_weights(policy):
+        return bridge
+    return with_weights_of(bridge, policy["model_name"], trust_remote_code=trusts_remote_code(policy))
 
 
 def bridge_of_config(config: Any) -> Any:
@@ -108,14 +110,14 @@ def bridge_of_config(config: Any) -> Any:
         ) from error
 
 
-def with_weights_of(bridge: Any, name: str) -> Any:
+def with_weights_of(bridge: Any, name: str, *, trust_remote_code: bool) -> Any:
     """Returns an `AutoBridge` for the same Hugging Face config, with the weights of a folder or hub name.
 
     `AutoBridge.from_hf_pretrained` would read the config again, without `policy.hf_config_overrides`.
     """
     from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
 
-    source = PreTrainedCausalLM.from_pretrained(name)
+    source = PreTrainedCausalLM.from_pretrained(name, trust_remote_code=trust_remote_code)
     source.config = bridge.hf_pretrained
     return type(bridge)(source)
 

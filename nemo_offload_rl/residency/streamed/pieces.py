@@ -111,7 +111,9 @@ class PieceStepper:
         for placed in pieces:
             number = placed.source.group
             if number not in groups:
-                groups[number] = {**self._optimizer.param_groups[number], "params": []}
+                # A capturable FusedAdam counts in a tensor of the group, in place.
+                own = {key: _own_copy(value) for key, value in self._optimizer.param_groups[number].items()}
+                groups[number] = {**own, "params": []}
             groups[number]["params"].append(placed.parameter)
             self._give_gradient(placed)
             whole = self._optimizer.state[placed.source.parameter]
@@ -129,13 +131,9 @@ class PieceStepper:
     def finish(self) -> None:
         """Copy the counters to the optimizer; each piece has advanced its own copy by one from where the step began."""
         for number, group in self._groups.items():
-            self._optimizer.param_groups[number].update({key: value for key, value in group.items() if key != "params"})
+            _count(self._optimizer.param_groups[number], {k: v for k, v in group.items() if k != "params"})
         for whole, counted in self._counted:
-            for key, value in counted.items():
-                if isinstance(value, torch.Tensor):
-                    whole[key].copy_(value)
-                else:
-                    whole[key] = value
+            _count(whole, counted)
 
     def _give_gradient(self, placed: PlacedPiece) -> None:
         source = placed.source.parameter
@@ -148,3 +146,12 @@ class PieceStepper:
 def _own_copy(value: Any) -> Any:
     """Returns a copy of a counter, since each piece counts its own steps."""
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _count(whole: dict[str, Any], counted: Mapping[str, Any]) -> None:
+    """Copies counters to an optimizer's group or state; tensors keep their addresses, which captured graphs use."""
+    for key, value in counted.items():
+        if isinstance(value, torch.Tensor) and isinstance(whole.get(key), torch.Tensor):
+            whole[key].copy_(value)
+        else:
+            whole[key] = value

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.residency.context import TargetContext
@@ -198,9 +199,10 @@ class StreamedState:
 
     def close(self) -> None:
         """Free all memory, and undo the changes to the optimizers."""
-        for give_back in self._ways_back:
-            give_back()
-        self.window.close()
-        for one in self._arrays:
-            self._context.arena.release(one.segment)
-        self._arrays = []
+        arrays, self._arrays = self._arrays, []
+        with preserve_first_error(), contextlib.ExitStack() as stack:  # each of them, even if others raise
+            for one in arrays:
+                stack.callback(self._context.arena.release, one.segment)
+            stack.callback(self.window.close)
+            for give_back in self._ways_back:
+                stack.callback(give_back)

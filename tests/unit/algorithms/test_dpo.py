@@ -24,14 +24,14 @@ PAIRS = [
 ]  # fmt: skip
 
 
-def make(*, micro=4, max_tokens=8) -> DPO:
+def make(*, micro=4, max_tokens=8, validation=7) -> DPO:
     return DPO(
         policy=ToyPolicy(),
         answer_format=PromptFormat(TOKENIZER, max_tokens),
         pairs=ProblemLoader(PAIRS, shuffle=True, seed=3),
         validation=PAIRS[:7],
         loss_fn=DPOLoss(0.5, 1.0, 0.1, preference_average_log_probs=False, sft_average_log_probs=False),
-        batch_sizes=PairBatchSizes(train_global=4, train_micro=micro, validation_micro=2),
+        batch_sizes=PairBatchSizes(train_global=4, train_micro=micro, validation_global=validation, validation_micro=2),
         save_optimizer=True,
     )
 
@@ -66,6 +66,17 @@ def test_the_reference_is_asked_once_a_step_and_once_for_all_validations():
     dpo.validate(1)
     reference = "get_reference_policy_logprobs"
     assert dpo._policy.calls == [reference, "evaluate", reference, "train", "evaluate"]
+
+
+@pytest.mark.parametrize("max_tokens", [8, 3])  # with 3, no pair fits
+def test_validation_in_batches_has_the_values_of_one_batch(max_tokens, monkeypatch):
+    whole, parts = (make(max_tokens=max_tokens, validation=size) for size in (7, 3))
+    monkeypatch.setattr(PromptFormat, "examples", None)  # all has been tokenized by now
+    for dpo in (whole, parts):
+        dpo._policy.table.data[3] += torch.arange(14) / 14  # no longer the reference
+    for _ in range(2):
+        assert parts.validate(0) == pytest.approx(whole.validate(0), rel=1e-5)
+    assert parts._policy.calls == ["get_reference_policy_logprobs"] * 3 + ["evaluate"] * 6
 
 
 def test_every_metric_of_a_run_is_documented():

@@ -14,12 +14,12 @@ from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.run.train_loop import StopReason, StopTarget
 
 
-def make(*, micro=4, max_tokens=8) -> SFT:
+def make(*, micro=4, max_tokens=8, validation=7) -> SFT:
     return SFT(
         policy=ToyPolicy(),
         example_format=PromptFormat(TOKENIZER, max_tokens),
         examples=ProblemLoader(PROBLEMS, shuffle=True, seed=3),
-        validation=ValidationData(PROBLEMS[:7], micro_batch_size=2),
+        validation=ValidationData(PROBLEMS[:7], validation, micro_batch_size=2),
         train_global_batch_size=4,
         train_micro_batch_size=micro,
         only_unmask_final=False,
@@ -56,6 +56,16 @@ def test_answer_probability_is_that_of_sampling_the_answer():
         ids = torch.tensor([TOKENIZER(problem.prompt + problem.answer)["input_ids"] + [TOKENIZER.eos_token_id]])
         expected += table_logprobs(table, ids)[0, 2:].sum().exp().item() / 7
     assert sft.validate(0)["validation/answer_probability"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [8, 4])  # with 4, no example fits
+def test_validation_in_batches_has_the_values_of_one_batch(max_tokens, monkeypatch):
+    whole, parts = (make(max_tokens=max_tokens, validation=size) for size in (7, 3))
+    monkeypatch.setattr(PromptFormat, "examples", None)  # all has been tokenized by now
+    for _ in range(2):
+        assert parts.validate(0) == pytest.approx(whole.validate(0), rel=1e-5)
+    assert parts._policy.calls == ["evaluate"] * 6
+    assert [batch.size for batch in parts._validation_batches] == [3, 3, 1]
 
 
 def test_a_step_and_a_validation_ask_all_ranks_once():

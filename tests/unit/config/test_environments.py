@@ -37,6 +37,15 @@ def test_nemo_gym_is_the_missing_feature():
     assert list(load_env("reward: exact_match", *(f"+env.{key}" for key in keys)).config["env"]) == ["arithmetic"]
 
 
+def test_a_python_reward_has_a_worker_and_a_time_limit():
+    function = {"reward": "python", "reward_function": "a:b"}
+    env = load_env("reward: python, reward_function: 'a:b'").config["env"]["arithmetic"]
+    assert env == function | {"num_workers": 1, "time_limit_s": 60.0}
+    validated = load_env("reward: python, reward_function: 'a:b', num_workers: 3, time_limit_s: 5")
+    assert validated.config["env"]["arithmetic"] == function | {"num_workers": 3, "time_limit_s": 5.0}
+    assert not any("num_workers" in note for note in validated.notes)
+
+
 def test_a_reward_of_ours_stays_as_it_is():
     validated = load_env("reward: exact_match, math_verify_impl: null, num_workers: 4")
     assert validated.config["env"]["arithmetic"] == {

@@ -20,6 +20,7 @@ from tests.unit.config.conftest import CONFIGS
 
 TINY = CONFIGS / "sft_tiny_cpu.yaml"
 ROOT = CONFIGS.parents[1]
+DDP_NAME = DDP.rpartition(".")[2]
 
 # Fields that a config's own `__post_init__` puts into effect, most of them by setting other fields.
 READ_IN_POST_INIT = {"moe_enable_deepep", "moe_hybridep_num_sms"}
@@ -90,7 +91,10 @@ def test_one_row_decides_whether_a_field_passes() -> None:
         ("qk_clip=false", "qk_clip"),
         ("model_overrides={qk_clip: true}", "model_overrides.qk_clip"),
         ("optimizer.muon_momentum=0.9", "optimizer.muon_momentum"),
-        ("distributed_data_parallel_config.nccl_ub=true", "distributed_data_parallel_config.nccl_ub"),
+        (
+            "distributed_data_parallel_config.align_param_gather=true",
+            "distributed_data_parallel_config.align_param_gather",
+        ),
     ],
 )
 def test_other_fields_pass_only_unchecked_and_a_note_says_so(override: str, path: str) -> None:

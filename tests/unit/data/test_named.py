@@ -83,7 +83,8 @@ def test_a_row_is_what_nemo_rl_makes_of_it_wherever_it_lies(name, tmp_path, monk
 
     asked = []
 
-    def load_dataset(path, subset, split):
+    def load_dataset(path, subset, split, trust_remote_code):
+        assert trust_remote_code is False  # otherwise it may ask on standard input
         asked.append((path, subset, split))
         return datasets.Dataset.from_list([row])
 

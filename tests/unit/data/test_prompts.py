@@ -265,3 +265,13 @@ def test_rows_are_checked_for_a_limited_time():
 
     assert PromptFormat(open_tokenizer(), 30).check_rows(rows(), with_answers=True, limit_s=0) == 1
     assert read == [0]
+
+
+@pytest.mark.parametrize("prompt", ["", " \n"])
+def test_an_empty_prompt_is_refused_with_its_row_where_the_model_is_to_answer_it(prompt):
+    chat_format = PromptFormat(bpe_tokenizer(), 30)
+    rows = [Problem("7+5?", "12", "rows.jsonl:1"), Problem(prompt, "12", "rows.jsonl:2")]
+    for refused in (lambda: chat_format.check_rows(rows, with_answers=False), lambda: chat_format.prompts(rows)):
+        with pytest.raises(DataError, match=r"^rows\.jsonl:2: the prompt is empty.*delete the row\.$"):
+            refused()
+    assert chat_format.check_rows(rows, with_answers=True) == 2  # SFT learns from the answer

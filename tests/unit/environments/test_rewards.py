@@ -1,15 +1,19 @@
 import math
+import time
 from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from nemo_offload_rl.environments import Reward, RewardError, make_reward
+from nemo_offload_rl.environments import Case, Judgements, Reward, RewardError, make_python_reward, make_reward
 from nemo_offload_rl.environments.numbers import MAX_CHARS, MAX_EXPONENT, final_number, last_boxed
+from nemo_offload_rl.environments.python_reward import import_reward
 
 
 def judge_of(kind, reward_function=None):
     """Returns the reward as a function of response and answer."""
-    reward = make_reward(kind, reward_function)
+    reward = make_reward(kind) if reward_function is None else import_reward(reward_function)
     return lambda response, answer: reward.judge("a prompt", response, answer)
 
 
@@ -124,7 +128,7 @@ def test_a_python_function_is_called_with_response_and_answer():
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        (None, "must be 'package.module:function', found None"),
+        ("", "must be 'package.module:function', found ''"),
         ("my_rewards", "must be 'package.module:function'"),
         ("no_such_module_here:f", "'no_such_module_here' cannot be imported"),
         ("my_rewards:absent", "'my_rewards' has no function 'absent'"),
@@ -137,7 +141,7 @@ def test_a_python_function_is_called_with_response_and_answer():
 )
 def test_a_function_that_is_not_there_is_named(path, message):
     with pytest.raises(RewardError, match=message):
-        make_reward("python", path)
+        make_python_reward(path, 1, 1.0)
 
 
 @pytest.mark.usefixtures("user_module")
@@ -158,6 +162,10 @@ def test_a_function_must_return_a_number():
         ([1.0, 0.0], "a number", r"\[1.0, 0.0\]"),
         ((0.5,), "a number", r"\(0.5,\)"),
         (1j, "a number", "1j"),
+        (np.float16(math.inf), "a finite number", r"np.float16\(inf\)"),
+        (np.float32(math.nan), "a finite number", r"np.float32\(nan\)"),
+        (np.complex64(1), "a number", r"np.complex64"),
+        (np.ones(2), "a number", "array"),
     ],
 )
 def test_what_is_no_finite_number_is_an_error_with_everything_in_it(returned, wanted, found):
@@ -205,7 +213,15 @@ def test_long_texts_are_shortened_in_the_error():
         assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("returned", "reward"), [(True, 1.0), (3, 3.0), (-0.25, -0.25), (3.4e38, 3.4e38)])
+NUMPY_NUMBERS = [
+    *((np.float32(0.5), 0.5), (np.float64(-2), -2.0), (np.float16(0.25), 0.25), (np.longdouble(2), 2.0)),
+    *((np.int64(3), 3.0), (np.uint8(7), 7.0), (np.True_, 1.0), (np.False_, 0.0)),
+]
+
+
+@pytest.mark.parametrize(
+    ("returned", "reward"), [(True, 1.0), (3, 3.0), (-0.25, -0.25), (3.4e38, 3.4e38), *NUMPY_NUMBERS]
+)
 def test_finite_numbers_of_any_kind_are_rewards(returned, reward):
     judged = Reward("f", lambda response, answer: returned).judge("", "", "")
     assert judged == reward
@@ -215,5 +231,42 @@ def test_finite_numbers_of_any_kind_are_rewards(returned, reward):
 def test_unknown_rewards_are_refused():
     with pytest.raises(RewardError, match="one of exact_match, numeric_match, python, found 'bleu'"):
         make_reward("bleu")
-    with pytest.raises(RewardError, match=r"needs env\.NAME\.reward: python"):
-        make_reward("exact_match", "a:b")
+
+
+HANGING = """
+import re, subprocess, sys, time
+calls = 0
+
+def judge(response, answer):
+    global calls
+    calls += 1
+    print("judging", response)
+    if response == "regex":  # Python code in other threads does not run either
+        re.match(r"(a|a)*b", "a" * 60)
+    if response == "child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open("child_pid", "w").write(str(child.pid))
+        child.wait()
+    if response == "exit":
+        sys.exit(3)
+    if response == "read":
+        return float(len(sys.stdin.read()))
+    if response == "raise":
+        return 1 / 0
+    return calls
+"""
+
+
+@pytest.mark.usefixtures("user_module")
+def test_a_python_function_that_hangs_costs_its_answers_alone(tmp_path, capfd):
+    (tmp_path / "hanging_rewards.py").write_text(HANGING)
+    reward = make_python_reward("hanging_rewards:judge", num_workers=1, time_limit_s=0.7)
+    cases = [Case("7+8=", response, "15") for response in ("a", "b", "regex", "c", "child", "exit", "read")]
+    start = time.monotonic()
+    assert reward.judge_all(cases) == Judgements([1.0, 2.0, 0.0, 1.0, 0.0, 0.0, 0.0], 3)
+    assert "judging a\n" in capfd.readouterr().err
+    assert not Path(f"/proc/{(tmp_path / 'child_pid').read_text()}/exe").exists()
+    with pytest.raises(RewardError, match=r"ZeroDivisionError: division by zero \(.*hanging_rewards\.py, line \d+\)"):
+        reward.judge_all([Case("7+8=", "raise", "15")])
+    reward.shutdown()
+    assert time.monotonic() - start < 15

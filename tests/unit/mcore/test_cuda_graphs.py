@@ -88,12 +88,12 @@ def graphed(make_worker, stand_in):
     return make
 
 
-def train(worker, graphs, rows, *, longest=12, seed=0, mbs=2):
+def train(worker, graphs, rows, *, seed=0, mbs=2):
     """Trains one optimizer step within `graphs.step`."""
     worker.prepare_for_training()
-    data = random_batch(rows, longest=longest, seed=seed)
+    data = random_batch(rows, seed=seed)
     counts = step.global_counts(data, worker.device)
-    batches, _ = worker.batcher.cut(data, mbs, "train_mb_tokens")
+    batches, _ = worker.batcher.cut(data, mbs, "train_mb_tokens", fixed_shapes=True)
     with graphs.step(batches):
         return step.train_step(
             worker.state, batches, counts, NLLLoss(), of=worker._passes.train, device=worker.device
@@ -319,7 +319,7 @@ def test_an_error_in_a_step_takes_the_graphs_off(graphed):
     worker, graphs = graphed()
     for _ in range(WARMUP_STEPS + 1):
         train(worker, graphs, 4)
-    batches, _ = worker.batcher.cut(random_batch(4), 2, "train_mb_tokens")
+    batches, _ = worker.batcher.cut(random_batch(4), 2, "train_mb_tokens", fixed_shapes=True)
     with pytest.raises(KeyError), graphs.step(batches):
         raise KeyError
     assert not any(layer.cuda_graphs for layer in graphs._captured.layers)

@@ -11,6 +11,7 @@ from support.ranks import off_and_on, run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.residency.table import Phase, Target
 
@@ -75,9 +76,16 @@ def policy_of(
     return policy
 
 
+def training_batch(rows: int, seed: int) -> BatchedData:
+    """Returns random rows of which each micro-batch has one of LONGEST tokens, so that eager steps pad them alike."""
+    data = random_batch(rows, longest=LONGEST, seed=seed)
+    data["input_lengths"][::MBS] = LONGEST
+    return data
+
+
 def train_step(worker: Any, rows: int, seed: int) -> dict[str, Any]:
-    """Trains a step in which one row has LONGEST tokens; returns report and checksums, without the replay count."""
-    report: dict[str, Any] = worker.train(random_batch(rows, longest=LONGEST, seed=seed), NLLLoss(), gbs=rows, mbs=MBS)
+    """Trains a step; returns its report and checksums, without the replay count."""
+    report: dict[str, Any] = worker.train(training_batch(rows, seed), NLLLoss(), gbs=rows, mbs=MBS)
     report["metrics"].pop("num_graph_replays", None)
     report["checksums"] = checksums(worker)
     return report
@@ -176,7 +184,7 @@ def test_streamed_optimizer_state_changes_no_number(make_worker, monkeypatch):
 
 def test_another_size_of_micro_batches_is_captured_again(make_worker):
     def steps(worker):
-        data = [random_batch(8, longest=LONGEST, seed=seed) for seed in range(6)]
+        data = [training_batch(8, seed) for seed in range(6)]
         out = [
             worker.train(one, NLLLoss(), gbs=8, mbs=size) for one, size in zip(data, (2, 2, 2, 4, 4, 2), strict=True)
         ]
@@ -259,7 +267,7 @@ def run_layout(layout: str, rank: int, world_size: int, port: int, *, graphs: bo
     reports, replays = [], []
     for seed, rows in enumerate(LAYOUT_ROWS):
         share = rows // ranks["dp_size"]
-        data = random_batch(rows, longest=LONGEST, seed=seed)
+        data = training_batch(rows, seed)
         mine = data.slice(ranks["dp_rank"] * share, (ranks["dp_rank"] + 1) * share)
         report = worker.train(mine, NLLLoss(), gbs=rows, mbs=MBS)
         report["metrics"].pop("num_graph_replays", None)

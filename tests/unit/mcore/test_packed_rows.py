@@ -22,7 +22,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "windows, attention recomputed, logits in chunks": (WINDOWED, CHUNKS | OF_ATTENTION),
     "experts, recomputed": (TINY_QWEN3_MOE, RECOMPUTED),
 }
-# A prompt has 2 tokens, so the second row's answer is empty. A row of 280 tokens has no room for the longest.
+# A prompt has 2 tokens, so the second row's answer is empty. A row of 300 tokens has no room for the first pair.
 LENGTHS = [300, 2, 17, 120, 3, 64]
 
 
@@ -57,11 +57,11 @@ def results(make_worker, packing: dict[str, Any] | None, model: str, lengths: li
 
 @pytest.mark.parametrize("model", MODELS)
 def test_packed_rows_compute_what_padded_rows_do(make_worker, model):
-    want, got = (results(make_worker, packing, model, LENGTHS) for packing in (None, packed_rows(280)))
+    want, got = (results(make_worker, packing, model, LENGTHS) for packing in (None, packed_rows(300)))
     assert (want.pop("num_microbatches"), got.pop("num_microbatches")) == ([3, 3, 3], [2, 2, 2])
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
 def test_a_row_alone_in_its_batch_is_padded_at_its_end(make_worker):
-    want, got = (results(make_worker, packing, "experts, recomputed", [5]) for packing in (None, packed_rows(280)))
+    want, got = (results(make_worker, packing, "experts, recomputed", [5]) for packing in (None, packed_rows(300)))
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from megatron.core.optimizer import ChainedOptimizer
 from support.everyday import upstream_learning_rate
-from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, batch_of_lengths, random_batch, tiny_policy, with_plain_sgd
 
-from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.algorithms.losses import DPOLoss, NLLLoss
 from nemo_offload_rl.mcore.build import make_scheduler
 from nemo_offload_rl.run.setup import with_run_length
 from nemo_offload_rl.worker.skipped_steps import TooManySkippedStepsError
@@ -36,6 +36,28 @@ def test_micro_batches_never_change_the_gradient(make_worker):
     for gradient, loss in zip(gradients[1:], losses[1:], strict=True):
         torch.testing.assert_close(gradient, gradients[0], rtol=1e-5, atol=1e-6)
         assert loss == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("model", [TINY_QWEN3, TINY_QWEN3_MOE])
+def test_the_padding_of_a_micro_batch_changes_no_number(make_worker, model):
+    data, found = batch_of_lengths([5, 4, 30, 9, 3, 12, 7]), []
+    for divisible_by in (2, 32):  # padded to 6, 30, 12 and 8 tokens; all to 32
+        policy = with_plain_sgd(tiny_policy(model), rate=0.1) | {"make_sequence_length_divisible_by": divisible_by}
+        worker = make_worker(policy, init_reference_model=True)
+        steps = [worker.train(data, NLLLoss(), gbs=7, mbs=2) for _ in range(2)]
+        pairs = data.slice(0, 6).in_groups(2)
+        reference = worker.get_reference_policy_logprobs(pairs, mbs=1)["reference_logprobs"]
+        assert reference.shape == (6, 30)
+        logprobs = worker.get_logprobs(data, mbs=2)["logprobs"]
+        assert logprobs.shape == data["input_ids"].shape
+        pairs["reference_policy_logprobs"] = reference
+        loss = DPOLoss(0.5, 1.0, 0.1, False, False)
+        steps.append(worker.evaluate(pairs, loss, mbs=1) | {"grad_norm": 0.0})
+        steps.append(worker.train(pairs, loss, gbs=3, mbs=1))
+        numbers = torch.tensor([(step["loss"], step["grad_norm"], *step["metrics"].values()) for step in steps[:2]])
+        pair_numbers = [step["loss"] for step in steps[2:]]
+        found.append((numbers, torch.tensor(pair_numbers), logprobs, reference, parameters_of(worker)))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-6)
 
 
 def test_log_probs_are_those_of_the_hugging_face_model(make_worker):

@@ -1,6 +1,7 @@
 """Tests the check as a run and `validate --deep` start it."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -110,6 +111,36 @@ def test_a_process_that_fails_is_one_sentence(failing_process):
         CheckProcess(tiny_policy()).result()
     with pytest.raises(ModelCheckError, match=r"MemoryError; policy\.skip_model_check: true trains without the check$"):
         ModelCheck(tiny_policy(), hf_config(tiny_policy()), device="cpu").finish()
+
+
+@pytest.fixture
+def shell_process(tmp_path, monkeypatch):
+    """Replaces Python with a shell script of the given lines."""
+
+    def replace(*lines):
+        python = tmp_path / "python"
+        python.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+        python.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(python))
+
+    return replace
+
+
+def test_a_process_that_prints_much_is_heard_to_its_end(shell_process):
+    noise = "head -c 300000 /dev/zero | tr '\\0' 'x'; echo"
+    shell_process(noise, f"({noise}) >&2", f"echo '{json.dumps(RIGHT.to_json())}'")
+    assert CheckProcess(tiny_policy()).result(timeout_s=20) == RIGHT
+    shell_process("exit 0")
+    with pytest.raises(ModelCheckError, match="failed with status 0: it printed nothing"):
+        CheckProcess(tiny_policy()).result(timeout_s=20)
+
+
+def test_a_check_that_takes_too_long_is_a_warning(shell_process):
+    shell_process("exec sleep 600")
+    with ModelCheck(tiny_policy(), hf_config(tiny_policy()), device="cpu") as check:
+        message = check.finish(timeout_s=0.1)
+    assert message.startswith("The model was not checked against transformers: it did not finish within 0 s")
+    assert check.level == logging.WARNING
 
 
 def test_the_process_ends_with_the_one_that_started_it():

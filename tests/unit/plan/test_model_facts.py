@@ -21,7 +21,8 @@ from benchmarks.model_shapes import (
 )
 from nemo_offload_rl.config.model.families import FAMILIES
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-from nemo_offload_rl.plan.model_facts import optimizer_size, shard_facts
+from nemo_offload_rl.plan.model_facts import fp32_grad_bytes, optimizer_size, shard_facts
+from nemo_offload_rl.residency.params_and_grads import estimate_grad_bytes
 
 SHAPE: dict[str, Any] = {key: TINY_QWEN3[key] for key in TINY_QWEN3 if key not in ("model_type", "head_dim")}
 UNTIED = {"tie_word_embeddings": False}
@@ -274,6 +275,16 @@ def test_gradients_are_reduced_in_the_type_that_the_recipe_says():
     policy["megatron_cfg"]["distributed_data_parallel_config"]["grad_reduce_in_fp32"] = True
     [facts] = shard_facts(TINY_QWEN3, policy, world_size=1, has_reference=False)
     assert (facts.param_size, facts.grad_size) == (2, 4)
+
+
+@pytest.mark.parametrize(("patterns", "size"), [((), 2), (("all",), 6), (("*.linear_fc1.*",), 6)])
+def test_gradients_that_are_accumulated_in_fp32_take_memory_beside_the_buffer(patterns, size):
+    policy = policy_of("qwen3_bf16")
+    ddp = policy["megatron_cfg"]["distributed_data_parallel_config"]
+    ddp["param_name_patterns_for_fp32_local_accumulation"] = list(patterns)
+    [facts] = shard_facts(TINY_QWEN3, policy, world_size=1, has_reference=False)
+    assert estimate_grad_bytes(facts) == size * facts.num_params
+    assert (fp32_grad_bytes(policy, facts) == 0) is ("all" in patterns)  # the optimizer copies no fp32 gradients
 
 
 def test_without_the_distributed_optimizer_every_rank_keeps_all():

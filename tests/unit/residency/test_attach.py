@@ -1,6 +1,7 @@
 """Tests the whole engine on plain torch models and optimizers, between two places of host memory."""
 
 import copy
+import dataclasses
 import itertools
 import re
 import time
@@ -20,6 +21,7 @@ from support.jobs import (
     run_steps,
     sgd,
 )
+from support.phases import delay_moves
 from support.ranges import Trouble, small_chunks
 
 from nemo_offload_rl.memory.gpu_range import make_range
@@ -361,6 +363,34 @@ def test_use_in_the_wrong_phase_is_an_error_in_words(engines):
         job.step(0)
 
 
+@pytest.mark.parametrize("of", ["model", "optimizer"])
+def test_a_state_dict_of_what_is_away_is_refused_and_one_of_what_arrives_waits(engines, monkeypatch, of):
+    job = make_job()
+    engine = engines(job)
+    run_steps(job, 1, engine)
+    engine.load_all_to_gpu()
+    owner = {"model": job.model, "optimizer": job.optimizer}[of]
+    saved = copy.deepcopy(owner.state_dict())
+    wanted = job.everything()
+    delay_moves(monkeypatch, seconds=0.05)
+    engine.residency.enter(Phase.GENERATE)
+    uses = [owner.state_dict, lambda: owner.load_state_dict(copy.deepcopy(saved))]
+    if of == "model":
+        uses.append(job.model[0].state_dict)  # megatron-core's wrappers call that of a part
+    for use in uses:
+        with pytest.raises(ResidencyError, match="is needed on the GPU, but it is host in phase generate"):
+            use()
+    engine.residency.place(dict.fromkeys(engine.targets, Placement.GPU))
+    owner.load_state_dict(copy.deepcopy(saved))  # a torch optimizer keeps the tensors that it is given
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    assert_equal(job.everything(), wanted)
+    engine.residency.enter(Phase.GENERATE)
+    read = engine.checkpoint_reader()
+    found = owner.state_dict()
+    for key, value in (saved["state"][0] if of == "optimizer" else saved).items():
+        assert torch.equal(read((found["state"][0] if of == "optimizer" else found)[key]), value), key
+
+
 def test_a_view_that_would_not_follow_is_refused():
     job, arena = make_job(), PinnedArena()
     output = job.model(torch.ones(8, WIDTH))  # its graph keeps transposed views of the weights, which Python never sees
@@ -377,6 +407,21 @@ def test_closing_gives_everything_back_and_takes_the_hooks_away():
     engine.residency.enter(Phase.GENERATE)
     assert PinnedArena.live_bytes() > 0
     engine.close()
+    assert PinnedArena.live_bytes() == arena.allocated_bytes == engine.mapped_bytes == 0
+    assert not job.model._forward_pre_hooks
+    assert not job.optimizer._optimizer_step_pre_hooks
+
+
+def test_closing_undoes_everything_also_when_a_hook_raises():
+    job, arena = make_job(), PinnedArena()
+    engine = attach([job.model], job.optimizer, arena, ranges=small_chunks)
+
+    def fail() -> None:
+        raise KeyError("a hook of the trainer's")
+
+    engine = dataclasses.replace(engine, hooks=[fail, *engine.hooks, fail])
+    with pytest.raises(KeyError, match="a hook of the trainer's"):
+        engine.close()
     assert PinnedArena.live_bytes() == arena.allocated_bytes == engine.mapped_bytes == 0
     assert not job.model._forward_pre_hooks
     assert not job.optimizer._optimizer_step_pre_hooks

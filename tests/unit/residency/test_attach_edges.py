@@ -1,10 +1,12 @@
 """Tests an engine's edge cases: replaced state, unknown views, failed moves without a wait, impossible tables."""
 
 import copy
+import gc
 
 import pytest
 import torch
 from support.jobs import CPU, assert_equal, enter_and_require, make_job, run_steps
+from support.phases import delay_moves
 from support.ranges import Trouble, small_chunks
 from torch import nn
 
@@ -201,6 +203,54 @@ def test_what_a_load_replaced_is_housed_when_asked(engines):
     assert engine.targets[Target.OPTIMIZER_STATE].nbytes == nbytes
     base = engine.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges[0].range.tensor.data_ptr()
     assert all(state["exp_avg"].untyped_storage().data_ptr() == base for state in job.optimizer.state.values())
+
+
+def test_what_is_housed_beside_a_move_waits_for_it_and_is_refused_while_state_is_away(engines, monkeypatch):
+    job = make_job()
+    engine = engines(job)
+    run_steps(job, 2, engine)
+    engine.load_all_to_gpu()
+    wanted = job.everything()
+    name = next(key for key in wanted if key.startswith("exp_avg["))
+    for state in job.optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].clone()
+    job.model[1].running_mean.data = job.model[1].running_mean.data.clone()
+    engine.residency.enter(Phase.GENERATE)
+    for state in job.optimizer.state.values():
+        state["exp_avg"] = torch.full_like(state["exp_avg"], 2.0)
+    with pytest.raises(ResidencyError, match="is needed on the GPU"):
+        engine.adopt_new_tensors()
+    delay_moves(monkeypatch, seconds=0.02)
+    engine.residency.enter(Phase.TRAIN)
+    engine.adopt_new_tensors()
+    found = job.everything()
+    assert found[name].eq(2).all()
+    moments = [key for key in wanted if key.startswith("exp_avg[")]
+    assert_equal(*({key: one[key] for key in wanted if key not in moments} for one in (found, wanted)))
+
+
+def test_objects_that_the_garbage_collector_has_frozen_are_found(engines):
+    """vLLM calls gc.freeze."""
+    plain, job = make_job(), make_job()
+    job.model.register_buffer("freq", torch.ones(10))
+    job.model.original = job.model.freq
+    before = make_job()
+    gc.freeze()
+    num_frozen = gc.get_freeze_count()
+    engine = engines(make_job())
+    assert gc.get_freeze_count() > 0.9 * num_frozen  # only if views are missing
+    engine.close()
+    del before
+    engine = engines(job)
+    losses = run_steps(job, 2, engine)
+    job.model.register_buffer("freq", torch.full((10,), 2.0))
+    gc.freeze()
+    losses += [job.step(2)]
+    engine.residency.enter(Phase.GENERATE)
+    enter_and_require(engine)
+    assert losses == run_steps(plain, 3)
+    assert job.model.original.eq(1).all()
+    assert job.model.freq.eq(2).all()
 
 
 def test_a_prefetch_that_failed_is_no_measurement(engines):

@@ -221,7 +221,7 @@ def test_an_error_of_cuda_is_said_and_not_repaired():
     log.clear()
     with pytest.raises(ResidencyError, match=r"Cannot move optimizer_state off the GPU .* illegal .* cannot continue"):
         residency.enter(Phase.REFIT)
-    assert moves(log) == [(Target.GRADS, Placement.DROPPED)]
+    assert moves(log) == []
 
 
 def test_single_targets_are_placed_and_the_next_phase_moves_what_differs():
@@ -231,7 +231,7 @@ def test_single_targets_are_placed_and_the_next_phase_moves_what_differs():
     residency.place({Target.OPTIMIZER_STATE: Placement.HOST})
     assert moves(log) == []
     residency.place({Target.GRADS: Placement.DROPPED, Target.OPTIMIZER_STATE: Placement.GPU})
-    assert moves(log) == [(Target.GRADS, Placement.DROPPED), (Target.OPTIMIZER_STATE, Placement.GPU)]
+    assert moves(log) == [(Target.OPTIMIZER_STATE, Placement.GPU), (Target.GRADS, Placement.DROPPED)]
     residency.place({Target.PARAMS: Placement.HOST})
     log.clear()
     residency.enter(Phase.TRAIN)
@@ -255,6 +255,22 @@ def test_place_without_room_puts_back_what_it_moved():
         residency.place({Target.PARAMS: Placement.HOST, Target.OPTIMIZER_STATE: Placement.HOST})
     assert moves(log) == [(Target.PARAMS, Placement.HOST), (Target.PARAMS, Placement.GPU)]
     assert [residency.where(target) for target in targets] == [Placement.GPU] * 3
+
+
+@pytest.mark.parametrize("goal", [Placement.HOST, Placement.GPU])
+def test_nothing_is_dropped_before_the_others_have_moved(goal):
+    residency, targets, log = make()
+    if goal is Placement.GPU:
+        residency.place({Target.PARAMS: Placement.HOST})
+    log.clear()
+    targets[Target.PARAMS].full.add(goal)
+    with pytest.raises(NoRoomError, match="Cannot move params"):
+        residency.place({Target.GRADS: Placement.DROPPED, Target.PARAMS: goal})
+    assert moves(log) == []
+    assert residency.where(Target.GRADS) is Placement.GPU
+    targets[Target.PARAMS].full.clear()
+    residency.place({Target.GRADS: Placement.DROPPED, Target.PARAMS: goal})
+    assert moves(log) == [(Target.PARAMS, goal), (Target.GRADS, Placement.DROPPED)]
 
 
 @pytest.mark.parametrize(

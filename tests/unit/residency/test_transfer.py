@@ -5,7 +5,7 @@ import torch
 from support.ranges import CHUNK_BYTES, Trouble
 
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.residency.transfer import BackedRange, ChunkError, Mover
+from nemo_offload_rl.residency.transfer import BackedRange, ChunkError, Gate, Mover
 
 CPU = torch.device("cpu")
 SIZES = (5 * CHUNK_BYTES + 1000, 700)
@@ -132,6 +132,17 @@ def test_dropped_memory_comes_back_mapped(mover, backed_ranges):
     assert mapped(backed_ranges) == sum(SIZES)
     assert drop.nbytes == take.nbytes == 0
     assert drop.copy_seconds() == take.copy_seconds() == 0.0
+
+
+def test_dropped_memory_is_free_before_earlier_copies_end(mover, backed_ranges):
+    first, last = backed_ranges[0], backed_ranges[-1]
+    gate = Gate()
+    out = mover.out([first], gate)  # its thread waits for the gate
+    mover.drop([last]).wait()
+    assert not out.is_queued
+    assert mapped([last]) == 0
+    gate.open()
+    out.wait()
 
 
 def test_exchange_puts_others_in_and_restore_brings_the_own_back(mover, backed_ranges, arena):

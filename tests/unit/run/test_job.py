@@ -59,7 +59,7 @@ def make_job(folder: Path, *overrides: str) -> Job:
             policy=ToyPolicy(),
             example_format=PromptFormat(load_tokenizer("arithmetic"), 16),
             examples=ProblemLoader(make_arithmetic("train", 2, 100, seed=1), shuffle=True, seed=1),
-            validation=ValidationData(make_arithmetic("validation", 2, 10, seed=1), micro_batch_size=4),
+            validation=ValidationData(make_arithmetic("validation", 2, 10, seed=1), 10, micro_batch_size=4),
             train_global_batch_size=8,
             train_micro_batch_size=8,
             only_unmask_final=False,

@@ -5,7 +5,7 @@ import torch
 
 from nemo_offload_rl.mcore.distributed import parallel
 from nemo_offload_rl.worker.batching import MicroBatcher
-from tests.support.tiny import random_batch, tiny_policy
+from tests.support.tiny import batch_of_lengths, random_batch, tiny_policy
 
 
 @pytest.mark.parametrize("key", ["train_mb_tokens", "logprob_mb_tokens"])
@@ -65,10 +65,13 @@ def test_packed_rows_run_in_the_recipes_order(key, monkeypatch):
     assert [batch.data["row"].tolist() for batch in batches] == ordered
 
 
-def batcher(monkeypatch, *, packs, group_size=None):
+STAGES = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+
+
+def batcher(monkeypatch, *, packs, group_size=None, stages=STAGES):
     """Returns the micro-batcher of a rank without data-parallel peers, with two virtual stages on each of two."""
     monkeypatch.setattr(parallel.mpu, "get_data_parallel_world_size", lambda: 1)
-    policy = tiny_policy(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    policy = tiny_policy(**stages)
     policy["megatron_cfg"]["microbatch_group_size_per_vp_stage"] = group_size
     sizes = {"train_mb_tokens": 32, "logprob_mb_tokens": 64, "sequence_length_round": 2}
     policy["sequence_packing"] = {"enabled": packs} | sizes
@@ -107,3 +110,21 @@ def test_packed_rows_are_split_for_virtual_stages_before_filler_is_added(rows, g
         return
     with pytest.raises(ValueError, match=rf"at most {rows} micro-batches on each rank, .* needs {number}; "):
         made.cut(data, 2, "train_mb_tokens")
+
+
+@pytest.mark.parametrize(
+    ("stages", "fixed_shapes", "widths"),
+    [({}, False, [30, 6, 10, 4]), ({}, True, [32] * 4), ({"pipeline_model_parallel_size": 2}, False, [30] * 4)],
+)
+def test_padded_micro_batches_are_as_long_as_their_longest_row_unless_they_need_one_shape(
+    stages, fixed_shapes, widths, monkeypatch
+):
+    made = batcher(monkeypatch, packs=False, stages=stages)
+    data = batch_of_lengths([3, 29, 6, 5, 2, 9, 4])  # cut by twos, and rounded up to an even number
+    for forward_only in (False, True):
+        batches, _ = made.cut(data, 2, "train_mb_tokens", forward_only=forward_only, fixed_shapes=fixed_shapes)
+        assert [batch.tokens.shape for batch in batches] == [(2, width) for width in widths]
+        for batch, width in zip(batches, widths, strict=True):
+            assert batch.positions.tolist() == [list(range(width))] * 2
+            assert batch.max_seqlen == batch.data["token_mask"].shape[1] == width
+        assert torch.equal(batches[2].tokens[:, :9], data["input_ids"][4:6, :9])

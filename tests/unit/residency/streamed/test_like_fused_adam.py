@@ -22,9 +22,18 @@ class RemainderAdam(torch.optim.Optimizer):
     """Implements AdamW for bf16 parameters."""
 
     def __init__(
-        self, params: Any, *, store_param_remainders: bool, exp_avg_dtype: torch.dtype = torch.float32
+        self,
+        params: Any,
+        *,
+        store_param_remainders: bool,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        capturable: bool = False,
     ) -> None:
         super().__init__(params, {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1})
+        self.capturable = capturable
+        if capturable:
+            for group in self.param_groups:
+                group["lr"] = torch.tensor(group["lr"])
         self.store_param_remainders = store_param_remainders
         self.name_to_dtype_map = {"exp_avg": exp_avg_dtype, "exp_avg_sq": torch.float32, "master_param": torch.float32}
 
@@ -38,7 +47,11 @@ class RemainderAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             if not group["params"]:
                 continue
-            group["step"] = group["step"] + 1 if "step" in group else 1
+            one = torch.tensor([1], dtype=torch.int) if self.capturable else 1
+            if "step" in group:
+                group["step"] += one  # in place, if capturable
+            else:
+                group["step"] = one
             for param in group["params"]:
                 if not self.state[param]:
                     self.initialize_state(param, self.store_param_remainders)
@@ -87,17 +100,22 @@ def train(model: nn.Module, optimizer: RemainderAdam, steps: range, engine: Engi
     return losses
 
 
+@pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
 @pytest.mark.parametrize("store_param_remainders", [True, False], ids=["remainders", "whole masters"])
-def test_numbers_are_those_of_resident_state(store_param_remainders):
+def test_numbers_are_those_of_resident_state(store_param_remainders, capturable):
     (plain, plain_optimizer), (model, optimizer) = (
-        make(store_param_remainders=store_param_remainders) for _ in range(2)
+        make(store_param_remainders=store_param_remainders, capturable=capturable) for _ in range(2)
     )
     wanted = train(plain, plain_optimizer, range(5))
     assert wanted[-1] < wanted[0]
     options = Options(stream_window_bytes=4 * 100_000, verify=True)
     engine = attach([model], optimizer, PinnedArena(), table=STREAMED_TABLE, options=options, ranges=small_chunks)
     assert sum(step.num_chunks for step in engine.targets[Target.OPTIMIZER_STATE].steps) > 8
-    assert train(model, optimizer, range(5), engine) == wanted
+    assert train(model, optimizer, range(1), engine) == wanted[:1]
+    counter = optimizer.param_groups[0]["step"]
+    assert train(model, optimizer, range(1, 5), engine) == wanted[1:]
+    if capturable:
+        assert optimizer.param_groups[0]["step"] is counter
     read = engine.checkpoint_reader()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         for key, value in plain_optimizer.state[one].items():

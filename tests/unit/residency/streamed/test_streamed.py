@@ -336,19 +336,42 @@ def test_state_dicts_go_in_and_out(streaming, late_copies):
     job.model.load_state_dict(resident.model.state_dict())
     job.model[0].weight.grad = None
     assert [job.step(1)] == wanted[1:]
+    read, found = engine.checkpoint_reader(), job.optimizer.state_dict()["state"]
+    with engine.streamed_state_on_host():
+        exposed = copy.deepcopy(job.optimizer.state_dict()["state"])
     for index, state in plain.optimizer.state_dict()["state"].items():
         for key, value in state.items():
-            found = job.optimizer.state_dict()["state"][index][key]
-            assert torch.equal(engine.checkpoint_reader()(found), value), (index, key)
+            assert torch.equal(read(found[index][key]), value), (index, key)
+            assert torch.equal(exposed[index][key], value), (index, key)
+
+
+def test_a_state_dict_without_values_is_refused(streaming, late_copies):
+    """The optimizer's tensors are NaN while their data is on the host."""
+    job = make_job()
+    engine = streaming(job)
+    saved = job.model.state_dict()
+    with pytest.raises(ResidencyError, match=r"optimizer_state is streamed from the host.*checkpoint_reader"):
+        job.optimizer.state_dict()
+    engine.checkpoint_reader()
+    job.optimizer.state_dict()
+    for after in (lambda: job.step(0), lambda: engine.residency.enter(Phase.GENERATE)):
+        after()
+        with pytest.raises(ResidencyError, match="optimizer_state is streamed from the host"):
+            job.optimizer.state_dict()
+    with pytest.raises(ResidencyError, match="params is needed on the GPU"):
+        job.model.load_state_dict(saved)
+    engine.residency.enter(Phase.TRAIN)
+    job.model.load_state_dict(saved)
 
 
 def test_groups_of_another_optimizer_leave_hyperparameters_as_they_are(streaming, late_copies):
     """The CPU optimizer's groups, for instance, have no `amsgrad`."""
     plain, job = make_job(), make_job()
-    streaming(job)
+    engine = streaming(job)
     run_steps(plain, 1)
     run_steps(job, 1)
-    saved = copy.deepcopy(job.optimizer.state_dict())
+    with engine.streamed_state_on_host():
+        saved = copy.deepcopy(job.optimizer.state_dict())
     saved["state"] = {}
     for group in saved["param_groups"]:
         for name in group.keys() - {"params", "lr"}:
