@@ -14,16 +14,11 @@ import annotated_types
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.megatron_fields import SECTIONS
+from nemo_offload_rl.config.key_table.nemo_rl import OTHER_DATASETS
+from nemo_offload_rl.config.key_table.row import PASSES, Kind
+from nemo_offload_rl.config.key_table.table import rows_of
 from nemo_offload_rl.config.keys.tree import Key, key_comments, schema_keys
-from nemo_offload_rl.config.megatron.owned_fields import OWNED_FIELDS
-from nemo_offload_rl.config.problems import show, show_choices
-from nemo_offload_rl.config.upstream.features import (
-    OFF_ONLY,
-    OTHER_DATASETS,
-    OTHER_VALUES,
-    SWITCHED_OFF,
-    WITHOUT_EFFECT,
-)
+from nemo_offload_rl.config.problems import show_choices
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipe-keys.md"
 
@@ -39,20 +34,45 @@ absence means.
 
 MEGATRON = """## Megatron's own fields
 
-`policy.megatron_cfg`, its `optimizer` and its `distributed_data_parallel_config` also take any field of the Megatron
-config that they stand for, by its own name, checked against the installed Megatron:
+`policy.megatron_cfg`, its `optimizer` and its `distributed_data_parallel_config` also take fields of the Megatron
+config that they stand for, by their own names, with the types of the installed Megatron:
 """
 
-OWNED = """
+PASSING = """
+These fields pass; others are refused, unless `policy.unchecked_megatron_fields` is true. A test file shows the effect
+of the first ones, the next ones are constants that Megatron reads, and the last ones need what our machines lack:
+
+| field | test or meaning |
+|---|---|
+"""
+
+FIXED = """
 These fields may only have the values given here, since this package sets them itself or does not support them yet:
+
+| field | only values | why |
+|---|---|---|
 """
 
-UPSTREAM = """## NeMo-RL's other keys
+ON_CPU = """
+Without a GPU these get the first of the values given here, and a line of the log says so:
+
+| field | values | why |
+|---|---|---|
+"""
+
+SIZES = """
+With other values of these the plan does not know the model's sizes:
+
+| field | values | why |
+|---|---|---|
+"""
+
+NEMO_RL = """## NeMo-RL's other keys
 
 NeMo-RL's recipes load here. A key of theirs that belongs to a feature this package lacks is accepted where its value
 leaves that feature off, and refused, by name, where it turns something on.
 
-| key | only value | feature |
+| key | only values | why |
 |---|---|---|
 """
 
@@ -66,7 +86,7 @@ These are accepted with any value, since here there is nothing that they could c
 OTHER = """
 Values that NeMo-RL has for keys of ours, and this package has not:
 
-| key | instead |
+| key | why |
 |---|---|
 """
 
@@ -83,8 +103,11 @@ def page() -> str:
                 described.add(typed_dict)
                 if "dataset_name" not in get_type_hints(typed_dict):  # whose kinds each name all of their keys
                     described.update(_all_bases(typed_dict))
-    parts = [INTRO, *map(_contents, ALGORITHMS), *sections, MEGATRON, _megatron_sources(), OWNED, _owned_table()]
-    parts += [UPSTREAM + _off_rows(), WITHOUT + _without_rows(), OTHER + _other_rows()]
+    parts = [INTRO, *map(_contents, ALGORITHMS), *sections, MEGATRON, _megatron_sources()]
+    parts += [PASSING + _table(*PASSES, with_values=False)]
+    parts += [FIXED + _table(Kind.FIXED), ON_CPU + _table(Kind.OFF_ON_CPU), SIZES + _table(Kind.UNKNOWN_SIZES)]
+    parts += [NEMO_RL + _table(Kind.OFF_ONLY), WITHOUT + _table(Kind.NO_EFFECT, Kind.NOT_IN_USE, with_values=False)]
+    parts += [OTHER + _table(Kind.OTHER_VALUE, with_values=False) + _other_datasets()]
     return "\n".join(part.strip("\n") + "\n" for part in parts)
 
 
@@ -194,31 +217,18 @@ def _megatron_sources() -> str:
     return "\n".join(f"- `{section}`: {source.title}" for section, source in SECTIONS.items()) + "\n"
 
 
-def _owned_table() -> str:
-    lines = ["| field | only values | why |", "|---|---|---|"]
-    for section, fields in OWNED_FIELDS.items():
-        prefix = section.removeprefix("policy.")
-        for name, owned in fields.items():
-            values = show_choices(owned.values) if owned.values else "none"
-            lines.append(f"| `{prefix}.{name}` | {_cell(values)} | {_cell(owned.why)} |")
-    return "\n".join(lines) + "\n"
+def _other_datasets() -> str:
+    return f"| `data.*.dataset_name` | {'; '.join(OTHER_DATASETS.values())} |\n"
 
 
-def _off_rows() -> str:
-    rows = [(row.path, row.off, row.feature) for row in OFF_ONLY]
-    rows += [(f"{feature.section}.{feature.switch}", feature.off, feature.feature) for feature in SWITCHED_OFF]
-    return "".join(f"| `{path}` | {show(off[0])} | {feature} |\n" for path, off, feature in sorted(rows))
-
-
-def _without_rows() -> str:
-    rows = [(row.path, row.reason) for row in WITHOUT_EFFECT]
-    rows += [(f"{feature.section}.*", f"tunes {feature.feature}, which is off") for feature in SWITCHED_OFF]
-    return "".join(f"| `{path}` | {reason} |\n" for path, reason in sorted(rows))
-
-
-def _other_rows() -> str:
-    rows = [*OTHER_VALUES.items(), ("data.*.dataset_name", "; ".join(OTHER_DATASETS.values()))]
-    return "".join(f"| `{path}` | {remedy} |\n" for path, remedy in rows)
+def _table(*kinds: Kind, with_values: bool = True) -> str:
+    """The rows of some kinds; those that differ in nothing but the key are one line."""
+    lines: dict[str, list[str]] = {}
+    for row in rows_of(*kinds):
+        values = f"{_cell(show_choices(row.values)) if row.values else 'none'} | " if with_values else ""
+        text = _cell(row.why + (f"; {row.shown_remedy}" if row.remedy else ""))
+        lines.setdefault(values + text, []).append(f"`{row.key}`")
+    return "".join(f"| {', '.join(keys)} | {line} |\n" for line, keys in lines.items())
 
 
 def _cell(text: str) -> str:

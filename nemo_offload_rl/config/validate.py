@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS, AlgorithmSpec
+from nemo_offload_rl.config.key_table.nemo_rl import OTHER_ALGORITHMS
 from nemo_offload_rl.config.keys.absent_keys import resolve_absent_keys
 from nemo_offload_rl.config.keys.model_overrides import move_model_overrides
-from nemo_offload_rl.config.keys.schema_problems import ABSENT, megatron_problems, schema_problems, value_at
+from nemo_offload_rl.config.keys.schema_problems import (
+    ABSENT,
+    megatron_problems,
+    schema_problems,
+    unchecked_fields,
+    value_at,
+)
 from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
 from nemo_offload_rl.config.model.hf_check import hf_config_problems
 from nemo_offload_rl.config.problems import (
@@ -27,7 +34,6 @@ from nemo_offload_rl.config.rules import ADAPTATIONS, NOTES, RULES, Rule
 from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, SECTION, SPEC, Conflict
 from nemo_offload_rl.config.rules.ignored import ignored_overrides
 from nemo_offload_rl.config.schema import MasterConfig
-from nemo_offload_rl.config.upstream.features import OTHER_ALGORITHMS
 from nemo_offload_rl.config.upstream.split import split_upstream_keys
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
 
@@ -94,9 +100,12 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     warm_start, of_warm_start = _warm_start(recipe, upstream_keys.config, found)
     if found.problems or of_warm_start:
         raise RecipeError(show_file(recipe.path), [*found.without_consequences(), *of_warm_start])
-    notes = [*upstream_keys.notes, *adapted] + [
-        f"{path} {message}" for path, message in _broken(NOTES, spec, upstream_keys.config, found)
+    notes = [*upstream_keys.notes, *adapted]
+    notes += [
+        f"{found.in_recipe(path)} is passed on to Megatron unchecked"
+        for path, _ in unchecked_fields(upstream_keys.config, spec.schema)
     ]
+    notes += [f"{path} {message}" for path, message in _broken(NOTES, spec, upstream_keys.config, found)]
     resolve_absent_keys(recipe.config)  # the command `validate` prints them
     return ValidatedRecipe(algorithm, cast(MasterConfig, upstream_keys.config), notes, recipe, warm_start)
 
@@ -144,7 +153,7 @@ class _Findings:
 
     def _append(self, path: str, message: str) -> None:
         self._paths.add(path)
-        path = self._in_recipe(path)
+        path = self.in_recipe(path)
         self._paths.add(path)
         written = self._recipe.written.get(path)
         source = f" (from {written!r})" if written and "found" in message else ""
@@ -152,9 +161,10 @@ class _Findings:
 
     def written_at(self, path: str) -> Origin:
         """Returns where a key was written."""
-        return self._recipe.origin(self._in_recipe(path))
+        return self._recipe.origin(self.in_recipe(path))
 
-    def _in_recipe(self, path: str) -> str:
+    def in_recipe(self, path: str) -> str:
+        """Returns the path in the recipe of a key that is checked under another one."""
         return self._written_as[path] if path in self._written_as else path
 
     def touches(self, path: str) -> bool:

@@ -8,26 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_offload_rl.config.key_table.row import Kind
+from nemo_offload_rl.config.key_table.table import not_allowed
 from nemo_offload_rl.config.model.families import FAMILIES, Family, family_of
 from nemo_offload_rl.config.model.model_kind import expert_layers
 from nemo_offload_rl.config.problems import show, show_choices
 
 MEGATRON = "policy.megatron_cfg"
-
-
-# Fields of `policy.megatron_cfg` that change which parameters the model has, with the values that are supported here.
-FOLLOWED_ONLY_AT: Mapping[str, tuple[Any, ...]] = {
-    "normalization": ("RMSNorm", None),
-    "gated_linear_unit": (True, None),
-    "softmax_type": ("vanilla", "off-by-one", None),
-    "attention_output_gate": (False, None),
-    "linear_attention_freq": (None,),
-    "moe_latent_size": (None,),
-    "moe_shared_expert_intermediate_size": (None,),
-    "pipeline_model_parallel_layout": (None,),
-    "account_for_embedding_in_pipeline_split": (False, None),
-    "account_for_loss_in_pipeline_split": (False, None),
-}
 
 
 class UnknownArchitectureError(ValueError):
@@ -86,12 +73,9 @@ def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, A
             "The worker determines the exact sizes when it builds the model, and checks them against the host's "
             "memory before it page-locks anything."
         )
-    for name, values in FOLLOWED_ONLY_AT.items():
-        if name in megatron_cfg and megatron_cfg[name] not in values:
-            raise UnknownArchitectureError(
-                f"{MEGATRON}.{name} is {show(megatron_cfg[name])}, and the plan knows the sizes only with "
-                f"{show_choices(values)}. The worker determines the exact sizes when it builds the model."
-            )
+    config = {"policy": {"megatron_cfg": megatron_cfg}}
+    for row, path, value in not_allowed(config, Kind.UNKNOWN_SIZES):
+        raise UnknownArchitectureError(f"{path} {row.refusal(value)}")
     return _read(family, _Fields(str(kind), hf_config, megatron_cfg))
 
 

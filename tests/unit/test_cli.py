@@ -181,6 +181,7 @@ def test_deep_validation_builds_megatrons_configs():
 
 @pytest.mark.slow
 def test_what_megatron_refuses_is_said_without_a_traceback(capsys):
-    assert main(["validate", TINY, "--deep", "+policy.megatron_cfg.no_rope_freq=3"]) == 2
+    fields = ["+policy.megatron_cfg.no_rope_freq=3", "policy.unchecked_megatron_fields=true"]
+    assert main(["validate", TINY, "--deep", *fields]) == 2
     error = capsys.readouterr().err
     assert "policy.megatron_cfg: Megatron refuses this combination: no_rope_freq" in error

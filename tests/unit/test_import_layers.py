@@ -56,11 +56,12 @@ LAYERS = {
     "config.installed": layer("config.problems", never=NO_LIBRARY),
     "config.megatron": layer("config.problems", never=NO_LIBRARY),
     "config.model": layer("config.problems", "config.installed", never=NO_LIBRARY),
-    "config.upstream": layer("config.problems", "config.megatron", never=NO_LIBRARY),
+    "config.key_table": layer("config.problems", never=NO_LIBRARY),
+    "config.upstream": layer("config.problems", "config.key_table", never=NO_LIBRARY),
     "config.schema": layer(never=NO_LIBRARY),
     "config.algorithms": layer("config.schema", "residency.table", never=NO_LIBRARY),
     "config.keys": layer(
-        "config.problems", "config.source", "config.installed", "config.megatron", "config.upstream", "config.schema",
+        "config.problems", "config.source", "config.installed", "config.key_table", "config.schema",
         "config.algorithms", "named_datasets", never=NO_LIBRARY
     ),
     "config.recipe": layer(
@@ -68,7 +69,8 @@ LAYERS = {
     ),
     "config.rules": layer(
         "config.problems", "config.installed", "config.megatron", "config.model", "config.schema",
-        "config.upstream", "config.algorithms", "config.keys", "config.recipe", "named_datasets", "metrics.names",
+        "config.upstream", "config.key_table", "config.algorithms", "config.keys", "config.recipe", "named_datasets",
+        "metrics.names",
         never=NO_LIBRARY,
     ),
     "config": layer("named_datasets", "storage", "residency.table", "metrics.names", never=NO_LIBRARY),

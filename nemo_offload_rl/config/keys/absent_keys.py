@@ -18,6 +18,7 @@ IF_ABSENT: Mapping[str, Any] = {
     "policy.generation.bad_words": None,
     "policy.generation.vllm_cfg.build_beside_policy": "auto",
     "policy.skip_model_check": False,
+    "policy.unchecked_megatron_fields": False,
     "policy.trust_remote_code": False,
     "policy.max_grad_norm": None,
     "policy.sequence_packing": {"enabled": False},

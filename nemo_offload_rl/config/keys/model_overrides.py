@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_offload_rl.config.key_table.table import nemo_rl_paths
 from nemo_offload_rl.config.keys.tree import find_key
-from nemo_offload_rl.config.upstream.features import upstream_paths
 
 _SECTION = "policy.megatron_cfg"
 _PATH = f"{_SECTION}.model_overrides"
@@ -39,7 +39,7 @@ def move_model_overrides(config: dict[str, Any], schema: type) -> MovedFields:
     section["model_overrides"] = {}
     for name, value in fields.items():
         path, own = f"{_PATH}.{name}", f"{_SECTION}.{name}"
-        if name in section or own in upstream_paths() or find_key(schema, own) is not None:
+        if name in section or own in nemo_rl_paths() or find_key(schema, own) is not None:
             moved.problems.append((path, f"has a key of its own, {own}; set that, and delete this one"))
         elif value is None:
             moved.problems.append((path, "must have a value; delete it, which leaves the model's own value"))

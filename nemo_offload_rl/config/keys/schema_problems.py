@@ -7,20 +7,16 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, check_field, megatron_fields
+from nemo_offload_rl.config.key_table.nemo_rl import OTHER_ALGORITHMS, OTHER_DATASETS
+from nemo_offload_rl.config.key_table.row import PASSES, Kind
+from nemo_offload_rl.config.key_table.table import accepted_paths, nemo_rl_paths, row_of
 from nemo_offload_rl.config.keys.section_kinds import kinds_of, meaning_in_kind, unknown_in_kind
 from nemo_offload_rl.config.keys.tree import find_key, nearest_key, short_section
-from nemo_offload_rl.config.megatron.owned_fields import refuse
 from nemo_offload_rl.config.problems import Origin, is_number, nearest, show, show_choices
 from nemo_offload_rl.config.schema.value_types import TAGS
 from nemo_offload_rl.config.source.indentation import hint_at_level, hint_at_section, hint_at_value
-from nemo_offload_rl.config.upstream.features import (
-    NULL_FOR_NEMO_GYM,
-    OTHER_ALGORITHMS,
-    OTHER_DATASETS,
-    OTHER_VALUES,
-    accepted_paths,
-    upstream_paths,
-)
+
+_UNCHECKED = "policy.unchecked_megatron_fields"
 
 WrittenAt = Callable[[str], Origin]
 
@@ -76,8 +72,7 @@ def _unknown_keys(
     schema: type, config: dict[str, Any], path: str, value: Any, written_at: WrittenAt
 ) -> Iterator[tuple[str, str]]:
     """Yields the problem of an unknown key; for a section that only upstream has, the problems of its unknown keys."""
-    upstream = upstream_paths()
-    if isinstance(value, dict) and any(name.startswith(f"{path}.") for name in upstream):
+    if isinstance(value, dict) and any(name.startswith(f"{path}.") for name in nemo_rl_paths()):
         for name, item in value.items():
             yield from _unknown_keys(schema, config, f"{path}.{name}", item, written_at)
         return
@@ -137,10 +132,11 @@ def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error
         built_in = [mark for mark, own in kinds.items() if "data_path" not in own.__annotations__]
         by_name = f"by name there are {show_choices(built_in)}"
         return f"{show(context['tag'])} is not supported here; {'; '.join(remedies)}; {by_name}"
+    other = row_of(path, Kind.OTHER_VALUE)
+    if other is not None and (kind == "literal_error" or value is None):
+        return other.refusal(value)
     if kind == "literal_error":
-        return _wrong_choice(path, value, str(context["expected"]))
-    if value is None and path in NULL_FOR_NEMO_GYM:
-        return "null is for NeMo Gym alone, which this package does not support; set it to a number of 1 or more"
+        return _wrong_choice(value, str(context["expected"]))
     found = f"found {show(value)}"
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
@@ -162,10 +158,7 @@ def _is_quoted(kind: str, value: Any) -> bool:
     )
 
 
-def _wrong_choice(path: str, value: Any, choices: str) -> str:
-    remedy = OTHER_VALUES.get(path)
-    if remedy is not None:
-        return f"{show(value)} is not supported here; {remedy}"
+def _wrong_choice(value: Any, choices: str) -> str:
     names = [choice.strip("'") for choice in choices.replace(" or ", ", ").split(", ")]
     close = nearest(value, names) if isinstance(value, str) else None
     return f"must be {choices.lower() if choices in ('True', 'False') else choices}; found {show(value)}" + (
@@ -184,14 +177,32 @@ def megatron_problems(config: dict[str, Any], schema: type, written_at: WrittenA
             path = f"{section}.{name}"
             key = find_key(schema, path)
             if key is None and name not in fields:
-                yield path, _unknown_key(schema, path, written_at(path))
+                yield from _unknown_keys(schema, config, path, value, written_at)
                 continue
-            refusal = refuse(section, name, value)
+            row = row_of(path, Kind.FIXED)
+            refusal = row.refusal(value) if row is not None and not row.allows(value) else None
             wrong_type = check_field(section, name, value) if key is None else None
             if wrong_type and not (refusal and value not in (None, False)):
                 yield path, wrong_type
             elif refusal:
-                yield path, f"{refusal}; found {show(value)}"
+                yield path, refusal
+    if value_at(config, _UNCHECKED) is not True:
+        for path, value in unchecked_fields(config, schema):
+            yield (
+                path,
+                f"is a field of Megatron whose effect was not checked here (found {show(value)}); delete it, or set "
+                f"{_UNCHECKED} to true to pass it on as it is",
+            )
+
+
+def unchecked_fields(config: dict[str, Any], schema: type) -> Iterator[tuple[str, Any]]:
+    """Yields Megatron's fields that no key of the schema and no row of the table is about, and their values."""
+    for section in SECTIONS:
+        for name in megatron_fields(section):
+            path = f"{section}.{name}"
+            value = value_at(config, path)
+            if value is not ABSENT and row_of(path, Kind.FIXED, *PASSES) is None and find_key(schema, path) is None:
+                yield path, value
 
 
 def value_at(config: Mapping[str, Any], path: str) -> Any:

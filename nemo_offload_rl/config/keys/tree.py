@@ -10,7 +10,8 @@ from typing import Annotated, Any, NotRequired, Required, Union, get_args, get_o
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
-from nemo_offload_rl.config.megatron.owned_fields import OWNED_FIELDS
+from nemo_offload_rl.config.key_table.row import PASSES
+from nemo_offload_rl.config.key_table.table import rows_of
 from nemo_offload_rl.config.problems import KEYS_ALIKE, nearest
 
 ANY_NAME = "*"  # placeholder for a name that the user chooses, as in `env.*.reward`
@@ -156,12 +157,7 @@ def nearest_key(root: type, path: str, also: tuple[str, ...] = ()) -> str | None
     section, _, name = path.rpartition(".")
     pattern = _with_any_name(root, path).rpartition(".")[0]
     paths = list(schema_keys(root))
-    paths += [
-        f"{prefix}.{field}"
-        for prefix in SECTIONS
-        for field in megatron_fields(prefix)
-        if field not in OWNED_FIELDS[prefix]
-    ]
+    paths += [row.key for row in rows_of(*PASSES)]
     siblings = [key.rpartition(".")[2] for key in (*paths, *also) if key.rpartition(".")[0] in (section, pattern)]
     close = nearest(name, siblings, cutoff=KEYS_ALIKE)
     if close:

@@ -3,8 +3,8 @@
 from typing import Any
 
 from nemo_offload_rl.config.installed.vllm_arguments import why_refused
+from nemo_offload_rl.config.key_table.row import same
 from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split, engine_devices, engine_replicas
-from nemo_offload_rl.config.megatron.owned_fields import same
 from nemo_offload_rl.config.model.model_kind import NUM_EXPERTS_KEYS, count_of, model_fields, model_kind
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, LENGTH, MODEL, MODEL_FIELDS, NODES, Verdict, rule

@@ -1,7 +1,7 @@
 """The section `policy.megatron_cfg` and its sub-sections: optimizer, scheduler, data parallelism, checkpoint format.
 
-All but the scheduler and the checkpoint section also accept any field of the corresponding megatron-core config
-(config.installed.megatron_fields). The keys below are those that this package reads itself or that every recipe
+All but the scheduler and the checkpoint section also accept fields of the corresponding megatron-core config
+(config.key_table.megatron). The keys below are those that this package reads itself or that every recipe
 must set.
 """
 
@@ -24,7 +24,7 @@ from nemo_offload_rl.config.schema.value_types import (
 
 @with_config(STRICT_WITH_FURTHER_FIELDS)
 class MegatronOptimizerConfig(TypedDict):
-    """Section `policy.megatron_cfg.optimizer`; accepts any further field of megatron-core's OptimizerConfig."""
+    """Section `policy.megatron_cfg.optimizer`; accepts further fields of megatron-core's OptimizerConfig."""
 
     # Algorithm: adam or sgd (adam decouples weight decay, so it is AdamW). Recommended: adam.
     optimizer: Literal["adam", "sgd"]
@@ -105,7 +105,7 @@ class MegatronSchedulerConfig(TypedDict):
 class MegatronDDPConfig(TypedDict):
     """Section `policy.megatron_cfg.distributed_data_parallel_config`.
 
-    Accepts any further field of megatron-core's DistributedDataParallelConfig.
+    Accepts further fields of megatron-core's DistributedDataParallelConfig.
     """
 
     # Reduce gradients over ranks in float32. Takes twice the gradient memory of bfloat16; recommended false for short
@@ -137,7 +137,7 @@ class MegatronCheckpointConfig(TypedDict):
 
 @with_config(STRICT_WITH_FURTHER_FIELDS)
 class MegatronConfig(TypedDict):
-    """Section `policy.megatron_cfg`; accepts any further field of megatron-core's TransformerConfig."""
+    """Section `policy.megatron_cfg`; accepts further fields of megatron-core's TransformerConfig."""
 
     # Train with Megatron. Must be true: it is the only policy backend.
     enabled: Literal[True]

@@ -75,6 +75,10 @@ class PolicyConfig(TypedDict):
     # Train the model without the check that compares a small twin of it, with the same flags, with transformers; needed
     # for a model that the check refuses or cannot compute. Recommended: false. Absent: false.
     skip_model_check: NotRequired[bool]
+    # Pass fields of Megatron on whose effect was not checked here (docs/recipe-keys.md lists those that were), and log
+    # a line for each. They may have no effect, or one that other parts do not know of. Recommended: false. Absent:
+    # false.
+    unchecked_megatron_fields: NotRequired[bool]
     # Fields of the Hugging Face config to override, such as {rope_theta: 1000000}. Absent: none.
     hf_config_overrides: NotRequired[HfConfigFields]
     # Run the code that comes with the files of model_name and tokenizer.name, where their auto_map names some, in

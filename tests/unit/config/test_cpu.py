@@ -5,8 +5,6 @@ import copy
 import torch
 
 from nemo_offload_rl.config import for_machine, load
-from nemo_offload_rl.config.cpu import OFF_ON_CPU
-from nemo_offload_rl.config.keys.tree import is_valid_key
 from nemo_offload_rl.mcore.model.model_config import make_optimizer_config
 from tests.unit.config.conftest import CONFIGS
 from tests.unit.config.test_activation_rules import EXPERTS
@@ -98,8 +96,3 @@ def test_types_of_optimizer_state_follow_the_precision_aware_optimizer():
     ]
     # megatron-core asserts that the two agree.
     assert make_optimizer_config(adapted["policy"]).exp_avg_dtype == torch.float32
-
-
-def test_the_table_names_keys_that_exist():
-    for path in OFF_ON_CPU:
-        assert is_valid_key(f"policy.megatron_cfg.{path}"), path

@@ -44,7 +44,7 @@ def notes_of(*overrides):
         ),
         (
             [f"+{OPTIMIZER}.use_torch_optimizer_for_cpu_offload=true"],
-            "is not read by megatron-core 0.19.2; leave it off",
+            "whose effect was not checked here (found true)",
         ),
     ],
 )

@@ -105,9 +105,9 @@ def test_a_model_of_dense_layers_alone_has_no_experts_to_offload(error_of):
     ("field", "value", "remedy"),
     [
         ("moe_layer_recompute", "true", "list moe in policy.megatron_cfg.recompute_modules, and delete it"),
-        ("moe_router_padding_for_quantization", "true", "fp8 is not supported here yet; leave it off"),
-        ("moe_expert_rank_capacity_factor", "1.0", "is not supported here; leave it off"),
-        ("overlap_dispatch_backward_with_experts_wgrad", "true", "is not supported here; leave it off"),
+        ("moe_router_padding_for_quantization", "true", "fp8 is not supported here yet (found"),
+        ("moe_expert_rank_capacity_factor", "1.0", "is not supported here (found"),
+        ("overlap_dispatch_backward_with_experts_wgrad", "true", "is not supported here (found"),
     ],
 )
 def test_fields_that_would_go_round_the_rules_are_refused(field, value, remedy, error_of):

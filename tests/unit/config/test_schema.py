@@ -6,9 +6,7 @@ import sys
 import pytest
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.config.installed.megatron_fields import megatron_fields
 from nemo_offload_rl.config.keys.tree import key_comments, schema_keys
-from nemo_offload_rl.config.megatron.owned_fields import OWNED_FIELDS
 from nemo_offload_rl.config.schema import GRPOMasterConfig
 from nemo_offload_rl.config.schema.hf_config import HfConfigFields
 from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronDDPConfig, MegatronOptimizerConfig
@@ -38,11 +36,6 @@ def test_sections_are_strict_and_only_those_of_other_libraries_are_open():
     assert all(owner.__pydantic_config__["strict"] for owner in owners)
     open_ones = {owner for owner in owners if owner.__pydantic_config__["extra"] != "forbid"}
     assert open_ones == {MegatronConfig, MegatronOptimizerConfig, MegatronDDPConfig, HfConfigFields}
-
-
-def test_owned_fields_are_megatrons():
-    for section, fields in OWNED_FIELDS.items():
-        assert set(fields) <= set(megatron_fields(section))
 
 
 def test_the_keys_page_is_up_to_date():

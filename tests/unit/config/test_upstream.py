@@ -6,16 +6,11 @@ import yaml
 from nemo_offload_rl.config import RecipeError, load, load_recipe
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
+from nemo_offload_rl.config.key_table.nemo_rl import NEMO_RL_SECTIONS
+from nemo_offload_rl.config.key_table.row import Kind
+from nemo_offload_rl.config.key_table.table import accepted_paths, nemo_rl_paths, rows_of
 from nemo_offload_rl.config.keys.schema_problems import value_at
 from nemo_offload_rl.config.keys.tree import alternatives, find_key, nearest_key
-from nemo_offload_rl.config.megatron.owned_fields import OWNED_FIELDS
-from nemo_offload_rl.config.upstream.features import (
-    NULL_FOR_NEMO_GYM,
-    OFF_ONLY,
-    SWITCHED_OFF,
-    accepted_paths,
-    upstream_paths,
-)
 from tests.unit.config.conftest import CONFIGS, DATA
 
 EXEMPLAR = CONFIGS / "grpo_math_1B_megatron.yaml"
@@ -59,7 +54,7 @@ def leaves(config, path=""):
 def test_every_key_of_upstreams_recipes_is_in_the_schema_or_in_a_table(name):
     config = load_recipe(DATA / name).config
     root = next(spec.schema for algorithm, spec in ALGORITHMS.items() if algorithm in config)
-    in_tables = upstream_paths()
+    in_tables = nemo_rl_paths()
     unknown = [
         path
         for path in leaves(config)
@@ -117,7 +112,9 @@ def test_a_processor_is_accepted_only_where_it_is_what_happens(recipe, error_of)
     others = {name for names in PROCESSORS.values() for name in names}.difference(PROCESSORS[recipe])
     for name in (*others, *OTHER_PROCESSORS):
         error = error_of(f"++{key}={name}", recipe=CONFIGS / recipe)
-        assert f"{key}: {name if name == 7 else repr(name)} is not supported here; prompts are built from" in error
+        assert (
+            f"{key}: is not supported here (found {name if name == 7 else repr(name)}); prompts are built from" in error
+        )
         assert "math_hf_data_processor (GRPO), sft_processor (SFT) or preference_preprocessor (DPO), or delete" in error
         assert ": 1 problem\n" in error
 
@@ -129,38 +126,34 @@ def test_without_rewards_no_environment_can_be_named(recipe, error_of):
     assert ": 1 problem\n" in error
 
 
-@pytest.mark.parametrize("row", OFF_ONLY, ids=lambda row: row.path)
+@pytest.mark.parametrize("row", rows_of(Kind.OFF_ONLY), ids=lambda row: row.key)
 def test_a_feature_that_is_not_here_is_refused_by_name(row, error_of):
-    recipe = CONFIGS / ("sft_tiny_cpu.yaml" if row.path.startswith("sft") else "grpo_tiny_cpu.yaml")
-    path = row.path.replace("*", "arithmetic")
+    recipe = CONFIGS / "grpo_tiny_cpu.yaml"
+    path = row.key.replace("*", "arithmetic")
     parent_section = ["+logger.wandb={project: p, name: n}"] if path.startswith("logger.wandb.") else []
-    if row.only_if is not None:
+    if path.startswith("policy.generation.vllm_cfg."):
         recipe, parent_section = EXEMPLAR, ["policy.generation.backend=vllm"]
         assert load(recipe, [f"++{path}=7"]).config["policy"]["generation"]["backend"] == "transformers"
-    off = str(row.off[0]).lower().replace("none", "null")
+    off = str(row.values[0]).lower().replace("none", "null")
     assert load(recipe, [*parent_section, f"++{path}={off}"]).recipe.config is not None
     on = f"++{path}=7"
     error = error_of(*parent_section, on, recipe=recipe)
-    assert f"command line: {on}: {path}: this package does not support {row.feature} (found 7); " in error
+    assert f"command line: {on}: {path}: {row.refusal(7)}" in error
     assert ": 1 problem\n" in error
 
 
-@pytest.mark.parametrize("feature", SWITCHED_OFF, ids=lambda feature: feature.section)
-def test_a_section_loads_while_its_switch_is_off(feature, error_of):
-    recipe = CONFIGS / "grpo_tiny_cpu.yaml"
-    inner = [f"++{feature.section}.{key}=1" for key in feature.keys]
-    switch = f"++{feature.section}.{feature.switch}"
-    config = load(recipe, [*inner, f"{switch}=false"]).config
-    assert feature.section.rpartition(".")[2] not in str(config)
-    error = error_of(*inner, f"{switch}=true")
-    assert (
-        f"{feature.section}.{feature.switch}: this package does not support {feature.feature} (found true); " in error
-    )
+@pytest.mark.parametrize("section", NEMO_RL_SECTIONS)
+def test_a_section_loads_while_its_switch_is_off(section, error_of):
+    names = [path.removeprefix(f"{section}.") for path in nemo_rl_paths() if path.startswith(f"{section}.")]
+    keys = [f"++{section}.{name}={'null' if f'{section}.{name}' not in accepted_paths() else 1}" for name in names]
+    assert section.rpartition(".")[2] not in str(load(CONFIGS / "grpo_tiny_cpu.yaml", keys).config)
+    for empty in ("{}", "null"):
+        load(CONFIGS / "grpo_tiny_cpu.yaml", [f"++{section}={empty}"])
+    assert not any(find_key(spec.schema, section) for spec in ALGORITHMS.values())
+    misspelt = f"{section}.{names[-1]}x"
+    error = error_of(*keys, f"++{misspelt}=1")
+    assert f"{misspelt}: unknown key" in error
     assert ": 1 problem\n" in error
-    misspelt = f"{feature.section}.{feature.keys[0]}x"
-    assert f"{misspelt}: unknown key; nearest valid key: {feature.section}." in error_of(
-        f"++{misspelt}=1", f"{switch}=false"
-    )
 
 
 @pytest.mark.parametrize("generation", ["{}", "{port_range_low: 11000, quant_cfg: null}"])
@@ -211,16 +204,19 @@ NULLABLE = {
 }
 
 
+NULL_FOR_NEMO_GYM = {"data.max_input_seq_length", "grpo.max_val_samples", "grpo.val_batch_size"}
+
+
 @pytest.mark.parametrize("section", NULLABLE)
 def test_what_may_be_null_upstream_may_be_null(section):
     paths = [f"{section}.{name}" for name in NULLABLE[section].split()]
     keys = [(path, key) for path in paths for spec in ALGORITHMS.values() if (key := find_key(spec.schema, path))]
     assert keys
     refused = {path for path, key in keys if type(None) not in alternatives(key.annotation)}
-    assert refused == {path for path in NULL_FOR_NEMO_GYM if path in paths}
+    assert refused == NULL_FOR_NEMO_GYM.intersection(paths)
 
 
-@pytest.mark.parametrize("key", NULL_FOR_NEMO_GYM)
+@pytest.mark.parametrize("key", sorted(NULL_FOR_NEMO_GYM))
 def test_null_for_nemo_gym_names_it(key, error_of):
     assert f"{key}: null is for NeMo Gym alone" in error_of(f"{key}=null")
 
@@ -231,9 +227,9 @@ def test_no_defaults_of_data_may_be_said(recipe):
 
 
 def test_no_hint_names_a_key_that_is_refused_itself():
-    owned = [f"{section}.{name}" for section, fields in OWNED_FIELDS.items() for name in fields]
-    owned = [path for path in owned if find_key(ALGORITHMS["sft"].schema, path) is None]  # those may be written
-    for refused in (*(row.path for row in OFF_ONLY), *owned):
+    paths = [row.key for row in rows_of(Kind.OFF_ONLY, Kind.FIXED)]
+    # Those in the schema may be written.
+    for refused in (path for path in paths if find_key(ALGORITHMS["sft"].schema, path) is None):
         for misspelt in (f"{refused}x", refused[:-1]):
             assert all(nearest_key(spec.schema, misspelt, accepted_paths()) != refused for spec in ALGORITHMS.values())
 
@@ -241,7 +237,7 @@ def test_no_hint_names_a_key_that_is_refused_itself():
 def test_fp8_is_what_generation_lacks(error_of):
     section = "policy.generation.vllm_cfg"
     error = error_of(f"{section}.precision=fp8", "policy.generation.backend=vllm", recipe=EXEMPLAR)
-    assert f"{section}.precision: 'fp8' is not supported here; fp8 generation is missing: " in error
+    assert f"{section}.precision: is not supported here (found 'fp8'); fp8 generation is missing: " in error
     error = error_of(f"+{section}.enable_thinking=true", "policy.generation.backend=vllm", recipe=EXEMPLAR)
     assert f"{section}.enable_thinking: unknown key\n" in f"{error}\n"
 

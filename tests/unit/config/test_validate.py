@@ -85,41 +85,47 @@ MEGATRON = "policy.megatron_cfg"
         # What upstream has and this package has not.
         (
             "policy.generation.backend=sglang",
-            "'sglang' is not supported here; set policy.generation.backend=vllm, or transformers",
+            "is not supported here (found 'sglang'); set policy.generation.backend=vllm, or transformers",
         ),
-        ("policy.precision=float16", "'float16' is not supported here; set policy.precision=bfloat16"),
-        (f"{MEGATRON}.enabled=false", "false is not supported here; set policy.megatron_cfg.enabled=true"),
+        ("policy.precision=float16", "is not supported here (found 'float16'); set policy.precision=bfloat16"),
+        (f"{MEGATRON}.enabled=false", "is not supported here (found false); set policy.megatron_cfg.enabled=true"),
         ("data.train.dataset_name=squad", "data.train.dataset_name: 'squad' is not supported here; give your data as"),
         ("+rm.seed=1", "rm: reward-model training is not supported here; delete the section"),
         ("+sft.seed=1", "sft: a recipe has one of the sections 'grpo', 'sft' or 'dpo', found grpo and sft; delete one"),
         # Fields that this package owns or does not support yet.
         (f"+{MEGATRON}.moe_paged_stash=true", "name expert_fc1 and moe_act in policy.megatron_cfg.offload_modules"),
         (f"{MEGATRON}.context_parallel_size=2", "context parallelism is not supported here yet"),
-        (f"{MEGATRON}.cuda_graph_impl=local", "use transformer_engine or none; found 'local'"),
-        (f"{MEGATRON}.cuda_graph_impl=full_iteration", "full_iteration graphs fix the number of micro-batches; use"),
+        (f"{MEGATRON}.cuda_graph_impl=local", "(found 'local'); use transformer_engine or none"),
+        (f"{MEGATRON}.cuda_graph_impl=full_iteration", "full_iteration graphs fix the number of micro-batches (found"),
         (f"+{MEGATRON}.enable_cuda_graph=true", "set policy.megatron_cfg.cuda_graph_impl to transformer_engine"),
         (f"+{MEGATRON}.external_cuda_graph=true", "set policy.megatron_cfg.cuda_graph_impl to transformer_engine"),
         (
             f"+{MEGATRON}.cuda_graph_scope=[attn]",
-            "old name; list the modules in policy.megatron_cfg.cuda_graph_modules",
+            "old name (found ['attn']); list the modules in policy.megatron_cfg.cuda_graph_modules",
         ),
         (
             f"+{MEGATRON}.inference_cuda_graph_scope=block",
-            "graphs of Megatron's inference are not supported here; leave it at null",
+            "graphs of Megatron's inference are not supported here (found 'block'); leave it at null",
         ),
         (f"+{MEGATRON}.optimizer.optimizer_cuda_graph=true", "the optimizer's step is not captured here"),
         (f"+{MEGATRON}.fp8=e4m3", "fp8 is not supported here yet"),
         (f"+{MEGATRON}.fp4=e2m1", "fp4 is not supported here yet"),
         (
             f"+{MEGATRON}.cpu_offloading=true",
-            "layer-wise cpu_offloading is not supported here; leave it off, and use "
+            "cpu_offloading is not supported here (found true); leave it at false or delete the key, and use "
             "policy.megatron_cfg.fine_grained_activation_offloading",
         ),
-        (f"+{MEGATRON}.hidden_size=8", "comes from the model's Hugging Face config; set it there"),
-        (f"+{MEGATRON}.params_dtype=bfloat16", "follows from policy.precision; set that key instead; found 'bfloat16'"),
+        (f"+{MEGATRON}.hidden_size=8", "comes from the model's Hugging Face config (found 8); set it there"),
+        (
+            f"+{MEGATRON}.params_dtype=bfloat16",
+            "follows from policy.precision (found 'bfloat16'); set that key instead",
+        ),
         (f"+{MEGATRON}.optimizer.pin_cpu_grads=false", "host memory of the CPU optimizer is always page-locked here"),
-        (f"+{MEGATRON}.num_microbatches_with_partial_activation_checkpoints=1", "is not supported here; leave it off"),
-        (f"{MEGATRON}.optimizer.fp16=true", "float16 training is not supported here; use bfloat16"),
+        (
+            f"+{MEGATRON}.num_microbatches_with_partial_activation_checkpoints=1",
+            "is not supported here (found 1); leave it at null",
+        ),
+        (f"{MEGATRON}.optimizer.fp16=true", "float16 training is not supported here (found true); use bfloat16"),
         (f"+{MEGATRON}.distributed_data_parallel_config.use_megatron_fsdp=true", "Megatron-FSDP is not supported here"),
         # Activation offloading and graphs, as far as single values tell.
         (f"{MEGATRON}.activation_offload_fraction=1.5", "must be at most 1.0; found 1.5"),
@@ -433,7 +439,7 @@ def test_the_warm_start_recipe_lies_beside_the_file_that_names_it(tmp_path, monk
     assert warm_start.recipe.path == CONFIGS / "sft_tiny_cpu.yaml"
 
 
-def test_any_megatron_field_reaches_the_config():
+def test_fields_of_megatron_reach_the_config():
     overrides = [
         f"+{MEGATRON}.moe_z_loss_coeff=1e-3",
         f"+{MEGATRON}.attention_backend=flash",

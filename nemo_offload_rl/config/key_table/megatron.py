@@ -1,0 +1,301 @@
+"""Rows about Megatron's fields: which pass, which have few allowed values, and which are off on a CPU.
+
+To add support for a field, delete its row of the kind FIXED, and add one that names the test of its effect.
+"""
+
+from typing import Any
+
+from nemo_offload_rl.config.key_table.row import Kind, Row, each
+
+MEGATRON = "policy.megatron_cfg"
+OPTIMIZER = f"{MEGATRON}.optimizer"
+DDP = f"{MEGATRON}.distributed_data_parallel_config"
+
+_OFF = (False, None)
+_NULL = (None,)
+_NOT_HERE = "is not supported here"
+_FP8 = "fp8 is not supported here yet"
+_FP4 = "fp4 is not supported here yet"
+_CP = "context parallelism is not supported here yet"
+_MTP = "multi-token prediction is not supported here"
+_OLD_NAME = "is megatron-core's old name"
+_NOT_READ = "is not read by megatron-core 0.19.2"
+_OWN_TRAINER = "is read by Megatron's own training loop, which is not used here"
+_CPU_OFFLOADING = "megatron-core's layer-wise cpu_offloading is not supported here"
+_FINE_GRAINED = f"leave it at {{off}} or delete the key, and use {MEGATRON}.fine_grained_activation_offloading"
+
+
+def _fixed(section: str, names: str, why: str, values: tuple[Any, ...] = (), remedy: str = "") -> list[Row]:
+    return each(section, names, Kind.FIXED, why, values, remedy)
+
+
+_FIXED = (
+    *_fixed(
+        MEGATRON,
+        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels num_moe_experts "
+        "vocab_size position_embedding_type share_embeddings_and_output_weights multi_latent_attention is_hybrid_model "
+        "hf_model_id hf_model_revision experimental_attention_variant",
+        "comes from the model's Hugging Face config",
+        remedy="set it there (policy.hf_config, policy.hf_config_overrides)",
+    ),
+    *_fixed(
+        MEGATRON,
+        "params_dtype bf16 fp16 autocast_dtype",
+        "follows from policy.precision",
+        remedy="set that key instead",
+    ),
+    *_fixed(MEGATRON, "enable_autocast", "follows from policy.precision", _OFF, "set that key instead"),
+    *_fixed(
+        MEGATRON,
+        "perform_initialization use_cpu_initialization init_model_with_meta_device transformer_impl "
+        "variable_seq_lengths calculate_per_token_loss deallocate_pipeline_outputs seq_length parallel_output "
+        "should_pad_vocab use_te_rng_tracker hidden_dropout attention_dropout cross_entropy_loss_fusion "
+        "restore_modelopt_state",
+        "is set by this package for the device it runs on",
+    ),
+    *_fixed(MEGATRON, "fp8 fp8_quantizer_factory quant_recipe optimizer.fp8_recipe", _FP8, _NULL),
+    *_fixed(
+        MEGATRON,
+        "fp8_param fp8_output_proj fp8_dot_product_attention fp8_multi_head_attention moe_router_padding_for_fp8 "
+        "moe_router_padding_for_quantization use_kitchen optimizer.reuse_grad_buf_for_mxfp8_param_ag",
+        _FP8,
+        _OFF,
+    ),
+    *_fixed(DDP, "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag", _FP8, _OFF),
+    *_fixed(MEGATRON, "fp4 fp4_quantizer_factory", _FP4, _NULL),
+    *_fixed(MEGATRON, "fp4_param distributed_data_parallel_config.fp4_param_gather", _FP4, _OFF),
+    *_fixed(
+        MEGATRON, "moe_layer_recompute", _OLD_NAME, _OFF, f"list moe in {MEGATRON}.recompute_modules, and delete it"
+    ),
+    *_fixed(
+        MEGATRON,
+        "cuda_graph_impl",
+        "only graphs of Transformer Engine are captured here: local graphs are captured outside the training step, and "
+        "full_iteration graphs fix the number of micro-batches",
+        ("none", "transformer_engine"),
+        "use transformer_engine or none",
+    ),
+    *_fixed(
+        MEGATRON,
+        "enable_cuda_graph external_cuda_graph",
+        _OLD_NAME,
+        _OFF,
+        f"set {MEGATRON}.cuda_graph_impl to transformer_engine, and delete it",
+    ),
+    *_fixed(
+        MEGATRON,
+        "cuda_graph_scope",
+        _OLD_NAME,
+        _NULL,
+        f"list the modules in {MEGATRON}.cuda_graph_modules, and delete it",
+    ),
+    *_fixed(
+        MEGATRON,
+        "inference_cuda_graph_scope",
+        "CUDA graphs of Megatron's inference are not supported here",
+        (None, "none"),
+        f"leave it at {{off}} ({MEGATRON}.cuda_graph_modules is for training)",
+    ),
+    *_fixed(MEGATRON, "context_parallel_size", _CP, (1,)),
+    *_fixed(MEGATRON, "hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank cp_comm_type", _CP, _NULL),
+    *_fixed(MEGATRON, "hybrid_context_parallel", _CP, _OFF),
+    *_fixed(MEGATRON, "tp_comm_overlap", "needs user buffers of Transformer Engine, which are not set up here", _OFF),
+    *_fixed(
+        MEGATRON,
+        "pipeline_model_parallel_comm_backend",
+        "is read by Megatron's own start of distributed training, which is not used here: pipeline stages send with "
+        "the backend of all groups",
+        (None, "nccl"),
+    ),
+    *_fixed(MEGATRON, "gtp_weight_remat_size expert_gtp_weight_remat_size", _NOT_HERE, (1,)),
+    *_fixed(
+        MEGATRON,
+        "tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards",
+        "more shards of a weight than tensor_model_parallel_size are not supported here",
+        _NULL,
+        "leave it at {off}, and set that key",
+    ),
+    # megatron-core reads overlap_dispatch_backward_with_experts_wgrad only with its FSDP, but Transformer Engine always
+    # does: expert weights then get gradients before these are written.
+    *_fixed(
+        MEGATRON,
+        "overlap_moe_expert_parallel_comm ep_overlap_early_attn_memory_release delay_wgrad_compute "
+        "overlap_dispatch_backward_with_experts_wgrad defer_embedding_wgrad_compute moe_enable_routing_replay "
+        "heterogeneous_block_specs use_inference_optimized_layers test_mode "
+        "optimizer.use_layer_wise_distributed_optimizer optimizer.overlap_param_gather_with_optimizer_step "
+        "distributed_data_parallel_config.delay_wgrad_compute",
+        _NOT_HERE,
+        _OFF,
+    ),
+    *_fixed(
+        MEGATRON,
+        "moe_expert_rank_capacity_factor num_microbatches_with_partial_activation_checkpoints",
+        _NOT_HERE,
+        _NULL,
+    ),
+    *_fixed(MEGATRON, "cpu_offloading", _CPU_OFFLOADING, _OFF, _FINE_GRAINED),
+    *_fixed(MEGATRON, "cpu_offloading_num_layers", _CPU_OFFLOADING, (0,), _FINE_GRAINED),
+    *_fixed(
+        MEGATRON,
+        "moe_paged_stash",
+        "megatron-core's paged stash is not supported here",
+        _OFF,
+        f"leave it at {{off}}, and name expert_fc1 and moe_act in {MEGATRON}.offload_modules",
+    ),
+    *_fixed(MEGATRON, "mtp_num_layers", _MTP, (0, None)),
+    *_fixed(MEGATRON, "mtp_enabled mtp_standalone", _MTP, _OFF),
+    *_fixed(MEGATRON, "mtp_hybrid_override_pattern", _MTP, _NULL),
+    *_fixed(
+        MEGATRON,
+        "moe_token_dropping",
+        _NOT_READ,
+        _OFF,
+        f"leave it at {{off}}, and set {MEGATRON}.moe_expert_capacity_factor to drop tokens",
+    ),
+    *_fixed(OPTIMIZER, "fp16", "float16 training is not supported here", (False,), "use bfloat16"),
+    *_fixed(
+        OPTIMIZER,
+        "pin_cpu_grads pin_cpu_params",
+        "host memory of the CPU optimizer is always page-locked here",
+        (True,),
+    ),
+    *_fixed(
+        OPTIMIZER,
+        "main_grads_dtype",
+        _NOT_READ,
+        ("float32", None),
+        f"leave it at {{off}}, and set the gradients' type with {DDP}.grad_reduce_in_fp32",
+    ),
+    *_fixed(
+        OPTIMIZER,
+        "optimizer_cuda_graph",
+        "the optimizer's step is not captured here",
+        _OFF,
+        f"leave it at {{off}} ({MEGATRON}.cuda_graph_modules lists the parts that are)",
+    ),
+    *_fixed(OPTIMIZER, "overlap_param_gather", f"is set in {DDP}", remedy="delete it here"),
+    *_fixed(DDP, "use_distributed_optimizer", f"is set in {OPTIMIZER}", remedy="delete it here"),
+    *_fixed(DDP, "use_custom_fsdp use_megatron_fsdp", "Megatron-FSDP is not supported here", _OFF),
+    *_fixed(DDP, "num_buckets", _OWN_TRAINER, _NULL, "delete it, and set bucket_size"),
+    *_fixed(
+        DDP,
+        "nccl_ub disable_symmetric_registration",
+        "registers buffers with NCCL, which the residency engine moves into memory of its own: they would take the "
+        "memory twice, and NCCL would use none of it",
+        _OFF,
+    ),
+    *_fixed(DDP, "average_in_collective", "gradients are summed over ranks here", _OFF),
+    *_fixed(DDP, "num_distributed_optimizer_instances", _NOT_HERE, (1,)),
+)
+
+_TE = "needs Transformer Engine on a GPU"
+_GRAPHS = "needs CUDA graphs of Transformer Engine"
+_FOLLOWS = "follows optimizer.use_precision_aware_optimizer, which " + _TE
+
+_OFF_ON_CPU = (
+    *each(
+        MEGATRON,
+        "apply_rope_fusion fused_single_qkv_rope moe_permute_fusion moe_router_fusion use_te_activation_func "
+        "use_transformer_engine_op_fuser fine_grained_activation_offloading optimizer.use_precision_aware_optimizer",
+        Kind.OFF_ON_CPU,
+        _TE,
+        _OFF,
+    ),
+    *each(
+        MEGATRON,
+        "bias_activation_fusion bias_dropout_fusion gradient_accumulation_fusion masked_softmax_fusion "
+        "persist_layer_norm moe_grouped_gemm moe_enable_deepep use_fused_weighted_squared_relu",
+        Kind.OFF_ON_CPU,
+        "needs a GPU",
+        _OFF,
+    ),
+    *each(
+        MEGATRON,
+        "moe_shared_expert_overlap distributed_data_parallel_config.overlap_param_gather "
+        "distributed_data_parallel_config.overlap_grad_reduce",
+        Kind.OFF_ON_CPU,
+        "needs CUDA streams",
+        _OFF,
+    ),
+    Row(f"{MEGATRON}.delay_offload_until_cuda_graph", Kind.OFF_ON_CPU, _GRAPHS, _OFF),
+    Row(f"{MEGATRON}.cuda_graph_impl", Kind.OFF_ON_CPU, _GRAPHS, ("none", None)),
+    Row(
+        f"{OPTIMIZER}.optimizer_cpu_offload",
+        Kind.OFF_ON_CPU,
+        "needs a GPU; here the whole optimizer runs on the CPU",
+        _OFF,
+    ),
+    *each(
+        OPTIMIZER,
+        "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
+        Kind.OFF_ON_CPU,
+        _FOLLOWS,
+        ("float32", None),
+    ),
+)
+
+_UNKNOWN_SIZES = tuple(
+    Row(
+        f"{MEGATRON}.{name}",
+        Kind.UNKNOWN_SIZES,
+        "changes the model's sizes in a way that the plan does not know",
+        values,
+        "the worker determines the exact sizes when it builds the model",
+    )
+    for name, values in {
+        "normalization": ("RMSNorm", None),
+        "gated_linear_unit": (True, None),
+        "softmax_type": ("vanilla", "off-by-one", None),
+        "attention_output_gate": _OFF,
+        "linear_attention_freq": _NULL,
+        "moe_latent_size": _NULL,
+        "moe_shared_expert_intermediate_size": _NULL,
+        "pipeline_model_parallel_layout": _NULL,
+        "account_for_embedding_in_pipeline_split": _OFF,
+        "account_for_loss_in_pipeline_split": _OFF,
+    }.items()
+)
+
+# All fields that pass, by the test file or the reason: others are refused, unless policy.unchecked_megatron_fields is
+# true.
+_TESTED = {
+    "config/test_cpu.py": "optimizer.exp_avg_dtype",
+    "mcore/test_architectures.py": "moe_layer_freq",
+    "mcore/test_aux_losses.py": "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff",
+    "mcore/test_checkpoint.py": "distributed_data_parallel_config.bucket_size",
+    "mcore/test_checkpoint_hyperparameters.py": "optimizer.decoupled_lr",
+    "mcore/test_cuda_graphs.py": "fp32_residual_connection",
+    "mcore/test_gpu_activations.py": "moe_grouped_gemm",
+    "mcore/test_model_config.py": "attention_backend layernorm_epsilon moe_token_dispatcher_type rotary_interleaved",
+    "mcore/test_router_losses.py": "moe_router_enable_expert_bias moe_router_bias_update_rate",
+    "mcore/test_worker_step.py": "optimizer.grad_norm_skip_threshold optimizer.log_num_zeros_in_grad",
+    "plan/test_model_facts.py": "distributed_data_parallel_config.param_name_patterns_for_fp32_local_accumulation",
+    "plan/test_activations.py": "moe_expert_capacity_factor moe_pad_expert_input_to_capacity",
+    "residency/streamed/test_like_fused_adam.py": "optimizer.store_param_remainders",
+    "worker/test_batching.py": "microbatch_group_size_per_vp_stage",
+    "worker/test_environment.py": "use_transformer_engine_op_fuser",
+}
+_PLAIN = {
+    "which sizes the model has": "add_bias_linear add_qkv_bias moe_ffn_hidden_size moe_router_topk qk_layernorm "
+    "softmax_type",
+    "how the router of a mixture of experts chooses": "moe_apply_probs_on_input moe_router_dtype moe_router_group_topk "
+    "moe_router_num_groups moe_router_score_function moe_router_topk_scaling_factor",
+    "which kernels compute, and on which stream": "bias_dropout_fusion fused_residual_rmsnorm fused_single_qkv_rope "
+    "masked_softmax_fusion moe_router_fusion moe_shared_expert_overlap persist_layer_norm "
+    "use_fused_weighted_squared_relu",
+    "read with multi-token prediction, which is off": "mtp_detach_heads mtp_loss_scaling_factor mtp_use_repeated_layer",
+    "read with Megatron-FSDP, which is off": "distributed_data_parallel_config.data_parallel_sharding_strategy",
+    "which layers full recomputation takes at a time": "recompute_method recompute_num_layers",
+    "which tokens attention sees": "window_size",
+    "the end of the rate that decoupled_lr starts": "optimizer.decoupled_min_lr",
+    "how weight_decay applies, and to what": "optimizer.apply_wd_to_qk_layernorm optimizer.decoupled_weight_decay",
+    "which dtypes the optimizer's state has": "optimizer.exp_avg_sq_dtype optimizer.main_params_dtype",
+}
+_UNTESTED = {"needs DeepEP or HybridEP": "moe_enable_deepep moe_flex_dispatcher_backend moe_hybridep_num_sms"}
+_PASSING = (
+    *(row for file, names in _TESTED.items() for row in each(MEGATRON, names, Kind.TESTED, f"tests/unit/{file}")),
+    *(row for why, names in _PLAIN.items() for row in each(MEGATRON, names, Kind.PLAIN, why)),
+    *(row for why, names in _UNTESTED.items() for row in each(MEGATRON, names, Kind.UNTESTED, why)),
+)
+
+MEGATRON_ROWS: tuple[Row, ...] = (*_FIXED, *_OFF_ON_CPU, *_UNKNOWN_SIZES, *_PASSING)
