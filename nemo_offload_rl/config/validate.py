@@ -24,8 +24,7 @@ from nemo_offload_rl.config.problems import (
 )
 from nemo_offload_rl.config.recipe import Recipe, read_recipe
 from nemo_offload_rl.config.rules import ADAPTATIONS, NOTES, RULES, Rule
-from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, SECTION, SPEC, Conflict
-from nemo_offload_rl.config.rules.ignored import ignored_overrides
+from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, SECTION, SPEC
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.upstream.features import OTHER_ALGORITHMS
 from nemo_offload_rl.config.upstream.split import split_upstream_keys
@@ -86,8 +85,6 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     if isinstance(upstream_keys.config.get("policy"), dict):
         for path, message in islice(hf_config_problems(upstream_keys.config["policy"]), MAX_PROBLEMS + 1):
             found.add(path, message)
-    for path, message in ignored_overrides(recipe, upstream_keys.config):
-        found.add(path, message)
     resolve_absent_keys(upstream_keys.config)
     adapted = _adapt(spec, upstream_keys.config, found)
     found.add_broken(_broken(RULES, spec, upstream_keys.config, found))
@@ -195,14 +192,11 @@ def _broken(
         values = _read(rule.reads, spec, config, found)
         if values is None:
             continue
-        verdict = rule.check(*values)
-        if isinstance(verdict, str):
-            broken.append((rule.reads[0].replace(SECTION, spec.name).removesuffix("?"), verdict))
-        elif isinstance(verdict, Conflict):
-            where = found.written_at(verdict.also)
-            broken.append((verdict.path, f"{verdict.message} ({verdict.also} is written at {where})"))
-        elif verdict is not None:
-            broken.append(verdict)
+        result = rule.check(*values)
+        if isinstance(result, str):
+            broken.append((rule.reads[0].replace(SECTION, spec.name).removesuffix("?"), result))
+        elif result is not None:
+            broken.append(result)
     return broken
 
 
@@ -211,7 +205,7 @@ def _adapt(spec: AlgorithmSpec, config: dict[str, Any], found: _Findings) -> lis
     lines = []
     for adaptation in ADAPTATIONS:
         values = _read(adaptation.reads, spec, config, found)
-        adapted = None if values is None else adaptation.adapt(*values)
+        adapted = None if values is None else adaptation.check(*values)
         if adapted is None:
             continue
         path = adapted.path.replace(SECTION, spec.name)
