@@ -14,7 +14,6 @@ from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_sp
 from nemo_offload_rl.config.model.hf_check import hf_config_problems
 from nemo_offload_rl.config.problems import (
     MAX_PROBLEMS,
-    Origin,
     Problem,
     RecipeError,
     nearest,
@@ -76,11 +75,9 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     found = _Findings(recipe, moved.written_as)
     for path, message in (*upstream_keys.problems, *moved.problems):
         found.add(path, message)
-    for path, message in islice(schema_problems(upstream_keys.config, spec.schema, found.written_at), MAX_PROBLEMS + 1):
+    for path, message in islice(schema_problems(upstream_keys.config, spec.schema), MAX_PROBLEMS + 1):
         found.add(path, message)
-    for path, message in islice(
-        megatron_problems(upstream_keys.config, spec.schema, found.written_at), MAX_PROBLEMS + 1
-    ):
+    for path, message in islice(megatron_problems(upstream_keys.config, spec.schema), MAX_PROBLEMS + 1):
         found.add(path, message)
     if isinstance(upstream_keys.config.get("policy"), dict):
         for path, message in islice(hf_config_problems(upstream_keys.config["policy"]), MAX_PROBLEMS + 1):
@@ -141,18 +138,11 @@ class _Findings:
 
     def _append(self, path: str, message: str) -> None:
         self._paths.add(path)
-        path = self._in_recipe(path)
+        path = self._written_as.get(path, path)
         self._paths.add(path)
         written = self._recipe.written.get(path)
         source = f" (from {written!r})" if written and "found" in message else ""
         self.problems.append(Problem(path, self._recipe.origin(path), message + source))
-
-    def written_at(self, path: str) -> Origin:
-        """Returns where a key was written."""
-        return self._recipe.origin(self._in_recipe(path))
-
-    def _in_recipe(self, path: str) -> str:
-        return self._written_as[path] if path in self._written_as else path
 
     def touches(self, path: str) -> bool:
         """Returns whether a problem lies at the path, inside it or in a section around it."""
