@@ -4,13 +4,12 @@ from typing import Any
 
 from nemo_offload_rl.config.installed.bridges import bridged_architectures
 from nemo_offload_rl.config.installed.transformers_source import causal_models
-from nemo_offload_rl.config.model.model_kind import model_fields
+from nemo_offload_rl.config.model.model_kind import NUM_EXPERTS_KEYS, NUM_HEADS_KEYS, count_of, model_fields
 from nemo_offload_rl.config.model.unsupported_models import why_not_frozen, why_unsupported
 from nemo_offload_rl.config.problems import nearest, show_choices
 from nemo_offload_rl.config.rules.base import MEGATRON, MODEL_FIELDS, RuleResult, note, rule
 
 _FREEZE_CONFIG = f"{MEGATRON}.freeze_config?"
-_SECTIONS = ("policy.hf_config_overrides", "policy.hf_config")
 
 
 @rule(*MODEL_FIELDS)
@@ -18,8 +17,6 @@ def model_bridge(*model: Any) -> RuleResult:
     """Refuses architectures that Megatron-Bridge does not translate."""
     fields = model_fields(*model)
     named, model_type = fields.get("architectures"), fields.get("model_type")
-    key = "architectures" if named else "model_type"
-    written = zip(_SECTIONS, model[:0:-1], strict=True)
     if isinstance(named, list) and named:
         architectures = [str(name) for name in named]
     elif isinstance(model_type, str) and model_type in causal_models():
@@ -32,11 +29,31 @@ def model_bridge(*model: Any) -> RuleResult:
     families = sorted(name for name, architecture in causal_models().items() if architecture in bridged)
     close = nearest(architectures[0], bridged)
     hint = f"; did you mean {close}?" if close and named else ""
-    path = next((f"{section}.{key}" for section, given in written if key in (given or {})), "policy.model_name")
-    return path, (
+    return _path("architectures" if named else "model_type", model), (
         f"the model is {show_choices(architectures)}, which the installed Megatron-Bridge cannot build{hint}; "
         f"families that it can: {', '.join(families)}"
     )
+
+
+def _path(key: str, model: Any) -> str:
+    """Returns where a field of the model's config is written."""
+    written = zip(("policy.hf_config_overrides", "policy.hf_config"), model[:0:-1], strict=True)
+    return next((f"{section}.{key}" for section, given in written if key in (given or {})), "policy.model_name")
+
+
+@rule(*MODEL_FIELDS)
+def model_sizes(*model: Any) -> RuleResult:
+    """Refuses sizes with which a model is built, but fails in its first step."""
+    fields = model_fields(*model)
+    heads, groups = count_of(fields, NUM_HEADS_KEYS), count_of(fields, ("num_key_value_heads",))
+    chosen, experts = count_of(fields, ("num_experts_per_tok",)), count_of(fields, NUM_EXPERTS_KEYS)
+    if heads and groups and heads % groups:
+        key = "num_key_value_heads"
+        return _path(key, model), f"{key} ({groups}) must divide num_attention_heads ({heads}); change either"
+    if chosen and experts and chosen > experts:
+        key = "num_experts_per_tok"
+        return _path(key, model), f"{key} ({chosen}) must be at most the number of experts ({experts}); lower it"
+    return None
 
 
 @rule(*MODEL_FIELDS)

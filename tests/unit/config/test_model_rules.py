@@ -18,6 +18,16 @@ VISION = "{model_type: gemma3, architectures: [Gemma3ForConditionalGeneration], 
 ONE_EXPERT = f"+{HF}.num_experts_per_tok=1"
 
 BROKEN = {
+    "model_sizes": [
+        (
+            [f"{HF}.num_key_value_heads=3"],
+            f"{HF}.num_key_value_heads: num_key_value_heads (3) must divide num_",
+        ),
+        (
+            [*EXPERTS, f"+{HF}.num_experts_per_tok=9"],
+            f"{HF}.num_experts_per_tok: num_experts_per_tok (9) must be at most the number of experts (8)",
+        ),
+    ],
     "model_bridge": [
         (
             [ALONE, f"{HF}.model_type=mixtral"],
