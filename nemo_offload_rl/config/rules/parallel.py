@@ -121,8 +121,9 @@ def pipeline_layers(
 
 
 @rule(TP, *MODEL_FIELDS)
+@rule("policy.generation.vllm_cfg.tensor_parallel_size", *MODEL_FIELDS)
 def tensor_parallel_heads(tp: int, *model: Any) -> RuleResult:
-    """Requires whole attention heads on each tensor-parallel rank."""
+    """Requires whole attention heads on each tensor-parallel rank, and on each GPU of an engine."""
     heads = count_of(model_fields(*model), NUM_HEADS_KEYS)
     if heads is None or heads % tp == 0:
         return None

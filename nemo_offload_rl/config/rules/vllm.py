@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from nemo_offload_rl.config.installed.vllm_arguments import why_refused
 from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split, engine_devices, engine_replicas
 from nemo_offload_rl.config.megatron.owned_fields import same
 from nemo_offload_rl.config.model.model_kind import NUM_EXPERTS_KEYS, count_of, model_fields, model_kind
@@ -182,7 +183,7 @@ def vllm_temperature(temperature: float, backend: str) -> RuleResult:
 
 @rule(f"{GENERATION}.vllm_kwargs", VLLM)
 def vllm_kwargs(arguments: dict[str, Any], section: dict[str, Any]) -> RuleResult:
-    """Refuses arguments that a key or the engine sets, and counts that the plan cannot compute with."""
+    """Refuses arguments that a key or the engine sets, that vLLM lacks, or that the plan cannot compute with."""
     for name, value in arguments.items():
         path = f"{GENERATION}.vllm_kwargs.{name}"
         if name in KEY_OF_ARGUMENT:
@@ -192,4 +193,6 @@ def vllm_kwargs(arguments: dict[str, Any], section: dict[str, Any]) -> RuleResul
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if name in _COUNTS and value is not None and not is_count:
             return path, f"is {show(value)}, but must be an integer of 1 or more; delete it for vLLM's own"
+        if name not in _COUNTS and (why := why_refused(name, value)):
+            return path, why
     return None

@@ -3,6 +3,7 @@
 import pytest
 
 from nemo_offload_rl.config import for_machine, load
+from nemo_offload_rl.config.installed import vllm_arguments
 from nemo_offload_rl.config.rules import vllm
 from nemo_offload_rl.generation.vllm_arguments import ENVIRONMENT
 from tests.unit.config.conftest import CONFIGS, each_of, names_of
@@ -17,6 +18,24 @@ EXPERTS = (
     "policy.hf_config.model_type=qwen3_moe", "++policy.hf_config.num_experts=4",
     "++policy.hf_config.num_experts_per_tok=2", "++policy.hf_config.moe_intermediate_size=64",
 )  # fmt: skip
+
+SOURCE = """
+class EngineArgs:
+    async_scheduling: bool | None = None
+    enable_chunked_prefill: bool | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    moe_backend: MoEBackend = "auto"
+"""
+
+
+@pytest.fixture(autouse=True)
+def installed_vllm(tmp_path, monkeypatch):
+    """Replaces the installed vLLM, if there is one, by a source with a few arguments."""
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "arg_utils.py").write_text(SOURCE)
+    monkeypatch.setattr(vllm_arguments, "source_folder", lambda: tmp_path)
+
 
 BROKEN = {
     "vllm_section": [([f"~{VLLM}"], "backend: is vllm, which needs the section policy.generation.v")],
@@ -64,6 +83,11 @@ BROKEN = {
         ([f"+{KWARGS}.quantization=fp8"], "quantization: cannot be set: refits load the policy's weights unquantised"),
         ([f"+{KWARGS}.tensor_parallel_size=2"], "tensor_parallel_size: is set by policy.generation.vllm_cfg.tensor_p"),
         ([f"+{KWARGS}.kv_cache_memory_bytes=0.5"], "kv_cache_memory_bytes: is 0.5, but must be an integer of 1 or"),
+        ([f"+{KWARGS}.max_num_seq=5"], "max_num_seq: is not an argument of the installed vLLM; did you mean max_num_s"),
+        (
+            [f"+{KWARGS}.enable_chunked_prefill=nein"],
+            "enable_chunked_prefill: is 'nein', but must be true or false or null for the installed vLLM",
+        ),
         ([f"+{KWARGS}.max_num_seqs=many"], "max_num_seqs: is 'many', but must be an integer of 1 or more"),
     ],
 }  # fmt: skip
@@ -100,6 +124,18 @@ def test_an_engine_has_a_part_of_a_node_or_whole_nodes(nodes, tp, ep):
 def test_arguments_of_vllms_own_are_passed_on():
     generation = load(TINY, [ON, f"+{KWARGS}.max_num_batched_tokens=4096"]).config["policy"]["generation"]
     assert generation["vllm_kwargs"] == {"max_num_seqs": 512, "max_num_batched_tokens": 4096}
+
+
+def test_arguments_of_vllms_own_types_are_left_to_vllm(monkeypatch):
+    given = [f"+{KWARGS}.moe_backend=triton", f"+{KWARGS}.enable_chunked_prefill=true"]
+    assert load(TINY, [ON, *given]).config["policy"]["generation"]["vllm_kwargs"]["moe_backend"] == "triton"
+    monkeypatch.setattr(vllm_arguments, "source_folder", lambda: None)  # workers may have vLLM
+    assert load(TINY, [ON, f"+{KWARGS}.zzz=5"]).config["policy"]["generation"]["vllm_kwargs"]["zzz"] == 5
+
+
+def test_an_engine_splits_whole_heads(error_of):
+    error = error_of(ON, NODE, f"{VLLM}.tensor_parallel_size=8")
+    assert f"{VLLM}.tensor_parallel_size: is 8, which does not divide the model's 4 attention heads" in error
 
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "kv_cache_memory_bytes", "dtype", "data_parallel_size"])
