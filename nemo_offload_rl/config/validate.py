@@ -21,7 +21,6 @@ from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_sp
 from nemo_offload_rl.config.model.hf_check import hf_config_problems
 from nemo_offload_rl.config.problems import (
     MAX_PROBLEMS,
-    Origin,
     Problem,
     RecipeError,
     nearest,
@@ -31,8 +30,7 @@ from nemo_offload_rl.config.problems import (
 )
 from nemo_offload_rl.config.recipe import Recipe, read_recipe
 from nemo_offload_rl.config.rules import ADAPTATIONS, NOTES, RULES, Rule
-from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, SECTION, SPEC, Conflict
-from nemo_offload_rl.config.rules.ignored import ignored_overrides
+from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, SECTION, SPEC
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.upstream.split import split_upstream_keys
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
@@ -83,17 +81,13 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     found = _Findings(recipe, moved.written_as)
     for path, message in (*upstream_keys.problems, *moved.problems):
         found.add(path, message)
-    for path, message in islice(schema_problems(upstream_keys.config, spec.schema, found.written_at), MAX_PROBLEMS + 1):
+    for path, message in islice(schema_problems(upstream_keys.config, spec.schema), MAX_PROBLEMS + 1):
         found.add(path, message)
-    for path, message in islice(
-        megatron_problems(upstream_keys.config, spec.schema, found.written_at), MAX_PROBLEMS + 1
-    ):
+    for path, message in islice(megatron_problems(upstream_keys.config, spec.schema), MAX_PROBLEMS + 1):
         found.add(path, message)
     if isinstance(upstream_keys.config.get("policy"), dict):
         for path, message in islice(hf_config_problems(upstream_keys.config["policy"]), MAX_PROBLEMS + 1):
             found.add(path, message)
-    for path, message in ignored_overrides(recipe, upstream_keys.config):
-        found.add(path, message)
     resolve_absent_keys(upstream_keys.config)
     adapted = _adapt(spec, upstream_keys.config, found)
     found.add_broken(_broken(RULES, spec, upstream_keys.config, found))
@@ -159,13 +153,9 @@ class _Findings:
         source = f" (from {written!r})" if written and "found" in message else ""
         self.problems.append(Problem(path, self._recipe.origin(path), message + source))
 
-    def written_at(self, path: str) -> Origin:
-        """Returns where a key was written."""
-        return self._recipe.origin(self.in_recipe(path))
-
     def in_recipe(self, path: str) -> str:
         """Returns the path in the recipe of a key that is checked under another one."""
-        return self._written_as[path] if path in self._written_as else path
+        return self._written_as.get(path, path)
 
     def touches(self, path: str) -> bool:
         """Returns whether a problem lies at the path, inside it or in a section around it."""
@@ -205,14 +195,11 @@ def _broken(
         values = _read(rule.reads, spec, config, found)
         if values is None:
             continue
-        verdict = rule.check(*values)
-        if isinstance(verdict, str):
-            broken.append((rule.reads[0].replace(SECTION, spec.name).removesuffix("?"), verdict))
-        elif isinstance(verdict, Conflict):
-            where = found.written_at(verdict.also)
-            broken.append((verdict.path, f"{verdict.message} ({verdict.also} is written at {where})"))
-        elif verdict is not None:
-            broken.append(verdict)
+        result = rule.check(*values)
+        if isinstance(result, str):
+            broken.append((rule.reads[0].replace(SECTION, spec.name).removesuffix("?"), result))
+        elif result is not None:
+            broken.append(result)
     return broken
 
 
@@ -221,7 +208,7 @@ def _adapt(spec: AlgorithmSpec, config: dict[str, Any], found: _Findings) -> lis
     lines = []
     for adaptation in ADAPTATIONS:
         values = _read(adaptation.reads, spec, config, found)
-        adapted = None if values is None else adaptation.adapt(*values)
+        adapted = None if values is None else adaptation.check(*values)
         if adapted is None:
             continue
         path = adapted.path.replace(SECTION, spec.name)

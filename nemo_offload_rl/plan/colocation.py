@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_offload_rl.config.rules.residency import AUTO, TABLE
+from nemo_offload_rl.config.rules.base import TABLE
+from nemo_offload_rl.config.rules.residency import AUTO
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.engine_targets import GENERATION_WEIGHTS_KEY, colocates_vllm

@@ -12,9 +12,9 @@ from typing import Any
 from nemo_offload_rl.config.megatron.parallel_sizes import EXPERT_REPLICA_SIZES, REPLICA_SIZES, data_parallel_size
 from nemo_offload_rl.config.rules.base import EP, ETP, PP, TP
 from nemo_offload_rl.config.rules.parallel import (
-    expert_parallel_needs_experts,
-    pipeline_stages_share_layers_evenly,
-    tensor_parallel_size_divides_heads,
+    expert_parallel_experts,
+    pipeline_layers,
+    tensor_parallel_heads,
 )
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan import cpu_optimizer
@@ -225,13 +225,13 @@ def _check_split(hf_config: Mapping[str, Any], cfg: Mapping[str, Any], architect
     virtual = cfg.get("virtual_pipeline_model_parallel_size")
     tensor, pipeline = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
     broken = {
-        TP: tensor_parallel_size_divides_heads(tensor, *model),
-        PP: pipeline_stages_share_layers_evenly(pipeline, virtual, first, last, None, *model),
-        EP: expert_parallel_needs_experts(cfg["expert_model_parallel_size"], *model, freq),
+        TP: tensor_parallel_heads(tensor, *model),
+        PP: pipeline_layers(pipeline, virtual, first, last, None, *model),
+        EP: expert_parallel_experts(cfg["expert_model_parallel_size"], *model, freq),
     }
-    for key, verdict in broken.items():
-        if verdict is not None:
-            raise ValueError(f"{key} {verdict}")
+    for key, message in broken.items():
+        if message is not None:
+            raise ValueError(f"{key} {message}")
     qkv = architecture.head_dim * (architecture.num_heads + 2 * architecture.num_query_groups)
     shared = [(TP, tensor, "queries, keys and values", qkv)]
     if not all(architecture.expert_layers):

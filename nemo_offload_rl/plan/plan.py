@@ -6,7 +6,8 @@ from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.megatron.device_split import is_colocated
-from nemo_offload_rl.config.rules.residency import AUTO, FLAG_PHASES, FOR_REFIT, TABLE, flag_cell
+from nemo_offload_rl.config.rules.base import TABLE
+from nemo_offload_rl.config.rules.residency import AUTO, FLAG_PHASES, FOR_REFIT, flag_cell
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.activations import ModuleBytes
 from nemo_offload_rl.plan.engine_targets import EngineTable, engine_remark, engine_table

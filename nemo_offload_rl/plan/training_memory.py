@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
-from nemo_offload_rl.config.rules.memory import recomputes_layers
+from nemo_offload_rl.config.rules.modules import recomputes_layers
 from nemo_offload_rl.plan.activations import module_bytes, slab_bytes
 from nemo_offload_rl.plan.architecture import Architecture, read_architecture
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts

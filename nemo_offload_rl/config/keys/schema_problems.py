@@ -1,6 +1,6 @@
 """Checks a recipe against the schema and Megatron's fields, and says what is wrong with each key and what to do."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -12,13 +12,10 @@ from nemo_offload_rl.config.key_table.row import PASSES, Kind
 from nemo_offload_rl.config.key_table.table import accepted_paths, nemo_rl_paths, row_of
 from nemo_offload_rl.config.keys.section_kinds import kinds_of, meaning_in_kind, unknown_in_kind
 from nemo_offload_rl.config.keys.tree import find_key, nearest_key, short_section
-from nemo_offload_rl.config.problems import Origin, is_number, nearest, show, show_choices
+from nemo_offload_rl.config.problems import is_number, nearest, show, show_choices
 from nemo_offload_rl.config.schema.value_types import TAGS
-from nemo_offload_rl.config.source.indentation import hint_at_level, hint_at_section, hint_at_value
 
 _UNCHECKED = "policy.unchecked_megatron_fields"
-
-WrittenAt = Callable[[str], Origin]
 
 ABSENT: Any = object()
 """Returned by `value_at` for a key that the recipe does not have."""
@@ -29,7 +26,7 @@ def _adapter(schema: type) -> TypeAdapter[Any]:
     return TypeAdapter(schema)
 
 
-def schema_problems(config: dict[str, Any], schema: type, written_at: WrittenAt) -> Iterator[tuple[str, str]]:
+def schema_problems(config: dict[str, Any], schema: type) -> Iterator[tuple[str, str]]:
     """Yields what is wrong with a recipe according to its schema: paths of keys, each with a message."""
     try:
         _adapter(schema).validate_python(config)
@@ -37,19 +34,10 @@ def schema_problems(config: dict[str, Any], schema: type, written_at: WrittenAt)
         for error in errors.errors(include_url=False):
             path, value = _locate(config, error["loc"])
             if error["type"] == "extra_forbidden":
-                yield from _unknown_keys(schema, config, path, value, written_at)
+                yield from _unknown_keys(schema, config, path, value)
             else:
-                is_tag = error["type"].startswith("union_tag")
-                if is_tag:
-                    path = f"{path}.dataset_name"
-                message = _describe(schema, config, path, value, dict(error))
-                if error["type"] in _SECTION_EXPECTED:
-                    key = find_key(schema, path)
-                    is_required = key is None or key.required
-                    message += hint_at_section(path, value, written_at(path), is_required=is_required)
-                elif not is_tag and error["type"] != "missing":
-                    message += hint_at_value(path, value, written_at(path))
-                yield path, message
+                path = f"{path}.dataset_name" if error["type"].startswith("union_tag") else path
+                yield path, _describe(schema, config, path, value, dict(error))
 
 
 def _locate(config: dict[str, Any], loc: tuple[Any, ...]) -> tuple[str, Any]:
@@ -68,35 +56,30 @@ def _locate(config: dict[str, Any], loc: tuple[Any, ...]) -> tuple[str, Any]:
     return ".".join(parts), node
 
 
-def _unknown_keys(
-    schema: type, config: dict[str, Any], path: str, value: Any, written_at: WrittenAt
-) -> Iterator[tuple[str, str]]:
+def _unknown_keys(schema: type, config: dict[str, Any], path: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yields the problem of an unknown key; for a section that only upstream has, the problems of its unknown keys."""
     if isinstance(value, dict) and any(name.startswith(f"{path}.") for name in nemo_rl_paths()):
         for name, item in value.items():
-            yield from _unknown_keys(schema, config, f"{path}.{name}", item, written_at)
+            yield from _unknown_keys(schema, config, f"{path}.{name}", item)
         return
     if path in OTHER_ALGORITHMS:
         yield path, f"{OTHER_ALGORITHMS[path]} is not supported here; delete the section"
         return
     section, _, name = path.rpartition(".")
     message = unknown_in_kind(schema, section, value_at(config, section), name)
-    yield path, message or _unknown_key(schema, path, written_at(path))
+    yield path, message or _unknown_key(schema, path)
 
 
-def _unknown_key(schema: type, path: str, origin: Origin) -> str:
+def _unknown_key(schema: type, path: str) -> str:
     """Returns the message; for a short section it lists all of the keys, unless one of them has a similar spelling."""
     section = path.rpartition(".")[0]
     suggestion = nearest_key(schema, path, accepted_paths())
     message = "unknown key" + (f"; nearest valid key: {suggestion}" if suggestion else "")
-    if hint := hint_at_level(path, suggestion, origin):
-        return message + hint
     names = short_section(schema, section)
     is_sibling = suggestion is not None and suggestion.rpartition(".")[0] == section
     return message if is_sibling or not names else f"{message}; {section} has {', '.join(names)}"
 
 
-_SECTION_EXPECTED = ("dict_type", "model_attributes_type")
 _EXPECTED = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -166,7 +149,7 @@ def _wrong_choice(value: Any, choices: str) -> str:
     )
 
 
-def megatron_problems(config: dict[str, Any], schema: type, written_at: WrittenAt) -> Iterator[tuple[str, str]]:
+def megatron_problems(config: dict[str, Any], schema: type) -> Iterator[tuple[str, str]]:
     """Yields problems of Megatron's fields: unknown names, wrong types, and fields that a recipe may not set."""
     for section in SECTIONS:
         values = value_at(config, section)
@@ -177,7 +160,7 @@ def megatron_problems(config: dict[str, Any], schema: type, written_at: WrittenA
             path = f"{section}.{name}"
             key = find_key(schema, path)
             if key is None and name not in fields:
-                yield from _unknown_keys(schema, config, path, value, written_at)
+                yield from _unknown_keys(schema, config, path, value)
                 continue
             row = row_of(path, Kind.FIXED)
             refusal = row.refusal(value) if row is not None and not row.allows(value) else None

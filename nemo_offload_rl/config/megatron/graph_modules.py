@@ -15,15 +15,6 @@ GRAPH_MODULES: Mapping[str, str] = {
     "moe_preprocess": "the preparation of the tokens' exchange; needs moe_router",
 }
 
-# Other names that megatron-core accepts, and why they are refused.
-REFUSED_GRAPH_MODULES: Mapping[str, str] = {
-    "moe": "it captures only experts that drop tokens, which changes log-probs; use moe_router",
-    "mamba": "models with Mamba layers are not supported here",
-    "full": "name the parts of a layer to capture instead",
-    "full_iteration": "capturing a whole training step is not supported here; name parts of a layer",
-    "full_iteration_inference": "CUDA graphs of Megatron's inference are not supported here; name parts of a layer",
-}
-
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 

@@ -23,7 +23,7 @@ SEQUENCE_PARALLEL = f"{MEGATRON}.sequence_parallel"
 
 
 @adaptation(SEQUENCE_PARALLEL, TP)
-def sequence_parallel_counts_with_tensor_parallel(enabled: bool, tp: int) -> Adapted | None:
+def sequence_parallel_without_tensor_parallel(enabled: bool, tp: int) -> Adapted | None:
     """Turns off sequence parallelism without tensor parallelism.
 
     NeMo-RL's recipes have this combination, and megatron-core refuses it.
@@ -32,7 +32,7 @@ def sequence_parallel_counts_with_tensor_parallel(enabled: bool, tp: int) -> Ada
 
 
 @adaptation(SEQUENCE_PARALLEL, TP, DIVISOR)
-def sequences_are_padded_to_their_parts(enabled: bool, tp: int, multiple: int) -> Adapted | None:
+def sequence_parallel_divisor(enabled: bool, tp: int, multiple: int) -> Adapted | None:
     """Rounds the padding multiple up, so that rows split evenly over tensor-parallel ranks; no loss counts padding."""
     if not enabled or multiple % tp == 0:
         return None
@@ -45,7 +45,7 @@ def sequences_are_padded_to_their_parts(enabled: bool, tp: int, multiple: int) -
 
 
 @adaptation(f"{DDP}.overlap_param_gather", f"{DDP}.overlap_grad_reduce")
-def gathers_overlap_with_reductions_alone(gather: bool, reduce: bool) -> Adapted | None:
+def ddp_overlap_param_gather(gather: bool, reduce: bool) -> Adapted | None:
     """Turns off the overlapped gather of parameters without an overlapped reduction of gradients.
 
     megatron-core dispatches both by the same buckets; without overlap, the optimizer's step gathers the parameters.
@@ -56,13 +56,13 @@ def gathers_overlap_with_reductions_alone(gather: bool, reduce: bool) -> Adapted
 
 
 @adaptation(f"{SECTION}.val_period?", SECTION)
-def no_period_is_no_validation(period: int | None, _: object) -> Adapted | None:
+def val_period(period: int | None, _: object) -> Adapted | None:
     """Reads a period of -1 as 0, since NeMo-RL's recipes have both for no validation."""
     return Adapted(f"{SECTION}.val_period", 0, None) if period == -1 else None
 
 
 @adaptation(ASYNC_ENGINE)
-def a_steps_requests_come_at_once(enabled: bool) -> Adapted | None:
+def vllm_async_engine(enabled: bool) -> Adapted | None:
     """Turns off vLLM's asynchronous engine, whose scheduler batches and samples a step's requests in the same way."""
     line = (
         "is off: a step submits all its requests at once, and the synchronous engine samples from the same distribution"
@@ -71,7 +71,7 @@ def a_steps_requests_come_at_once(enabled: bool) -> Adapted | None:
 
 
 @adaptation(REFIT_TRANSPORT, COLOCATED)
-def weights_are_broadcast_to_other_gpus(transport: str | None, colocated: dict[str, Any] | None) -> Adapted | None:
+def refit_transport(transport: str | None, colocated: dict[str, Any] | None) -> Adapted | None:
     """Replaces the transport by a broadcast, since all of NeMo-RL's transports bring the same bits.
 
     A rule refuses transports where policy and generation share GPUs.

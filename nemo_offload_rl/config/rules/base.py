@@ -11,6 +11,9 @@ CP = f"{MEGATRON}.context_parallel_size"
 EP = f"{MEGATRON}.expert_model_parallel_size"
 ETP = f"{MEGATRON}.expert_tensor_parallel_size"
 OPTIMIZER = f"{MEGATRON}.optimizer"
+CPU_OPTIMIZER = f"{OPTIMIZER}.optimizer_cpu_offload"
+DISTRIBUTED = f"{OPTIMIZER}.use_distributed_optimizer"
+PRECISION_AWARE = f"{OPTIMIZER}.use_precision_aware_optimizer"
 SCHEDULER = f"{MEGATRON}.scheduler"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
 LENGTH, DIVISOR = "policy.max_total_sequence_length", "policy.make_sequence_length_divisible_by"
@@ -18,32 +21,16 @@ PACKING = "policy.sequence_packing.enabled"
 GPUS, NODES = "cluster.gpus_per_node", "cluster.num_nodes"
 COLOCATED = "policy.generation.colocated?"
 REFIT_TRANSPORT = "policy.generation.refit_transport"
+OFFLOADING = f"{MEGATRON}.fine_grained_activation_offloading"
+TABLE = "policy.residency.table"
 # The arguments of `config.model.model_kind.model_fields`, and of `model_kind` there.
 MODEL_FIELDS = ("policy.model_name", "policy.hf_config?", "policy.hf_config_overrides?")
 MODEL = (*MODEL_FIELDS, f"{MEGATRON}.moe_layer_freq?")
 # Placeholders in `reads`: SECTION in a path stands for the algorithm's section, SPEC alone for its AlgorithmSpec.
 SECTION, SPEC = "{algorithm}", "{spec}"
 
-
-@dataclass(frozen=True)
-class Conflict:
-    """Reports two keys that contradict each other.
-
-    Attributes:
-        path: the key that the problem is reported at.
-        message: what is wrong and what to do.
-        also: the other key; where it was written is added to the message.
-    """
-
-    path: str
-    message: str
-    also: str
-
-
-# A rule's result: a message (what is wrong, what to do) about its first key, or a key and the message; None if all is
-# well.
-Verdict = str | tuple[str, str] | Conflict | None
-Check = Callable[..., Verdict]
+# A message (what is wrong, what to do) about the rule's first key, or a key and the message; None if all is well.
+RuleResult = str | tuple[str, str] | None
 
 
 @dataclass(frozen=True)
@@ -53,11 +40,11 @@ class Rule:
     Attributes:
         reads: full paths of the keys whose values `check` receives; one with `?` may be absent and is then None. SPEC
             stands for the recipe's AlgorithmSpec.
-        check: the rule.
+        check: returns a `RuleResult`; that of an adaptation returns an `Adapted`, or None.
     """
 
     reads: tuple[str, ...]
-    check: Check
+    check: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -75,44 +62,31 @@ class Adapted:
     line: str | None
 
 
-@dataclass(frozen=True)
-class Adaptation:
-    """Pairs a function that adapts NeMo-RL's keys with the keys whose values it receives (see `Rule`)."""
-
-    reads: tuple[str, ...]
-    adapt: Callable[..., Adapted | None]
-
-
-ADAPTATIONS: list[Adaptation] = []  # values to replace, before any rule runs
+ADAPTATIONS: list[Rule] = []  # values to replace, before any rule runs
 RULES: list[Rule] = []  # checks that must pass
 NOTES: list[Rule] = []  # what the user should know about a valid recipe
 
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-def rule(*reads: str) -> Callable[[Check], Check]:
+
+def _register(rules: list[Rule], reads: tuple[str, ...]) -> Decorator:
+    def register(check: Callable[..., Any]) -> Callable[..., Any]:
+        rules.append(Rule(reads, check))
+        return check
+
+    return register
+
+
+def rule(*reads: str) -> Decorator:
     """Registers a check of what must hold between the given keys."""
-
-    def register(check: Check) -> Check:
-        RULES.append(Rule(reads, check))
-        return check
-
-    return register
+    return _register(RULES, reads)
 
 
-def adaptation(*reads: str) -> Callable[[Callable[..., Adapted | None]], Callable[..., Adapted | None]]:
+def adaptation(*reads: str) -> Decorator:
     """Registers a function that replaces a recipe's value, given the values of the keys."""
-
-    def register(adapt: Callable[..., Adapted | None]) -> Callable[..., Adapted | None]:
-        ADAPTATIONS.append(Adaptation(reads, adapt))
-        return adapt
-
-    return register
+    return _register(ADAPTATIONS, reads)
 
 
-def note(*reads: str) -> Callable[[Check], Check]:
+def note(*reads: str) -> Decorator:
     """Registers a check whose message is a note on a valid recipe."""
-
-    def register(check: Check) -> Check:
-        NOTES.append(Rule(reads, check))
-        return check
-
-    return register
+    return _register(NOTES, reads)

@@ -5,9 +5,12 @@ from typing import Any
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
 from nemo_offload_rl.config.keys.absent_keys import splits_validation_data
 from nemo_offload_rl.config.problems import show, show_choices
-from nemo_offload_rl.config.rules.base import SECTION, SPEC, Verdict, rule
+from nemo_offload_rl.config.rules.base import MEGATRON, SECTION, SPEC, RuleResult, note, rule
 from nemo_offload_rl.config.schema.value_types import is_import_path
+from nemo_offload_rl.config.upstream.durations import duration_s
 from nemo_offload_rl.metrics.names import validation_name, without_default_set
+
+_MUST_SAVE_BY = "checkpointing.checkpoint_must_save_by"
 
 
 @rule(
@@ -18,9 +21,9 @@ from nemo_offload_rl.metrics.names import validation_name, without_default_set
     f"{SECTION}.val_at_end",
     SPEC,
 )
-def validation_has_data(
+def validation_data(
     validation: Any, train: dict[str, Any], period: int, at_start: bool, at_end: bool, spec: AlgorithmSpec
-) -> Verdict:
+) -> RuleResult:
     """Requires validation data for the validations that the recipe asks for.
 
     A class of the user's may have some, which is known once it has been called.
@@ -36,17 +39,25 @@ def validation_has_data(
 
 
 @rule("logger.num_val_samples_to_print?", SPEC)
-def answers_are_sampled_where_they_are_printed(num: int | None, spec: AlgorithmSpec) -> Verdict:
+def validation_printed_samples(num: int | None, spec: AlgorithmSpec) -> RuleResult:
     """Refuses to print answers for an algorithm whose validation samples none."""
     if not num or spec.name == "grpo":
         return None
-    return f"is {num}, but validation of {spec.name} samples no answers; set it to 0 or delete it"
+    return f"is {num}, but validation of {spec.name} samples no answers; set it to 0"
+
+
+@rule("policy.logprob_chunk_size?", SPEC)
+def logprob_chunk_size(chunk: int | None, spec: AlgorithmSpec) -> RuleResult:
+    """Refuses a chunk size for an algorithm that computes log-probs only in training and would not read it."""
+    if chunk is None or spec.computes_logprobs:
+        return None
+    return f"is {chunk}, which {spec.name} does not read; set it to null, and use_fused_linear_logprobs to true"
 
 
 @rule(
     f"{SECTION}.stop_at_validation_metric?", f"{SECTION}.stop_at_validation_threshold?", f"{SECTION}.val_period", SPEC
 )
-def stop_target_is_whole(metric: str | None, threshold: float | None, period: int, spec: AlgorithmSpec) -> Verdict:
+def validation_stop_target(metric: str | None, threshold: float | None, period: int, spec: AlgorithmSpec) -> RuleResult:
     """Requires an early stop to have a metric and its value."""
     if metric is None and threshold is None:
         return None
@@ -59,17 +70,49 @@ def stop_target_is_whole(metric: str | None, threshold: float | None, period: in
 
 
 @rule("checkpointing.metric_name", "checkpointing.enabled", SPEC)
-def checkpoint_metric_is_measured(metric: str | None, enabled: bool, spec: AlgorithmSpec) -> Verdict:
+def checkpoint_metric(metric: str | None, enabled: bool, spec: AlgorithmSpec) -> RuleResult:
     """Requires checkpoints to be ranked by a metric that the algorithm measures."""
-    if metric is None or not enabled or metric.startswith("train:"):
-        return None
     known = [f"val:{name}" for name in spec.validation_metrics]
-    if without_default_set(metric) in known:
+    if metric is None or not enabled or metric.startswith("train:") or without_default_set(metric) in known:
         return None
     return f"must be {show_choices(known)}, train:NAME or null; found {show(metric)}"
 
 
-@rule("logger.wandb_enabled", "logger.wandb?")
-def wandb_has_its_names(enabled: bool, wandb: Any) -> Verdict:
-    """Requires a project and a name for Weights & Biases."""
-    return "is true, which needs logger.wandb with project and name" if enabled and wandb is None else None
+@note("checkpointing.save_period", "checkpointing.enabled", "checkpointing.metric_name", f"{SECTION}.val_period")
+def checkpoint_metric_period(save: int, enabled: bool, metric: str | None, period: int) -> RuleResult:
+    """Notes that a checkpoint between validations has no current validation metric."""
+    if not enabled or metric is None or not metric.startswith("val:") or (period and save % period == 0):
+        return None
+    return f"{save} is not a multiple of val_period ({period}), so some checkpoints are saved without {metric}"
+
+
+@rule(f"{_MUST_SAVE_BY}?")
+def checkpoint_must_save_by(text: str | None) -> RuleResult:
+    """Requires a time limit in NeMo-RL's format with all four parts."""
+    if text is None or duration_s(text) is not None:
+        return None
+    return f"must be days:hours:minutes:seconds above 0, such as '00:03:45:00'; found {show(text)}"
+
+
+@note(f"{_MUST_SAVE_BY}?", "checkpointing.enabled")
+def checkpoint_must_save_by_disabled(text: str | None, enabled: bool) -> RuleResult:
+    """Notes that a time limit without checkpoints ends the run, as in NeMo-RL, but saves nothing."""
+    if text is None or enabled:
+        return None
+    return f"{text} ends the run without a checkpoint, since checkpointing.enabled is false"
+
+
+@note("checkpointing.ft_save_period?", "checkpointing.ft_keep_latest_k?", "checkpointing.keep_top_k")
+def checkpoint_ft_save_period(period: int | None, num_newest: int | None, num_best: int | None) -> RuleResult:
+    """Notes that every fault-tolerance checkpoint stays on the disk."""
+    if period is None or num_newest is not None or num_best is not None:
+        return None
+    return f"is {period}, and all of these checkpoints stay, since ft_keep_latest_k and keep_top_k are null"
+
+
+@rule(f"{MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable?")
+def checkpoint_fully_reshardable(enabled: bool | None) -> RuleResult:
+    """Refuses a format from which megatron-core 0.19.2 silently restores wrong state if a model has several buckets."""
+    if not enabled:
+        return None
+    return "is true, with which megatron-core 0.19.2 restores wrong optimizer state; set it to false"

@@ -3,19 +3,29 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_offload_rl.config.problems import show
-from nemo_offload_rl.config.rules.base import COLOCATED, OPTIMIZER, Conflict, Verdict, rule
+from nemo_offload_rl.config.problems import show, show_choices
+from nemo_offload_rl.config.rules.base import COLOCATED, CPU_OPTIMIZER, OPTIMIZER, TABLE, RuleResult, rule
 
-TABLE = "policy.residency.table"
 AUTO = "auto"
 """Value of params and optimizer_state in generate that lets the plan decide."""
 FOR_REFIT = "policy.offload_optimizer_for_refit"
 FOR_LOGPROB = "policy.offload_optimizer_for_logprob"
-_STATE_IN_TRAIN = f"{TABLE}.train.optimizer_state"
-_STATE_TYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+STATE_IN_TRAIN = f"{TABLE}.train.optimizer_state"
 
 # NeMo-RL's flag -> the phases whose optimizer_state cell it sets.
 FLAG_PHASES: Mapping[str, tuple[str, ...]] = {FOR_LOGPROB: ("logprob",), FOR_REFIT: ("refit", "generate")}
+
+# Phase and target: the cells that it may have, and why; others may have any.
+CELLS: Mapping[tuple[str, str], tuple[tuple[str, ...], str]] = {
+    ("train", "params"): (("gpu",), "a training step reads and writes it there"),
+    ("train", "grads"): (("gpu",), "a training step reads and writes it there"),
+    ("train", "optimizer_state"): (("gpu", "streamed"), "the step needs it there, or passes it through"),
+    ("logprob", "params"): (("gpu",), "log-probs are computed with them"),
+    ("refit", "params"): (("gpu",), "a refit sends them to generation"),
+    ("logprob", "optimizer_state"): (("gpu", "host", "keep"), "the optimizer takes no step in this phase"),
+    ("refit", "optimizer_state"): (("gpu", "host", "keep"), "auto in generate also decides for refit"),
+    ("generate", "optimizer_state"): (("gpu", "host", "keep", AUTO), "the optimizer takes no step in this phase"),
+}
 
 _Cells = Mapping[str, Mapping[str, str]]
 
@@ -26,153 +36,56 @@ def flag_cell(enabled: bool) -> str:
 
 
 @rule(f"{TABLE}?")
-def training_has_its_state_on_the_gpu(table: _Cells | None) -> Verdict:
-    """Requires training state on the GPU in train, since a step reads and writes all of it."""
-    for target in ("params", "grads"):
-        cell = _cell(table, "train", target)
-        if cell not in (None, "gpu"):
-            return f"{TABLE}.train.{target}", (
-                f"must be gpu, since a training step reads and writes it there; found {show(cell)}"
-            )
-    cell = _cell(table, "train", "optimizer_state")
-    if cell not in (None, "gpu", "streamed"):
-        return (
-            _STATE_IN_TRAIN,
-            f"must be gpu, or streamed, which passes it through the GPU in each step; found {show(cell)}",
-        )
-    return None
-
-
-@rule(f"{TABLE}?")
-def auto_only_in_generate(table: _Cells | None) -> Verdict:
-    """Refuses auto outside of generate: the plan decides there, for optimizer state in refit, too."""
-    for phase in ("logprob", "refit"):
-        if _cell(table, phase, "optimizer_state") == AUTO:
-            return (
-                f"{TABLE}.{phase}.optimizer_state",
-                f"must be gpu, host or keep; set {TABLE}.generate.optimizer_state to auto, which also decides for "
-                "refit",
-            )
-    stated = _cell(table, "refit", "optimizer_state")
+def residency_table_cells(table: _Cells | None) -> RuleResult:
+    """Requires cells in which their phase can run, and one decision for refit and generate."""
+    for (phase, target), (allowed, why) in CELLS.items():
+        cell = _cell(table, phase, target)
+        path = f"{TABLE}.{phase}.{target}"
+        if cell is not None and cell not in allowed:
+            return path, f"must be {show_choices(allowed)}, since {why}; found {show(cell)}"
+        if target == "optimizer_state" and cell == "gpu" and phase != "train" and _is_streamed(table):
+            return path, f"is gpu, but {STATE_IN_TRAIN} is streamed, never whole on the GPU; set it to host or keep"
+    stated, path = _cell(table, "refit", "optimizer_state"), f"{TABLE}.generate.optimizer_state"
     if stated is not None and _cell(table, "generate", "optimizer_state") == AUTO:
-        return (
-            f"{TABLE}.generate.optimizer_state",
-            f"is auto, which also decides {TABLE}.refit.optimizer_state, but that is {stated}; delete one of the two",
-        )
+        return path, f"is auto, but {TABLE}.refit.optimizer_state, which that decides, too, is {stated}; delete one"
     return None
 
 
-@rule(f"{TABLE}?")
-def optimizer_state_is_streamed_in_training_alone(table: _Cells | None) -> Verdict:
-    """Refuses streamed outside of train, and gpu for streamed state, which is never whole on the GPU."""
-    for phase in ("logprob", "refit", "generate"):
-        cell = _cell(table, phase, "optimizer_state")
-        if cell == "streamed":
-            return (
-                f"{TABLE}.{phase}.optimizer_state",
-                "must be gpu, host or keep, since the optimizer takes no step in this phase; set "
-                f"{_STATE_IN_TRAIN} to streamed instead",
-            )
-        if cell == "gpu" and _is_streamed(table):
-            return (
-                f"{TABLE}.{phase}.optimizer_state",
-                f"is gpu, but {_STATE_IN_TRAIN} is streamed, so that the GPU never holds all of it; set it to host or "
-                "keep",
-            )
-    return None
-
-
-@rule(f"{TABLE}?", f"{OPTIMIZER}.optimizer")
-def streamed_state_is_adams(table: _Cells | None, optimizer: str) -> Verdict:
-    """Refuses to stream other state than Adam's, the only one that can be created on the host before the first step."""
-    if optimizer == "adam" or not _is_streamed(table):
-        return None
-    return _STATE_IN_TRAIN, f"is streamed, which needs {OPTIMIZER}.optimizer adam; found {optimizer}"
-
-
-@rule(f"{TABLE}?", *(f"{OPTIMIZER}.{name}?" for name in _STATE_TYPES))
-def streamed_state_has_no_scales(table: _Cells | None, *types: str | None) -> Verdict:
-    """Refuses low-precision streamed state: Transformer Engine scales it by the largest element of the whole tensor."""
-    if not _is_streamed(table):
-        return None
-    for name, found in zip(_STATE_TYPES, types, strict=True):
-        if found not in (None, "float32"):
-            return (
-                f"{OPTIMIZER}.{name}",
-                f"must be float32 with {_STATE_IN_TRAIN} streamed, since other types are scaled by the largest "
-                f"element of the whole tensor; found {found}",
-            )
-    return None
-
-
-@rule(f"{TABLE}?", f"{OPTIMIZER}.optimizer_cpu_offload?")
-def state_is_streamed_or_stepped_on_the_cpu(table: _Cells | None, on_cpu: bool | None) -> Verdict:
-    """Refuses streaming with the CPU optimizer, since each keeps the state on the host in its own way."""
-    if not on_cpu or not _is_streamed(table):
+@rule(f"{TABLE}?", f"{OPTIMIZER}.optimizer", f"{CPU_OPTIMIZER}?")
+def residency_streamed_optimizer(table: _Cells | None, optimizer: str, on_cpu: bool | None) -> RuleResult:
+    """Refuses to stream other state than Adam's, which alone can be created on the host, or the CPU optimizer's."""
+    if not _is_streamed(table) or (optimizer == "adam" and not on_cpu):
         return None
     return (
-        _STATE_IN_TRAIN,
-        f"is streamed, but {OPTIMIZER}.optimizer_cpu_offload is true, which updates the state on the CPU; choose one",
+        STATE_IN_TRAIN,
+        f"is streamed, which needs {OPTIMIZER}.optimizer adam and no {CPU_OPTIMIZER}; change one",
     )
 
 
-@rule(f"{TABLE}?")
-def forward_passes_have_params_on_the_gpu(table: _Cells | None) -> Verdict:
-    """Requires parameters on the GPU for log-probs, which compute with them, and for a refit, which sends them."""
-    for phase, why in (("logprob", "log-probs are computed with them"), ("refit", "a refit sends them to generation")):
-        cell = _cell(table, phase, "params")
-        if cell not in (None, "gpu"):
-            return f"{TABLE}.{phase}.params", f"must be gpu, since {why}; found {show(cell)}"
+@rule(f"{TABLE}?", FOR_LOGPROB, f"{FOR_REFIT}?", COLOCATED)
+def residency_table_flags(
+    table: _Cells | None, for_logprob: bool, for_refit: bool | None, colocated: Mapping[str, Any] | None
+) -> RuleResult:
+    """Refuses cells that contradict a flag, which sets cells, too; that for refits if generation shares the GPUs."""
+    is_apart = colocated is not None and not colocated["enabled"]
+    for flag, enabled in ((FOR_LOGPROB, for_logprob), (FOR_REFIT, None if is_apart else for_refit)):
+        for phase in () if enabled is None else FLAG_PHASES[flag]:
+            cell, written = _cell(table, phase, "optimizer_state"), flag_cell(bool(enabled))
+            if cell not in (None, written, AUTO):
+                path = f"{TABLE}.{phase}.optimizer_state"
+                return path, f"is {cell}, but {flag} {show(enabled)} makes it {written}; delete one of the two"
     return None
-
-
-@rule(f"{TABLE}?", f"{FOR_REFIT}?", COLOCATED)
-def table_agrees_with_offload_for_refit(
-    table: _Cells | None, enabled: bool | None, colocated: Mapping[str, Any] | None
-) -> Verdict:
-    """Refuses cells that contradict the refit flag, which sets cells, too, if generation shares the policy's GPUs."""
-    if enabled is None or (colocated is not None and not colocated["enabled"]):
-        return None
-    return _agreement(table, FOR_REFIT, enabled)
-
-
-@rule(f"{TABLE}?", FOR_LOGPROB)
-def table_agrees_with_offload_for_logprob(table: _Cells | None, enabled: bool) -> Verdict:
-    """Refuses cells that contradict the log-prob flag, which sets cells, too."""
-    return _agreement(table, FOR_LOGPROB, enabled)
 
 
 @rule("policy.residency.generation_weights?", "policy.generation.backend?", COLOCATED)
-def generation_weights_are_of_an_engine_that_shares_gpus(
+def residency_generation_weights(
     where: str | None, backend: str | None, colocated: Mapping[str, Any] | None
-) -> Verdict:
+) -> RuleResult:
     """Refuses a place for the weights of an engine that keeps them anyway; only vLLM on shared GPUs has a choice."""
-    if where is None:
+    is_apart = colocated is not None and not colocated["enabled"]
+    if where is None or (backend == "vllm" and not is_apart) or (backend == "transformers" and where == "host"):
         return None
-    if backend is None:
-        return f"is {where}, but the recipe has no policy.generation; delete it"
-    if colocated is not None and not colocated["enabled"]:
-        return f"is {where}, but generation is not colocated, and its weights stay on its GPUs; set it to null"
-    if backend != "vllm" and where != "host":
-        return (
-            f"must be host or null with policy.generation.backend {backend}, which keeps them in host memory between "
-            f"generations; found {where}"
-        )
-    return None
-
-
-def _agreement(table: _Cells | None, flag: str, enabled: bool) -> Verdict:
-    written = flag_cell(enabled)
-    for phase in FLAG_PHASES[flag]:
-        cell = _cell(table, phase, "optimizer_state")
-        if cell not in (None, written, AUTO):
-            path = f"{TABLE}.{phase}.optimizer_state"
-            message = (
-                f"is {cell}, but {flag} is {show(enabled)}, which makes this cell {written}; delete one of the two, or "
-                "make them agree"
-            )
-            return Conflict(path, message, also=flag)
-    return None
+    return f"is {where}, but only an engine of vLLM on the policy's GPUs has a choice; set it to null"
 
 
 def _is_streamed(table: _Cells | None) -> bool:
@@ -180,6 +93,4 @@ def _is_streamed(table: _Cells | None) -> bool:
 
 
 def _cell(table: _Cells | None, phase: str, target: str) -> Any:
-    if table is None or phase not in table or target not in table[phase]:
-        return None
-    return table[phase][target]
+    return None if table is None or phase not in table else table[phase].get(target)

@@ -210,9 +210,9 @@ class MegatronConfig(TypedDict):
     # while off, otherwise [attn] for dense models, [attn, moe_router] for mixtures of experts, [moe_router] for those
     # with packed rows. Absent: [].
     cuda_graph_modules: NotRequired[list[str]]
-    # Number of training steps before the capture; read only with cuda_graph_impl other than none. 1 or more there;
+    # Number of training steps before the capture; read only with cuda_graph_impl other than none. 1 or more;
     # recommended 3. Absent: 3.
-    cuda_graph_warmup_steps: NotRequired[NonNegativeInt]
+    cuda_graph_warmup_steps: NotRequired[PositiveInt]
     # When torch's allocator returns its cached memory to CUDA: 0 when generation needs it, which residency takes care
     # of; 1 also before each optimizer step; 2 also after it. Recommended: 0; 1 or 2 against fragmentation.
     empty_unused_memory_level: Literal[0, 1, 2]

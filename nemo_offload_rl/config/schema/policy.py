@@ -95,7 +95,8 @@ class PolicyConfig(TypedDict):
     # Padded lengths are rounded up to a multiple of this. Recommended:
     # "${policy.megatron_cfg.tensor_model_parallel_size}", which sequence parallelism needs.
     make_sequence_length_divisible_by: PositiveInt
-    # Samples in one optimizer step, over all ranks. A multiple of data-parallel size x train_micro_batch_size.
+    # Samples in one optimizer step, over all ranks. A multiple of data-parallel size x train_micro_batch_size. GRPO
+    # steps with more samples have several optimizer steps, all but the first off-policy.
     train_global_batch_size: PositiveInt
     # Samples in one forward and backward pass on one rank. 1 or more; as large as memory allows.
     train_micro_batch_size: PositiveInt

@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 from nemo_offload_rl.config.problems import Origin, Problem, show, show_file
-from nemo_offload_rl.config.source.indentation import hint_at_broken_yaml
 from nemo_offload_rl.storage.regular_file import read_regular_file
 
 # PyYAML's C loader, if available, is five times faster.
@@ -131,10 +130,7 @@ def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:
         mark = error.problem_mark or error.context_mark
         message = ", ".join(part for part in (error.context, error.problem) if part)
         where = f", column {mark.column + 1}" if mark else ""
-        hint = hint_at_broken_yaml(text, error)
-        return None, [
-            Problem("", Origin(name, mark.line + 1 if mark else None), f"broken YAML: {message}{where}{hint}")
-        ]
+        return None, [Problem("", Origin(name, mark.line + 1 if mark else None), f"broken YAML: {message}{where}")]
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         return None, [Problem("", Origin(name, line), f"broken YAML: {error.reason}")]

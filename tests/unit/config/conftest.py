@@ -3,11 +3,13 @@
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from nemo_offload_rl.config import Recipe, RecipeError, ValidatedRecipe, load
+from nemo_offload_rl.config.rules import RULES
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 DATA = Path(__file__).parent / "data"
@@ -20,6 +22,12 @@ def each_of(broken: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
     """Parametrizes by the `overrides` that break rules, and the `message` of each; `broken` has those of each rule."""
     cases = [case for cases in broken.values() for case in cases]
     return pytest.mark.parametrize(("overrides", "message"), cases, ids=lambda value: str(value)[-60:])
+
+
+def names_of(topic: ModuleType) -> set[str]:
+    """Returns the names of a topic's rules."""
+    functions = [rule.check for rule in RULES if hasattr(rule.check, "__name__")]
+    return {check.__name__ for check in functions if check.__module__ == topic.__name__}
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -112,7 +112,9 @@ def test_absent_settings_of_advantages_are_those_of_the_estimator(error_of):
     loaded = load(CONFIGS / "grpo_tiny_cpu.yaml", [*without, *estimator]).config["grpo"]
     assert (loaded["normalize_rewards"], loaded["use_leave_one_out_baseline"]) == (False, True)
     disagree = ["grpo.normalize_rewards=false", "~grpo.adv_estimator.normalize_rewards"]
-    assert "adv_estimator.normalize_rewards: is true, but grpo.normalize_rewards is false" in error_of(*disagree)
+    assert "adv_estimator.normalize_rewards: is true, but the key of the same name in grpo is false" in error_of(
+        *disagree
+    )
 
 
 def test_rules_hold_for_the_values_of_absent_keys(error_of):

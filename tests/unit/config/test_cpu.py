@@ -7,8 +7,7 @@ import torch
 from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.mcore.model.model_config import make_optimizer_config
 from tests.unit.config.conftest import CONFIGS
-from tests.unit.config.test_activation_rules import EXPERTS
-from tests.unit.config.test_graph_rules import BF16
+from tests.unit.config.test_module_rules import BF16, EXPERTS
 
 
 def test_each_setting_that_needs_a_gpu_is_off_and_said_in_one_line():

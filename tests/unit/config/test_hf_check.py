@@ -51,33 +51,13 @@ def of_hub(**overrides):
             "policy.hf_config.num_hidden_layers",
         ),
         ("num_experts", 3, "unknown key: transformers' Qwen3Config has no such field"),
-        ("num_nextn_predict_layers", 1, "multi-token prediction is not supported here; set it to 0; found 1"),
-        (
-            "num_hidden_layers",
-            "4",
-            "must be an integer, as transformers' Qwen3Config says; found '4'; write it without",
-        ),
-        ("num_hidden_layers", 4.0, "must be an integer, as transformers' Qwen3Config says; found 4.0"),
-        ("num_hidden_layers", True, "must be an integer, as transformers' Qwen3Config says; found true"),
-        ("num_hidden_layers", None, "must be an integer, as transformers' Qwen3Config says; found null"),
-        ("num_hidden_layers", 0, "must be at least 1 and at most 10000; found 0"),
-        ("num_hidden_layers", 10_001, "must be at least 1 and at most 10000; found 10001"),
-        ("hidden_size", -64, "must be at least 1; found -64"),
-        ("intermediate_size", -1, "must be at least 0; found -1"),
-        ("rms_norm_eps", math.nan, "must be a finite number, as transformers' Qwen3Config says; found nan"),
-        ("rms_norm_eps", math.inf, "must be a finite number, as transformers' Qwen3Config says; found inf"),
-        ("rms_norm_eps", "small", "must be a number, as transformers' Qwen3Config says; found 'small'"),
-        ("rms_norm_eps", 0.0, "must be above 0; found 0.0"),
-        ("attention_dropout", 1.5, "must be from 0 to 1; found 1.5"),
-        ("initializer_range", -0.02, "must be at least 0; found -0.02"),
-        ("tie_word_embeddings", "true", "must be true or false, as transformers' Qwen3Config says; found 'true'"),
-        ("tie_word_embeddings", 1, "must be true or false, as transformers' Qwen3Config says; found 1"),
-        ("hidden_act", "slu", "'prelu' or 'xielu'; found 'slu'; did you mean silu?"),
-        ("torch_dtype", "bf16", "must be 'float32', 'bfloat16' or 'float16'; found 'bf16'; did you mean bfloat16?"),
-        ("layer_types", ["full_atention"], "found 'full_atention'; did you mean full_attention?"),
-        ("eos_token_id", -1, "must be at least 0, or null for none; found -1"),
-        ("rope_theta", 0, "must be above 0; found 0"),
-        ("rope_theta", "1e6", "must be a number, as transformers' Qwen3Config says; found '1e6'; write it without"),
+        ("num_nextn_predict_layers", 1, "multi-token prediction is not supported here; set it to 0"),
+        ("num_hidden_layers", "4", "must be an integer, as transformers says; found '4'; write it without quotes"),
+        ("num_hidden_layers", 4.0, "must be an integer, as transformers says; found 4.0"),
+        ("num_hidden_layers", True, "must be an integer, as transformers says; found true"),
+        ("rms_norm_eps", math.nan, "must be a number, as transformers says; found nan"),
+        ("tie_word_embeddings", 1, "must be true or false, as transformers says; found 1"),
+        ("hidden_act", "slu", "must be an activation of transformers; found 'slu'; did you mean silu?"),
         ("rope_scaling", "yarn", "must be a mapping such as {rope_type: yarn, factor: 4.0}, or null; found 'yarn'"),
     ],
 )
@@ -90,52 +70,27 @@ def test_a_field_is_held_against_its_declaration(field, value, message):
 @pytest.mark.parametrize(
     ("rope", "key", "message"),
     [
-        ({"rope_type": "yarm"}, "rope_type", "'llama3' or 'proportional'; found 'yarm'; did you mean yarn?"),
-        ({"type": 3}, "type", "found 3"),
-        ({"rope_type": "yarn", "type": "linear", "factor": 2}, "type", "is the old name of rope_type, which is 'yarn'"),
+        ({"rope_type": "yarm"}, "rope_type", "found 'yarm'; did you mean yarn?"),
         (YARN | {"fctor": 4.0}, "fctor", "unknown key; nearest valid key: factor; rope_type yarn has attention_factor"),
-        (YARN | {"low_freq_factor": 1.0}, "low_freq_factor", "unknown key; "),
-        (
-            {"factor": 4.0},
-            "factor",
-            "it is read only with rope_type 'linear', 'dynamic', 'yarn', 'longrope' or 'llama3'",
-        ),
+        ({"factor": 4.0}, "factor", "unknown key; rope_type default has "),
         ({"rope_type": "yarn"}, "factor", "missing; rope_type yarn needs it"),
-        (YARN | {"factor": "4"}, "factor", "must be a number; found '4'"),
-        (YARN | {"factor": None}, "factor", "must be a number; found null"),
-        (YARN | {"factor": math.nan}, "factor", "must be a number; found nan"),
-        (YARN | {"factor": 0.5}, "factor", "must be at least 1; found 0.5"),
-        (YARN | {"beta_slow": -1}, "beta_slow", "must be above 0; found -1"),
-        (YARN | {"beta_fast": 1, "beta_slow": 2}, "beta_fast", "must be above beta_slow (2); found 1"),
-        (YARN | {"truncate": "no"}, "truncate", "must be true or false or null; found 'no'"),
-        (YARN | {"original_max_position_embeddings": 0}, "original_max_position_embeddings", "must be at least 1"),
-        (YARN | {"original_max_position_embeddings": 1.5}, "original_max_position_embeddings", "must be an integer"),
-        (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor", "must be above low_freq_factor (1); found 1"),
-        (
-            {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 8},
-            "short_factor",
-            "must have 8 numbers, one per pair of head dimensions; found 3",
-        ),
-        (
-            {"rope_type": "linear", "factor": 2, "partial_rotary_factor": 2},
-            "partial_rotary_factor",
-            "must be above 0 and",
-        ),
+        (YARN | {"factor": "4"}, "factor", "must be a number or null; found '4'"),
+        (LLAMA3 | {"low_freq_factor": math.nan}, "low_freq_factor", "must be a number or null; found nan"),
+        (YARN | {"factor": None}, "factor", "missing; rope_type yarn needs it"),
     ],
 )
 @pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
 def test_rotary_embeddings_are_held_against_transformers_validators(name, rope, key, message):
     found = problems_of({name: rope})
     assert message in found[f"policy.hf_config.{name}.{key}"]
-    assert len(found) == 1 or "fctor" in rope
+    assert len(found) == 1
 
 
 def test_rotary_embeddings_of_single_layer_types_are_checked_too():
-    rope = {"full_attention": {"rope_type": "linear", "factor": 0}, "sliding_attention": 3}
-    found = problems_of({"rope_parameters": rope})
-    assert found == {
-        "policy.hf_config.rope_parameters.full_attention.factor": "must be at least 1; found 0",
-        "policy.hf_config.rope_parameters.sliding_attention": "must be a mapping with rope_type; found 3",
+    found = problems_of({"rope_parameters": {"full_attention": {"rope_type": "linear"}, "sliding_attention": 3}})
+    assert set(found) == {
+        "policy.hf_config.rope_parameters.full_attention.factor",
+        "policy.hf_config.rope_parameters.sliding_attention",
     }
 
 
@@ -146,11 +101,8 @@ def test_rotary_embeddings_of_single_layer_types_are_checked_too():
         {"hidden_size": [64]},
         {"hidden_size": {"a": 1}},
         {"hidden_act": ["silu"]},
-        {"torch_dtype": {}},
-        {"layer_types": [[1]]},
         {"rope_parameters": {3: 4, "rope_type": "linear", "factor": 2}},
         {"rope_parameters": {"rope_type": ["yarn"]}},
-        {"rope_parameters": {"rope_type": "longrope", "short_factor": ["a"], "long_factor": None}},
         {"rope_parameters": [1]},
         {"model_type": ["qwen3"]},
         {"model_type": {"qwen3": 1}},
@@ -169,12 +121,6 @@ def test_what_is_said_twice_is_refused():
         "is the old name of rope_parameters, which is also set; delete one of them"
         in both["policy.hf_config.rope_scaling"]
     )
-    theta = problems_of({"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e4})
-    assert "but policy.hf_config.rope_parameters.rope_theta is 1000000.0" in theta["policy.hf_config.rope_theta"]
-    assert problems_of({"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e6}) == {}
-    experts = TINY_QWEN3_MOE | {"num_local_experts": 8}
-    [found] = dict(hf_config_problems({"hf_config": experts})).values()
-    assert "is 4, but policy.hf_config.num_local_experts, another name of it, is 8" in found
 
 
 @pytest.mark.parametrize(
@@ -218,7 +164,7 @@ def test_either_name_of_a_field_is_known():
     [
         (None, "missing; it names the model's family for transformers, such as qwen3 or llama"),
         ("quen3", "must be a family that the installed transformers knows; found 'quen3'; did you mean qwen3?"),
-        (3, "must be text; found 3"),
+        (3, "must be a family that the installed transformers knows; found 3"),
         ("vit", "is 'vit', for which transformers has no causal language model; give another family"),
     ],
 )
@@ -229,12 +175,11 @@ def test_the_family_is_named(model_type, message):
 
 
 def test_without_a_family_fields_are_those_of_any():
-    found = dict(hf_config_problems({"hf_config": {"hidden_size": -1, "rope_thta": 1e6, "kv_lora_rank": 8}}))
-    assert found["policy.hf_config.hidden_size"] == "must be at least 1; found -1"
+    found = dict(hf_config_problems({"hf_config": {"hidden_size": 8, "rope_thta": 1e6, "kv_lora_rank": 8}}))
     assert found["policy.hf_config.rope_thta"] == (
-        "unknown key: no family of transformers has such a field; nearest valid key: policy.hf_config.rope_theta"
+        "unknown key: no family of transformers has such field; nearest valid key: policy.hf_config.rope_theta"
     )
-    assert set(found) == {"policy.hf_config.hidden_size", "policy.hf_config.rope_thta", "policy.hf_config.model_type"}
+    assert set(found) == {"policy.hf_config.rope_thta", "policy.hf_config.model_type"}
 
 
 def test_overrides_are_held_against_the_models_family():
@@ -246,9 +191,8 @@ def test_overrides_are_held_against_the_models_family():
 
 def test_overrides_of_a_hubs_model_are_held_against_any_family():
     assert of_hub(rope_theta=1e6, num_experts=4, q_lora_rank=None) == {}
-    found = of_hub(num_hiden_layers=2, rms_norm_eps="x")
-    assert "no family of transformers has such a field" in found["policy.hf_config_overrides.num_hiden_layers"]
-    assert "must be a number" in found["policy.hf_config_overrides.rms_norm_eps"]
+    found = of_hub(num_hiden_layers=2)
+    assert "no family of transformers has such field" in found["policy.hf_config_overrides.num_hiden_layers"]
 
 
 def test_every_mistake_is_told_at_once_where_it_was_written(error_of):

@@ -1,4 +1,4 @@
-"""Sizes of a model that do not fit each other, and models that nothing can build."""
+"""Models that nothing can build, and those that Megatron would compute otherwise than transformers does."""
 
 import json
 
@@ -8,79 +8,27 @@ from nemo_offload_rl.config import load
 from nemo_offload_rl.config.installed.bridges import bridged_architectures
 from nemo_offload_rl.config.installed.transformers_source import causal_models
 from nemo_offload_rl.config.model.unsupported_models import check_model
-from nemo_offload_rl.config.rules import RULES, model
-from tests.unit.config.conftest import CONFIGS, each_of
+from nemo_offload_rl.config.rules import model
+from tests.unit.config.conftest import CONFIGS, each_of, names_of
+from tests.unit.config.test_module_rules import EXPERTS
 
-HF = "policy.hf_config"
+HF, OVERRIDES, MEGATRON = "policy.hf_config", "policy.hf_config_overrides", "policy.megatron_cfg"
 ALONE = "~warm_start"
-MOE = [ALONE, f"{HF}.model_type=qwen3_moe", f"+{HF}.num_experts=4", f"+{HF}.num_experts_per_tok=2"]
-DEEPSEEK = [
-    *(ALONE, f"{HF}.model_type=deepseek_v3", f"{HF}.num_key_value_heads=4", f"+{HF}.n_routed_experts=8"),
-    *(f"+{HF}.topk_group=1", f"+{HF}.n_group=1"),
-]
-# Without head_dim, on which the hidden size is split then.
-NO_HEAD_DIM = [ALONE, f"~{HF}.head_dim", f"{HF}.hidden_size=30"]
+VISION = "{model_type: gemma3, architectures: [Gemma3ForConditionalGeneration], vision_config: {}, text_config: {}}"
+ONE_EXPERT = f"+{HF}.num_experts_per_tok=1"
 
 BROKEN = {
-    "folders_have_sizes": [],  # has a test of its own
-    "key_value_heads_divide_heads": [
+    "model_sizes": [
         (
             [f"{HF}.num_key_value_heads=3"],
-            f"{HF}.num_key_value_heads: num_key_value_heads (3) must divide num_attention_",
+            f"{HF}.num_key_value_heads: num_key_value_heads (3) must divide num_",
         ),
         (
-            [f"~{HF}.num_key_value_heads"],
-            "num_key_value_heads (32, qwen3's default) must divide num_attention_heads (4)",
-        ),
-        (
-            ["+policy.hf_config_overrides={num_attention_heads: 3}"],
-            f"{HF}.num_key_value_heads: num_key_value_heads (2) must divide num_attention_heads (3)",
+            [*EXPERTS, f"+{HF}.num_experts_per_tok=9"],
+            f"{HF}.num_experts_per_tok: num_experts_per_tok (9) must be at most the number of experts (8)",
         ),
     ],
-    "heads_divide_hidden_size": [
-        (
-            [*NO_HEAD_DIM, f"{HF}.model_type=llama"],
-            f"{HF}.num_attention_heads: num_attention_heads (4) must divide hidden_size (30); change one of them, or",
-        ),
-        ([*NO_HEAD_DIM, f"{HF}.model_type=qwen2"], "num_attention_heads (4) must divide hidden_size (30); change one"),
-    ],
-    "rotated_heads_are_even": [([f"{HF}.head_dim=31"], f"{HF}.head_dim: head_dim (31) must be even, since")],
-    "tokens_go_to_experts_that_are_there": [
-        (
-            [*MOE, f"{HF}.num_experts_per_tok=5"],
-            f"{HF}.num_experts_per_tok: num_experts_per_tok (5) must be at most num_experts (4)",
-        ),
-        (
-            [*MOE, f"~{HF}.num_experts_per_tok"],
-            "num_experts_per_tok (8, qwen3_moe's default) must be at most num_experts",
-        ),
-    ],
-    "groups_of_experts_are_equal": [
-        ([*DEEPSEEK, f"{HF}.n_group=3"], f"{HF}.n_group: n_group (3) must divide n_routed_experts (8)"),
-        (
-            [*DEEPSEEK, f"{HF}.n_group=2", f"{HF}.topk_group=3"],
-            f"{HF}.topk_group: topk_group (3) must be at most n_group",
-        ),
-    ],
-    "layers_are_counted_from_0": [
-        ([f"+{HF}.layer_types=[full_attention]"], f"{HF}.layer_types: layer_types must have one entry for each of 4"),
-        ([*MOE, f"+{HF}.mlp_only_layers=[4]"], f"{HF}.mlp_only_layers: mlp_only_layers must hold layers from 0 to 3"),
-        (
-            [*DEEPSEEK, f"+{HF}.first_k_dense_replace=5"],
-            f"{HF}.first_k_dense_replace: first_k_dense_replace (5) must be at most num_hidden_layers (4)",
-        ),
-    ],
-    "special_tokens_are_in_the_vocabulary": [
-        ([f"+{HF}.eos_token_id=14"], f"{HF}.eos_token_id: eos_token_id 14 is outside the vocabulary, 0 to 13"),
-        ([f"+{HF}.eos_token_id=[1,20]"], "eos_token_id 20 is outside the vocabulary"),
-    ],
-    "stop_tokens_are_in_the_vocabulary": [
-        (
-            ["policy.generation.stop_token_ids=[12,14]"],
-            "policy.generation.stop_token_ids: has 14, which is outside the model's vocabulary (0 to 13)",
-        ),
-    ],
-    "model_has_a_bridge": [
+    "model_bridge": [
         (
             [ALONE, f"{HF}.model_type=mixtral"],
             f"{HF}.model_type: the model is 'MixtralForCausalLM', which the installed Megatron-Bridge cannot build; ",
@@ -91,7 +39,49 @@ BROKEN = {
             "did you mean Qwen3ForCausalLM?",
         ),
     ],
+    "model_freeze_config": [
+        (
+            [
+                ALONE,
+                "~policy.hf_config",
+                f"+{HF}={VISION}",
+                f"++{MEGATRON}.freeze_config={{freeze_vision_model: true}}",
+            ],
+            f"{MEGATRON}.freeze_config: is {{freeze_vision_model: true}}, but the model has a vision_config, and parts",
+        ),
+    ],
+    "model_computed_as_transformers": [
+        (
+            [ALONE, f"{HF}.model_type=gemma2"],
+            f"{HF}: is of the family gemma2, whose capped scores, norms behind layers and alternating windows Megatron",
+        ),
+        (
+            [f"+{HF}.rope_parameters={{rope_type: dynamic, factor: 2.0}}"],
+            f"{HF}: has rotary embeddings of rope_type 'dynamic', which Megatron cannot follow; it can with 'default', "
+            "'linear', 'llama3' or 'yarn': give one of these as rope_parameters in policy.hf_config_overrides",
+        ),
+        (
+            [f"+{OVERRIDES}={{rope_scaling: {{type: dynamic, factor: 2.0}}}}"],
+            "has rotary embeddings of rope_type 'dynamic', which",
+        ),
+        (
+            [f"+{HF}.rope_parameters={{rope_type: linear, factor: 2.0, partial_rotary_factor: 0.5}}"],
+            "has rope_parameters with rope_type linear and partial_rotary_factor 0.5, but its attention rotates whole",
+        ),
+        (
+            [*EXPERTS, ONE_EXPERT, f"+{HF}.norm_topk_prob=true"],
+            "has num_experts_per_tok 1 with norm_topk_prob true, with which a router has no gradient",
+        ),
+        (
+            [ALONE, f"{HF}.model_type=qwen3_moe", f"+{HF}.num_experts=0"],
+            "is of the family qwen3_moe and has num_experts 0; give experts, or a dense model of the family qwen3",
+        ),
+    ],
 }
+
+
+def test_every_rule_has_a_recipe_that_breaks_it():
+    assert set(BROKEN) == names_of(model)
 
 
 @each_of(BROKEN)
@@ -100,30 +90,35 @@ def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(overrides, message
     assert message in one_problem_of(*overrides)
 
 
-def test_every_rule_has_a_recipe_that_breaks_it():
-    assert set(BROKEN) == {rule.check.__name__ for rule in RULES if rule.check.__module__ == model.__name__}
+def test_the_config_of_a_folder_is_read(tmp_path, error_of):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2"}))
+    folder = [f"policy.model_name={tmp_path}", "policy.hf_config=null", "policy.tokenizer.name=x"]
+    assert "policy.model_name: is of the family gemma2, whose" in error_of(ALONE, *folder)
 
 
 @pytest.mark.parametrize(
-    ("field", "found"),
+    "overrides",
     [
-        ("num_hidden_layers", "x"),
-        ("head_dim", -1),
-        ("vocab_size", None),
-        ("hidden_size", 64.5),
-        ("num_key_value_heads", 0),
+        [ALONE, f"+{HF}.rope_parameters={{rope_type: yarn, factor: 2.0, original_max_position_embeddings: 8}}"],
+        [f"+{OVERRIDES}={{rope_scaling: null}}"],
+        [ALONE, f"{HF}.model_type=gemma"],
+        [*EXPERTS, ONE_EXPERT, f"+{HF}.norm_topk_prob=false"],
     ],
+    ids=str,
 )
-def test_a_folders_sizes_are_checked_and_its_other_fields_are_not(field, found, tmp_path, one_problem_of):
-    fields = {"model_type": "qwen3", "quantisation_of_a_hub": [1], "pad_token_id": -1, "num_key_value_heads": 8}
-    folder = [ALONE, f"policy.model_name={tmp_path}", "policy.hf_config=null", "policy.tokenizer.name=x"]
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    load(CONFIGS / "grpo_tiny_cpu.yaml", folder)
-    (tmp_path / "config.json").write_text(json.dumps(fields | {field: found}))
-    error = one_problem_of(*folder)
-    assert f"policy.model_name: the config.json in '{tmp_path}' has {field} " in error
-    assert f"give policy.hf_config_overrides.{field}" in error
-    load(CONFIGS / "grpo_tiny_cpu.yaml", [*folder, f"+policy.hf_config_overrides={{{field}: 8}}"])
+def test_what_is_computed_right_is_accepted(overrides):
+    load(CONFIGS / "grpo_tiny_cpu.yaml", overrides)
+
+
+def test_a_model_that_only_the_worker_knows_is_frozen_in_part_only_if_it_has_no_such_part():
+    megatron_cfg = {"freeze_config": {"freeze_vision_model": True}, "use_fused_linear_logprobs": False}
+    policy = {"megatron_cfg": megatron_cfg, "logprob_chunk_size": None}
+    check_model({"model_type": "qwen3"}, policy)
+    with pytest.raises(ValueError, match=r"policy\.megatron_cfg\.freeze_config is .* the model has a vision_config"):
+        check_model({"model_type": "qwen3_vl", "vision_config": {"depth": 2}}, policy)
+    check_model(
+        {"model_type": "qwen3_vl", "vision_config": {}}, policy | {"megatron_cfg": megatron_cfg | {"freeze_config": {}}}
+    )
 
 
 def test_bridges_are_those_of_the_imported_library():

@@ -5,6 +5,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from nemo_offload_rl.config import check_named_files, load
+from nemo_offload_rl.config.keys.absent_keys import splits_validation_data
 from nemo_offload_rl.config.problems import RecipeError
 from nemo_offload_rl.config.schema.data import NamedConversations, NamedPairs, NamedProblems
 from nemo_offload_rl.named_datasets import CONVERSATIONS, PAIRS, PROBLEMS
@@ -42,35 +43,30 @@ def test_absent_keys_are_nemo_rls():
     assert train["output_key"] == "generated_solution"
 
 
-def test_what_nemo_rl_does_not_split_is_not_split_and_that_is_said():
+def test_what_nemo_rl_does_not_split_is_not_split():
     train = "dataset_name: DAPOMath17K, split_validation_size: 0.05, seed: 42"
-    notes = load_data("grpo", train).notes
-    assert (
-        "data.train.split_validation_size has no effect: as in NeMo-RL, no validation data is split off DAPOMath17K"
-        in notes
-    )
-    assert not any("split" in note for note in load_data("grpo", "dataset_name: DAPOMath17K").notes)
+    assert not splits_validation_data(load_data("grpo", train).config["data"]["train"])
 
 
 @pytest.mark.parametrize(
     ("recipe", "train", "message"),
     [
         ("grpo", "dataset_name: squad", "data.train.dataset_name: 'squad' is not supported here"),
-        ("grpo", "dataset_name: OpenMathInstruct-2, split: test", "'train_5M' for OpenMathInstruct-2; found test"),
+        ("grpo", "dataset_name: OpenMathInstruct-2, split: test", "'train_5M' for OpenMathInstruct-2; found 'test'"),
         (
             "grpo",
             "dataset_name: OpenMathInstruct-2, output_key: answer",
-            "or 'generated_solution' for OpenMathInstruct-2; found answer",
+            "or 'generated_solution' for OpenMathInstruct-2; found 'answer'",
         ),
         (
             "grpo",
             "dataset_name: gsm8k, output_key: answer",
-            "data.train.output_key: cannot be set for gsm8k; found answer; delete it",
+            "data.train.output_key: must be deleted for gsm8k; found 'answer'",
         ),
         (
             "grpo",
             "dataset_name: gsm8k, repeat: 2",
-            "data.train.repeat: is read only with dataset_name AIME2024 or AIME2025",
+            "data.train.repeat: must be deleted for gsm8k",
         ),
         ("sft", "dataset_name: squad, repeat: 2", "data.train.repeat: is a key of dataset_name 'OpenMathInstruct-2'"),
         (
@@ -81,8 +77,7 @@ def test_what_nemo_rl_does_not_split_is_not_split_and_that_is_said():
         (
             "sft",
             "dataset_name: squad, system_prompt_file: s.txt",
-            "data.train.system_prompt_file: must be null for squad, whose rows contain their own system messages; "
-            "found 's.txt'",
+            "data.train.system_prompt_file: must be null for squad, whose rows have their own system messages",
         ),
         ("dpo", "dataset_name: gsm8k", "data.train.dataset_name: 'gsm8k' is not supported here"),
     ],
@@ -124,7 +119,7 @@ def test_a_validation_needs_data(train, validation, is_refused):
     [
         (
             "[{dataset_name: AIME2024, split: test}]",
-            "data.validation.0.split: must be 'train' for AIME2024; found test",
+            "data.validation.0.split: must be 'train' for AIME2024; found 'test'",
         ),
         ("[{dataset_name: AIME}]", "data.validation.0.dataset_name: 'AIME' is not supported here; give"),
         ("[{}]", "data.validation.0.dataset_name: missing; it is 'arithmetic', "),
@@ -139,7 +134,7 @@ def test_a_validation_needs_data(train, validation, is_refused):
         ("3", "data.validation: must be a section (a mapping); found 3"),
         (
             "[{dataset_name: openmathinstruct2, split_validation_size: 0.1}]",
-            "data.validation.0.split_validation_size: is 0.1, but only data.train is split",
+            "data.validation.0.split_validation_size: is set, but only data.train is split",
         ),
     ],
 )

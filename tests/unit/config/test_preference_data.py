@@ -8,7 +8,7 @@ from pydantic import with_config
 
 from nemo_offload_rl.config import check_named_files, load
 from nemo_offload_rl.config.keys.schema_problems import schema_problems
-from nemo_offload_rl.config.problems import Origin, RecipeError
+from nemo_offload_rl.config.problems import RecipeError
 from nemo_offload_rl.config.schema.data import PreferenceDataConfig
 from nemo_offload_rl.config.schema.value_types import STRICT
 from nemo_offload_rl.config.upstream.split import split_upstream_keys
@@ -37,7 +37,7 @@ def problems_of(train, **further):
     tokens = {"add_bos": True, "add_eos": True, "add_generation_prompt": False}
     data = {"max_input_seq_length": 8, "shuffle": True, "train": train} | tokens | further
     known = split_upstream_keys({"data": data})
-    return [*known.problems, *schema_problems(known.config, Recipe, lambda path: Origin("r.yaml"))]
+    return [*known.problems, *schema_problems(known.config, Recipe)]
 
 
 @pytest.mark.parametrize("train", [BINARY, RANKED, ARITHMETIC, BINARY | {"split": "train"}, RANKED | {"split": None}])

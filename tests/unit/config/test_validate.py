@@ -48,7 +48,7 @@ MEGATRON = "policy.megatron_cfg"
         ("policy.model_name=''", "must be text that is not empty; found ''"),
         (f"{MEGATRON}.offload_modules=core_attn", "must be a list; found 'core_attn'; write [core_attn]"),
         (f"{MEGATRON}.recompute_modules=[1]", "recompute_modules.0: must be text; found 1"),
-        ("warm_start=null", "warm_start: must be a section (a mapping); found null; ~warm_start deletes it"),
+        ("warm_start=null", "warm_start: must be a section (a mapping); found null"),
         ("policy.tokenizer=arithmetic", "policy.tokenizer: must be a section (a mapping); found 'arithmetic'"),
         ("loss_fn.ratio_clip_max=inf", "must be a finite number; found inf"),
         (
@@ -134,7 +134,7 @@ MEGATRON = "policy.megatron_cfg"
         (f"{MEGATRON}.min_offloaded_tensor_size=1.5", "must be an integer; found 1.5"),
         (f"{MEGATRON}.delta_offload_bytes_across_pp_ranks=-1", "must be at least 0; found -1"),
         (f"{MEGATRON}.fine_grained_offloading_max_inflight_offloads=-1", "must be at least 0; found -1"),
-        (f"{MEGATRON}.cuda_graph_warmup_steps=-1", "must be at least 0; found -1"),
+        (f"{MEGATRON}.cuda_graph_warmup_steps=0", "must be at least 1; found 0"),
         (f"{MEGATRON}.offload_modules=[1]", "offload_modules.0: must be text; found 1"),
         (f"{MEGATRON}.cuda_graph_modules=attn", "must be a list; found 'attn'; write [attn]"),
         (f"{MEGATRON}.cuda_graph_modules=null", "must be a list; found null; write []"),
@@ -148,10 +148,6 @@ MEGATRON = "policy.megatron_cfg"
         (
             "+policy.hf_config_overrides={num_hidden_layers: 0}",
             "_overrides.num_hidden_layers: must be at least 1; found 0",
-        ),
-        (
-            "+policy.hf_config_overrides={num_hidden_layers: 1000000}",
-            "_overrides.num_hidden_layers: must be at least 1 and at most 10000; found 1000000",
         ),
         ("+policy.hf_config_overrides={head_dim: '32'}", "must be an integer; found '32'; write it without quotes"),
         ("+policy.hf_config_overrides={num_experts: 8.0}", "num_experts: must be an integer; found 8.0"),
@@ -245,51 +241,6 @@ def test_a_dataset_is_checked_as_the_kind_that_it_names(error_of):
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "num_prompts_per_step: 8",
-            ":2: num_prompts_per_step: unknown key; nearest valid key: grpo.num_prompts_per_step; here it is at "
-            "the top level, so indent it below 'grpo:'",
-        ),
-        (
-            "grpo:\n  policy:\n    train_micro_batch_size: 8",
-            ":3: grpo.policy: unknown key; nearest valid key: policy; here it is in grpo, so write it without "
-            "indentation",
-        ),
-        (
-            "policy:\n  megatron_cfg:\n    lr: 1.0",
-            f":4: {MEGATRON}.lr: unknown key; nearest valid key: {MEGATRON}.optimizer.lr; here it is in "
-            f"{MEGATRON}, so indent it below 'optimizer:'",
-        ),
-        (
-            "policy:\n  megatron_cfg:\n    train_micro_batch_size: 8",
-            "nearest valid key: policy.train_micro_batch_size; here it is in policy.megatron_cfg, so indent it as "
-            "the other keys of policy",
-        ),
-        # A null section, from which other keys are interpolated.
-        (
-            "policy:\n  megatron_cfg:\n  optimizer:\n    lr: 1.0",
-            f":3: {MEGATRON}: must be a section (a mapping); found null; indent its keys below 'megatron_cfg:'",
-        ),
-        ("grpo:\n  - seed: 8", ":2: grpo: must be a section (a mapping); found [{seed: 8}]; write its keys without"),
-        (
-            "grpo:\n  seed:\n    max_num_steps: 3",
-            "must be an integer; found {max_num_steps: 3}; indent max_num_steps no deeper than seed",
-        ),
-    ],
-)
-def test_a_key_at_the_wrong_level_gets_a_hint(tmp_path, error_of, text, message):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"defaults: {CONFIGS / 'grpo_tiny_cpu.yaml'}\n{text}\nwarm_start: {{recipe: {CONFIGS / 'sft_tiny_cpu.yaml'}}}\n"
-    )
-    error = error_of(recipe=recipe)
-    assert message in error
-    assert ": 1 problem\n" in error
-
-
 def test_a_model_from_scratch_has_sizes_that_can_be(error_of):
     error = error_of("~warm_start", "policy.hf_config.num_attention_heads=0")
     assert error.endswith("policy.hf_config.num_attention_heads: must be at least 1; found 0")
@@ -332,13 +283,11 @@ def test_all_mistakes_of_all_kinds_are_reported_at_once(error_of):
 
 def test_every_rule_that_a_key_breaks_is_reported(error_of):
     error = error_of(
-        f"{MEGATRON}.fine_grained_activation_offloading=true",
-        f"{MEGATRON}.offload_modules=[attn_proj, attn_proj, moe_act]",
+        f"{MEGATRON}.fine_grained_activation_offloading=true", f"{MEGATRON}.offload_modules=[attn_proj, core_atn]"
     )
-    assert "names 'attn_proj' more than once" in error
-    assert "has attn_proj without core_attn" in error
-    assert "names 'moe_act', which only a mixture-of-experts model has" in error
-    assert ": 3 problems\n" in error
+    assert "must name some of" in error
+    assert "has attn_proj, whose input is the output of core_attn" in error
+    assert ": 2 problems\n" in error
 
 
 def test_a_consequence_of_a_mistake_is_not_reported_beside_it(error_of):
@@ -400,8 +349,7 @@ def test_a_warm_start_is_checked_for_the_ranks_that_it_runs_on(error_of):
     three = ["cluster.gpus_per_node=3", "grpo.num_prompts_per_step=48", "policy.train_micro_batch_size=128"]
     message = (
         "sft_tiny_cpu.yaml:19: policy.train_global_batch_size: is 128, which is not a multiple of "
-        "data-parallel size 3 x "
-        "policy.train_micro_batch_size 128 = 384; change either; the warm start trains on the run's ranks "
+        "data-parallel size 3 x micro-batch size 128; change either; the warm start trains on the run's ranks "
         "(cluster.gpus_per_node 3)"
     )
     assert message in error_of(*three)

@@ -5,7 +5,8 @@ from support.tiny import policy_without_model
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.keys.tree import schema_keys
-from nemo_offload_rl.config.rules.residency import AUTO, FLAG_PHASES, TABLE
+from nemo_offload_rl.config.rules.base import TABLE
+from nemo_offload_rl.config.rules.residency import AUTO, FLAG_PHASES
 from nemo_offload_rl.config.schema import GRPOMasterConfig
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.plan import settings
