@@ -78,8 +78,14 @@ def _guard_methods(residency: Residency, optimizer: Any) -> Iterator[Undo]:
     for part in [optimizer, *getattr(optimizer, "chained_optimizers", [])]:
         for name in _UNHOOKED_METHODS:
             if hasattr(part, name):
-                setattr(part, name, _requiring(residency, getattr(part, name)))
-                yield functools.partial(vars(part).pop, name, None)  # not `delattr`: an engine may be closed twice
+                guarded = _requiring(residency, getattr(part, name))
+                setattr(part, name, guarded)
+                yield functools.partial(_unguard, part, name, guarded)
+
+
+def _unguard(part: Any, name: str, guarded: Callable[..., Any]) -> None:
+    if vars(part).get(name) is guarded:  # an engine that is closed twice leaves a later engine's guards
+        delattr(part, name)
 
 
 def _requiring(residency: Residency, method: Callable[..., Any]) -> Callable[..., Any]:

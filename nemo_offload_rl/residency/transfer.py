@@ -371,7 +371,7 @@ class Mover:
         for backed in backed_ranges:
             for index, chunk in enumerate(backed.range.chunks):
                 try:
-                    map_chunk(backed.range, index)
+                    self._map(backed.range, index)
                 except OutOfGpuMemoryError as error:
                     self._back.mark().wait()
                     for mapped, mapped_index in done:
@@ -379,6 +379,14 @@ class Mover:
                     raise ChunkError(backed, chunk.start, str(error)) from error
                 done.append((backed, index))
                 yield backed, index
+
+    def _map(self, gpu_range: GpuRange, index: int) -> None:
+        """Map a chunk, if need be in the memory of ranges that are being dropped."""
+        try:
+            map_chunk(gpu_range, index)
+        except OutOfGpuMemoryError:
+            self._dropper.submit(lambda: None).result()  # behind all earlier drops, which may wait for kernels
+            map_chunk(gpu_range, index)
 
 
 def map_chunk(gpu_range: GpuRange, index: int) -> None:

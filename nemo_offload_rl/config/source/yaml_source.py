@@ -208,6 +208,8 @@ class _Builder:
         if message is None:
             try:
                 value = self.loader.construct_object(node, deep=True)
+                if isinstance(value, int):
+                    str(value)  # messages show it; other bases than 10 have no limit of digits until then
             except _UNREADABLE:
                 self.problems.append(Problem(path, origin, _unreadable(node)))
                 return None

@@ -34,9 +34,9 @@ def biases_of(config: Any) -> Biases:
     """Reads the biases from a Hugging Face config of a family that `bridges` corrects."""
     family = FAMILIES[config.model_type]
     return Biases(
-        qkv=config.attention_bias if family.qkv_bias is None else family.qkv_bias,
-        output=config.attention_bias if family.output_bias is None else family.output_bias,
-        mlp=config.mlp_bias if family.mlp_bias is None else family.mlp_bias,
+        qkv=bool(config.attention_bias) if family.qkv_bias is None else family.qkv_bias,
+        output=bool(config.attention_bias) if family.output_bias is None else family.output_bias,
+        mlp=bool(config.mlp_bias) if family.mlp_bias is None else family.mlp_bias,
     )
 
 

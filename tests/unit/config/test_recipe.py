@@ -161,6 +161,8 @@ def test_all_problems_are_reported_at_once_with_their_lines():
         ("a:\n\tb: 1\n", "recipe.yaml:2: broken YAML: while scanning"),
         (f"a:\n  b: {'1' * 5000}\n", "recipe.yaml:2: a.b: '1111111"),
         (f"a:\n  b: {'1' * 5000}\n", "... cannot be read as int"),
+        (f"a:\n  b: 0x{'f' * 5000}\n", "... cannot be read as int"),
+        (f"a:\n  b: {':'.join(['1'] * 5000)}\n", "... cannot be read as int"),
         (f"a:\n  ? {'1' * 5000}\n  : 2\n", "recipe.yaml:2: a: '1111111"),
         ("a: !!bool x\n", "recipe.yaml:1: a: 'x' cannot be read as bool"),
         ("a: !!int ''\n", "recipe.yaml:1: a: '' cannot be read as int"),

@@ -1,4 +1,4 @@
-"""Tests the gradients of a real megatron-core model while its state moves."""
+"""Tests the gradients and the guards of a real megatron-core model while its state moves."""
 
 import gc
 
@@ -9,7 +9,7 @@ from support.tiny_megatron import each_device, one_rank, tiny_megatron
 from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
 from nemo_offload_rl.residency.attach import attach
 from nemo_offload_rl.residency.table import Phase, Placement, Target
-from nemo_offload_rl.residency.target import NoRoomError
+from nemo_offload_rl.residency.target import NoRoomError, ResidencyError
 
 
 @pytest.fixture(autouse=True, params=each_device())
@@ -67,4 +67,18 @@ def test_gradients_accumulated_in_fp32_are_dropped_too_and_change_no_number():
         engine.residency.enter(Phase.TRAIN)
     assert found == wanted
     engine.close()
+    arena.close()
+
+
+def test_an_engine_that_is_closed_twice_leaves_the_guards_of_the_next():
+    job, arena = tiny_megatron(), PinnedArena()
+    first = attach([job.model], job.optimizer, arena)
+    first.close()
+    engine = attach([job.model], job.optimizer, arena)
+    first.close()
+    engine.residency.place({Target.OPTIMIZER_STATE: Placement.HOST})
+    with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU"):
+        job.optimizer.reload_model_params()
+    engine.close()
+    assert "reload_model_params" not in vars(job.optimizer)
     arena.close()

@@ -1,3 +1,4 @@
+import threading
 import time
 
 import pytest
@@ -143,6 +144,29 @@ def test_dropped_memory_is_free_before_earlier_copies_end(mover, backed_ranges):
     assert mapped([last]) == 0
     gate.open()
     out.wait()
+
+
+@pytest.mark.parametrize("move", ["take", "back"])
+def test_memory_that_is_being_dropped_is_found(mover, backed_ranges, trouble, monkeypatch, move):
+    coming, dropped = backed_ranges
+    mover.out([coming]).wait()
+    kernels_end = threading.Event()
+
+    def unmap(index: int, unmap=dropped.range.unmap) -> None:
+        assert kernels_end.wait(10)  # as a drop waits for kernels that were queued before it
+        unmap(index)
+        trouble.chunks_left = None
+
+    monkeypatch.setattr(dropped.range, "unmap", unmap)
+    trouble.chunks_left = 2  # it finds the rest of its memory only where the other range is dropped
+    drop = mover.drop([dropped])
+    arrival = getattr(mover, move)([coming])
+    time.sleep(0.05)
+    kernels_end.set()
+    arrival.wait()
+    drop.wait()
+    assert mapped([coming]) == SIZES[0]
+    assert mapped([dropped]) == 0
 
 
 def test_exchange_puts_others_in_and_restore_brings_the_own_back(mover, backed_ranges, arena):
