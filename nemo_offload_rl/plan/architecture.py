@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.model.families import FAMILIES, Family, family_of
 from nemo_offload_rl.config.model.model_kind import expert_layers
 from nemo_offload_rl.config.problems import show, show_choices
+from nemo_offload_rl.config.schema.megatron import MegatronConfig
 
 MEGATRON = "policy.megatron_cfg"
 
@@ -66,7 +68,7 @@ class Architecture:
         return self.num_experts is not None and not all(self.expert_layers)
 
 
-def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> Architecture:
+def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: MegatronConfig) -> Architecture:
     """Returns the architecture that a worker will build.
 
     Args:
@@ -87,9 +89,10 @@ def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, A
             "memory before it page-locks anything."
         )
     for name, values in FOLLOWED_ONLY_AT.items():
-        if name in megatron_cfg and megatron_cfg[name] not in values:
+        own = megatron_field(megatron_cfg, name)
+        if own is not None and own not in values:
             raise UnknownArchitectureError(
-                f"{MEGATRON}.{name} is {show(megatron_cfg[name])}, and the plan knows the sizes only with "
+                f"{MEGATRON}.{name} is {show(own)}, and the plan knows the sizes only with "
                 f"{show_choices(values)}. The worker determines the exact sizes when it builds the model."
             )
     return _read(family, _Fields(str(kind), hf_config, megatron_cfg))
@@ -107,7 +110,7 @@ class _Fields:
 
     kind: str
     hf_config: Mapping[str, Any]
-    megatron_cfg: Mapping[str, Any]
+    megatron_cfg: MegatronConfig
 
     def has(self, name: str) -> bool:
         """Returns whether the config has a value of that name other than null."""
@@ -145,7 +148,7 @@ class _Fields:
 
     def overridden(self, name: str, value: Any) -> Any:
         """Returns the field of `megatron_cfg` if it is set there, otherwise the model's own `value`."""
-        own = self.megatron_cfg[name] if name in self.megatron_cfg else None
+        own = megatron_field(self.megatron_cfg, name)
         return value if own is None else own
 
 
