@@ -88,7 +88,7 @@ def measured(way: str, arguments: argparse.Namespace) -> Mapping[str, TableValue
         *WAYS[way],
     ]
     config, _ = for_machine(load(Path(arguments.config), overrides).config, has_gpus=torch.cuda.is_available())
-    policy = with_run_length(config["policy"], arguments.steps)
+    policy: Any = with_run_length(config["policy"], arguments.steps)
     if not policy.get("hf_config"):
         policy["hf_config"] = QWEN2_1_5B
     with GpuWatch() as watch:

@@ -126,7 +126,7 @@ def megatron_settings() -> dict[str, Any]:
 
 def row_of(family: str, name: str, fields: Fields, megatron: Fields) -> dict[str, TableValue]:
     """Checks one case and returns its row."""
-    policy = {"model_name": family, "hf_config": {"model_type": family, **fields}, "megatron_cfg": megatron}
+    policy: Any = {"model_name": family, "hf_config": {"model_type": family, **fields}, "megatron_cfg": megatron}
     row: dict[str, TableValue] = {"family": family, "flags": name}
     start = time.perf_counter()
     try:

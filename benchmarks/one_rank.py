@@ -1,6 +1,5 @@
 """Creates the policy worker of a benchmark on one GPU, or on the CPU."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from ports import free_port
@@ -10,9 +9,7 @@ from nemo_offload_rl.plan.planner import worker_plan
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 
-def one_rank_worker(
-    policy: Mapping[str, Any], *, init_reference_model: bool = False, group_size: int = 1
-) -> MegatronPolicyWorker:
+def one_rank_worker(policy: Any, *, init_reference_model: bool = False, group_size: int = 1) -> MegatronPolicyWorker:
     """Creates the only rank of a policy in this process.
 
     Args:
@@ -21,7 +18,7 @@ def one_rank_worker(
         group_size: Rows of a sample that belong together.
     """
     return MegatronPolicyWorker(
-        policy,  # type: ignore[arg-type]
+        policy,
         plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=1, group_size=group_size),
         rank=0,
         world_size=1,

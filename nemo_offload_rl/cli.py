@@ -4,9 +4,9 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nemo_offload_rl.config import ValidatedRecipe
@@ -215,7 +215,7 @@ def _plan(options: argparse.Namespace) -> None:
     check_model_folder(validated.config, needs_weights=False)
     model = hf_config(validated.config["policy"]).to_dict()
 
-    def planned(of: Mapping[str, Any]) -> PlannedRun:
+    def planned(of: "MasterConfig") -> PlannedRun:
         return plan_run(of, model, algorithm=validated.algorithm, link_bytes_per_s=link)
 
     host = _planned_host(options)

@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from nemo_offload_rl.config.installed.transformers_source import causal_models, with_floats
+from nemo_offload_rl.config.schema.hf_config import HfConfigFields
 from nemo_offload_rl.hub import cache_only, folder_hint, needs_code, why_missing
 
 _read_from_hub: set[str] = set()
@@ -58,12 +59,21 @@ def _without_docstrings() -> Iterator[None]:
         setattr(module, _WRITER, write)
 
 
-def trusts_remote_code(policy: Mapping[str, Any]) -> bool:
+class ModelSource(TypedDict):
+    """The keys of the section `policy` that say which model to build, with or without its others."""
+
+    model_name: str
+    hf_config: NotRequired[HfConfigFields | None]
+    hf_config_overrides: NotRequired[HfConfigFields]
+    trust_remote_code: NotRequired[bool]
+
+
+def trusts_remote_code(policy: ModelSource) -> bool:
     """Returns whether code in the model's files may run; without the answer transformers asks on standard input."""
     return policy.get("trust_remote_code") is True
 
 
-def hf_config(policy: Mapping[str, Any]) -> Any:
+def hf_config(policy: ModelSource) -> Any:
     """Returns the Hugging Face config of the policy's model.
 
     Returns:
@@ -133,7 +143,7 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
     return config
 
 
-def generation_config(policy: Mapping[str, Any]) -> dict[str, Any] | None:
+def generation_config(policy: ModelSource) -> dict[str, Any] | None:
     """Returns the contents of the model's generation_config.json, from its folder or the hub.
 
     Returns:
@@ -164,7 +174,7 @@ def generation_config(policy: Mapping[str, Any]) -> dict[str, Any] | None:
     return content
 
 
-def model_end_token_ids(policy: Mapping[str, Any]) -> list[int]:
+def model_end_token_ids(policy: ModelSource) -> list[int]:
     """Returns the tokens that end the model's answers, sorted; those outside its vocabulary are left out.
 
     As in transformers and vLLM, they are the `eos_token_id` of generation_config.json, or of config.json if there is

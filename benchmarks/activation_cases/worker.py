@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def policy(recipe: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def environment_of(megatron_cfg: Mapping[str, Any]) -> Iterator[None]:
+def environment_of(megatron_cfg: Any) -> Iterator[None]:
     """Sets the environment of a worker group's ranks until the block ends.
 
     Only variables that are read while layers are built take effect; those that Transformer Engine reads on import are
@@ -59,13 +59,13 @@ def environment_of(megatron_cfg: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(
-    section: dict[str, Any], *, rank: int = 0, world_size: int = 1, port: int | None = None
+    section: Any, *, rank: int = 0, world_size: int = 1, port: int | None = None
 ) -> Iterator[MegatronPolicyWorker]:
     """Yields a worker that frees everything when the block ends; one at a time in a process."""
     release_memory()
     with environment_of(section["megatron_cfg"]):
         worker = MegatronPolicyWorker(
-            section,  # type: ignore[arg-type]
+            section,
             plan=worker_plan(section, hf_config(section).to_dict(), world_size=world_size),
             rank=rank,
             world_size=world_size,

@@ -4,7 +4,7 @@ Each replayed call names its file in NeMo-RL, below nemo_rl/models/generation/vl
 """
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -36,7 +36,7 @@ class MarkedVllmActor(MarkedCalls, VllmActor):
 
     like_upstream = False
 
-    def build(self, policy: Mapping[str, Any], *, rank: int, **arguments: Any) -> None:
+    def build(self, policy: Any, *, rank: int, **arguments: Any) -> None:
         """See `VllmActor.build`."""
         self._marks = marks = Marks(f"engine-{rank}")
         try:

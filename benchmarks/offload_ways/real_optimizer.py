@@ -75,7 +75,7 @@ def model_and_optimizer(
         parallel.destroy()
 
 
-def _build(policy: Mapping[str, Any]) -> tuple[list[torch.nn.Module], Any]:
+def _build(policy: Any) -> tuple[list[torch.nn.Module], Any]:
     from megatron.core.optimizer import get_megatron_optimizer
 
     from nemo_offload_rl.mcore.model import model_config

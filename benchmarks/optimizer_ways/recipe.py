@@ -30,7 +30,8 @@ def policy_of(case: Case, way: Way, *, has_gpus: bool) -> dict[str, Any]:
 def planned_run(case: Case, more: Sequence[str]) -> PlannedRun:
     """Plans a case with further overrides of its recipe."""
     validated = load(RECIPE, [*_overrides(case), *more])
-    model = hf_config({"hf_config": case.hf_config}).to_dict()
+    source: Any = {"model_name": "sizes", "hf_config": case.hf_config}
+    model = hf_config(source).to_dict()
     return plan_run(validated.config, model, algorithm=validated.algorithm)
 
 

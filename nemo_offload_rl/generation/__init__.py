@@ -2,9 +2,8 @@
 
 import logging
 import pkgutil
-from collections.abc import Mapping
-from typing import Any
 
+from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
 from nemo_offload_rl.generation.interface import EngineSpec, GenerationInterface
 from nemo_offload_rl.placement.cluster import Cluster
 
@@ -17,7 +16,7 @@ ENGINES: dict[str, str] = {
 }
 
 
-def make_generation(policy_config: Mapping[str, Any], cluster: Cluster) -> GenerationInterface:
+def make_generation(policy_config: GRPOPolicyConfig, cluster: Cluster) -> GenerationInterface:
     """Starts the generation engines that a recipe's `policy` names; returns before they are built.
 
     Raises:

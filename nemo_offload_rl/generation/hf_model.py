@@ -1,13 +1,12 @@
 """Builds Hugging Face causal language models whose weights arrive by refit."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from nemo_offload_rl.config.schema.hf_config import HfConfigFields
+from nemo_offload_rl.hf_config import ModelSource
 from nemo_offload_rl.hf_config import hf_config as read_hf_config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -15,9 +14,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def build_model(
     model_name: str,
-    hf_config: Mapping[str, Any] | None,
+    hf_config: HfConfigFields | None,
     precision: str,
-    hf_config_overrides: Mapping[str, Any] | None = None,
+    hf_config_overrides: HfConfigFields | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Builds a model on the host with uninitialized weights.
@@ -35,13 +34,13 @@ def build_model(
     """
     if precision not in _DTYPES:
         raise ValueError(f"policy.precision is {precision!r}; generation supports {', '.join(_DTYPES)}.")
-    policy = {
+    source: ModelSource = {
         "model_name": model_name,
         "hf_config": hf_config,
         "hf_config_overrides": hf_config_overrides or {},
         "trust_remote_code": trust_remote_code,
     }
-    config = read_hf_config(policy)
+    config = read_hf_config(source)
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(
             config, trust_remote_code=trust_remote_code, dtype=_DTYPES[precision], attn_implementation="sdpa"

@@ -1,9 +1,10 @@
 """Defines the interface between the algorithms and a generation engine of any backend."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.plan import ExportPlan
@@ -227,5 +228,5 @@ class EngineSpec:
             An engine has bundles of one node, or all bundles of several nodes.
     """
 
-    bundles_per_engine: Callable[[Mapping[str, Any], Cluster], int]
-    start: Callable[[Mapping[str, Any], Cluster, Sequence[tuple[int, ...]]], GenerationInterface]
+    bundles_per_engine: Callable[[GRPOPolicyConfig, Cluster], int]
+    start: Callable[[GRPOPolicyConfig, Cluster, Sequence[tuple[int, ...]]], GenerationInterface]

@@ -1,10 +1,11 @@
 """Finds stop strings in an answer while it is sampled, token by token."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
 
 # Number of a prompt's last tokens that decide whether the answer's first token is spelled with a leading space.
 _NUM_PROMPT_TOKENS = 8
@@ -14,10 +15,10 @@ _INCOMPLETE = "\ufffd"
 _TEXT_HAS_CHANGED = "Invalid prefix"
 
 
-def needs_tokenizer(policy: Mapping[str, Any]) -> bool:
+def needs_tokenizer(policy: GRPOPolicyConfig) -> bool:
     """Returns whether the engine of a recipe's `policy` section needs a tokenizer: for stop strings or bad words."""
     generation = policy["generation"]
-    return any(name in generation and generation[name] for name in ("stop_strings", "bad_words"))
+    return bool(generation["stop_strings"] or generation["bad_words"])
 
 
 class AnswerText:

@@ -7,6 +7,8 @@ from typing import Any
 
 import ray
 
+from nemo_offload_rl.config.schema.hf_config import HfConfigFields
+from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
 from nemo_offload_rl.generation.stop_strings import needs_tokenizer
@@ -78,8 +80,8 @@ class TransformersGeneration(ActorEngines):
         bundles_by_engine: Sequence[tuple[int, ...]],
         *,
         model_name: str,
-        hf_config: Mapping[str, Any] | None,
-        hf_config_overrides: Mapping[str, Any] | None,
+        hf_config: HfConfigFields | None,
+        hf_config_overrides: HfConfigFields | None,
         precision: str,
         generation_batch_size: int,
         max_sequence_length: int,
@@ -141,12 +143,12 @@ class TransformersGeneration(ActorEngines):
         return False
 
 
-def _bundles_per_engine(policy_config: Mapping[str, Any], cluster: Cluster) -> int:
+def _bundles_per_engine(policy_config: GRPOPolicyConfig, cluster: Cluster) -> int:
     return 1 if cluster.has_gpus else cluster.engine_bundles_per_node
 
 
 def _start(
-    policy_config: Mapping[str, Any], cluster: Cluster, bundles_by_engine: Sequence[tuple[int, ...]]
+    policy_config: GRPOPolicyConfig, cluster: Cluster, bundles_by_engine: Sequence[tuple[int, ...]]
 ) -> TransformersGeneration:
     return TransformersGeneration(
         cluster,

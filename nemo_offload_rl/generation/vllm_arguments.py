@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.config.megatron.device_split import engine_devices, engine_replicas
+from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
 from nemo_offload_rl.generation.interface import GenerationRequest
 from nemo_offload_rl.generation.sampling import row_seed
 from nemo_offload_rl.generation.stop_strings import needs_tokenizer
@@ -27,7 +28,7 @@ ENVIRONMENT: Mapping[str, str] = {
 _SHARE_BESIDE_POLICY = 0.001
 
 
-def is_built_beside_policy(policy: Mapping[str, Any]) -> bool:
+def is_built_beside_policy(policy: GRPOPolicyConfig) -> bool:
     """Returns whether the engine is built at the same time as the policy, for which the driver found room on the GPU.
 
     `plan.colocation` decides; a remaining `auto` means that it did not look for room.
@@ -38,7 +39,7 @@ def is_built_beside_policy(policy: Mapping[str, Any]) -> bool:
     return policy["generation"]["vllm_cfg"]["build_beside_policy"] is True
 
 
-def engine_environment(policy: Mapping[str, Any], *, num_threads: int) -> dict[str, str]:
+def engine_environment(policy: GRPOPolicyConfig, *, num_threads: int) -> dict[str, str]:
     """Returns the environment variables of an engine's process.
 
     Args:
@@ -46,11 +47,11 @@ def engine_environment(policy: Mapping[str, Any], *, num_threads: int) -> dict[s
         num_threads: Number of CPU threads that it may use.
     """
     section = policy["generation"]["vllm_cfg"]
-    of_recipe = section["env_vars"] if "env_vars" in section else None
+    of_recipe = section.get("env_vars")
     return {"OMP_NUM_THREADS": str(num_threads), **(of_recipe or {}), **ENVIRONMENT}
 
 
-def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = True) -> dict[str, Any]:
+def engine_arguments(policy: GRPOPolicyConfig, folder: Path, *, sleeps: bool = True) -> dict[str, Any]:
     """Returns the arguments of `vllm.LLM` for one engine.
 
     Args:
@@ -89,9 +90,9 @@ def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = 
         # vLLM's V2 model runner runs no pass where scheduling ahead leaves nothing to run, and then other replicas
         # would wait forever.
         arguments |= {"data_parallel_size": replicas, "async_scheduling": False}
-    if "enable_prefix_caching" in section and section["enable_prefix_caching"] is not None:
+    if section.get("enable_prefix_caching") is not None:
         arguments["enable_prefix_caching"] = section["enable_prefix_caching"]
-    return arguments | (generation["vllm_kwargs"] if "vllm_kwargs" in generation else {})
+    return arguments | generation["vllm_kwargs"]
 
 
 def sampling_arguments(request: GenerationRequest, row: int, max_sequence_length: int) -> dict[str, Any]:

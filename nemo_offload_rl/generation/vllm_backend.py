@@ -15,6 +15,7 @@ import ray
 import torch
 
 from nemo_offload_rl.config.megatron.device_split import engine_devices, engine_replicas
+from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
 from nemo_offload_rl.generation.stop_strings import needs_tokenizer
@@ -96,7 +97,7 @@ class VllmActor(WeightLoader):
         self._listener = listening(address, port_range, backlog=num_processes)
         return Meeting(address, self._listener.getsockname()[1], on_one_node)
 
-    def build(self, policy: Mapping[str, Any], *, rank: int, meeting: Meeting | None, sleeps: bool) -> None:
+    def build(self, policy: GRPOPolicyConfig, *, rank: int, meeting: Meeting | None, sleeps: bool) -> None:
         """Builds the engine, whose weights come by refit, and puts it to sleep unless it never sleeps.
 
         Args:
@@ -138,7 +139,7 @@ class VllmActor(WeightLoader):
         if not is_built_beside_policy(policy):  # sleeping would fail vLLM's assertion if the policy allocates meanwhile
             self._generator.finish_generation()
 
-    def _write_model_folder(self, policy: Mapping[str, Any]) -> None:
+    def _write_model_folder(self, policy: GRPOPolicyConfig) -> None:
         """Writes what vLLM reads, now and later, to a folder: the config and, if it needs one, the tokenizer."""
         from nemo_offload_rl.data.tokenizer import load_tokenizer, save_tokenizer
         from nemo_offload_rl.hf_config import hf_config, trusts_remote_code
@@ -188,7 +189,7 @@ class VllmGeneration(ActorEngines):
     )
 
     def __init__(
-        self, cluster: Cluster, bundles_by_engine: Sequence[tuple[int, ...]], policy: Mapping[str, Any]
+        self, cluster: Cluster, bundles_by_engine: Sequence[tuple[int, ...]], policy: GRPOPolicyConfig
     ) -> None:
         """Starts to build every engine and returns at once; `wait_until_ready`, or the first call, waits for them.
 
@@ -235,7 +236,7 @@ class VllmGeneration(ActorEngines):
         return all(self._run("prepare_for_generation", tags))
 
 
-def _bundles_per_engine(policy_config: Mapping[str, Any], cluster: Cluster) -> int:
+def _bundles_per_engine(policy_config: GRPOPolicyConfig, cluster: Cluster) -> int:
     if not cluster.has_gpus:
         raise ValueError(
             "policy.generation.backend is vllm, which needs GPUs, and the ranks have none; set it to transformers."
@@ -243,16 +244,16 @@ def _bundles_per_engine(policy_config: Mapping[str, Any], cluster: Cluster) -> i
     return engine_devices(policy_config["generation"]["vllm_cfg"])
 
 
-def _stays_awake(policy: Mapping[str, Any]) -> bool:
+def _stays_awake(policy: GRPOPolicyConfig) -> bool:
     return bool(policy["residency"]["generation_weights"] == "gpu")
 
 
-def _keeps_weights(policy: Mapping[str, Any]) -> bool:
+def _keeps_weights(policy: GRPOPolicyConfig) -> bool:
     return policy["residency"]["generation_weights"] in ("host", "gpu")
 
 
 def _start(
-    policy_config: Mapping[str, Any], cluster: Cluster, bundles_by_engine: Sequence[tuple[int, ...]]
+    policy_config: GRPOPolicyConfig, cluster: Cluster, bundles_by_engine: Sequence[tuple[int, ...]]
 ) -> VllmGeneration:
     return VllmGeneration(cluster, bundles_by_engine, policy_config)
 

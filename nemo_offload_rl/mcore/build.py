@@ -15,6 +15,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 from torch.utils.hooks import RemovableHandle
 
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.hf_config import generation_config
 from nemo_offload_rl.mcore.model.model_config import (
     has_pretrained_weights,
@@ -72,7 +74,7 @@ class TrainingState:
 
 
 def build(
-    policy: Mapping[str, Any],
+    policy: PolicyConfig,
     hf_config: Any,
     *,
     seed: int,
@@ -138,7 +140,7 @@ def build(
     )
 
 
-def make_scheduler(policy: Mapping[str, Any], optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+def make_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Returns the learning-rate and weight-decay schedule of the recipe, counted in calls of `train` as in NeMo-RL.
 
     Lengths are NeMo-RL's (`megatron.bridge.training.config`): weight decay changes over the whole run, also where the
@@ -152,14 +154,15 @@ def make_scheduler(policy: Mapping[str, Any], optimizer: MegatronOptimizer) -> O
         ValueError: the schedule's length is left to a run, and there is none.
     """
     section, optim = policy["megatron_cfg"]["scheduler"], policy["megatron_cfg"]["optimizer"]
-    decay, warmup = section["lr_decay_iters"], section["lr_warmup_iters"]
+    decay = section["lr_decay_iters"]
+    warmup: float = section["lr_warmup_iters"]
     if decay is None:
         raise ValueError(
             "policy.megatron_cfg.scheduler.lr_decay_iters is null, which a run replaces by its number of steps; for a "
             "worker without a run, set it to a number of calls of train."
         )
     # No recipe has this key, which a run adds. A worker without a run has no length but that of the decay.
-    run_length = section["run_length"] if "run_length" in section else decay
+    run_length = megatron_field(section, "run_length") or decay
     if warmup >= decay:  # in a short run: a rule requires a longer lr_decay_iters
         warmup = decay - 1 / policy["train_global_batch_size"]
     scheduler = OptimizerParamScheduler(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.config import resolve_absent_keys
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.config.source.yaml_source import MAX_FILE_BYTES
 from nemo_offload_rl.model_check.process import ENVIRONMENT, REQUEST_ON_STDIN
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, read_regular_file
@@ -42,14 +43,14 @@ def main() -> int:
     return 0 if is_right or arguments.request_on_stdin else 1
 
 
-def _policy(arguments: argparse.Namespace) -> Mapping[str, Any]:
+def _policy(arguments: argparse.Namespace) -> PolicyConfig:
     """Returns the policy section of the model to check.
 
     Raises:
         ValueError: the config or the recipe cannot be read.
     """
     if arguments.request_on_stdin:
-        policy: Mapping[str, Any] = json.loads(sys.stdin.readline())
+        policy: PolicyConfig = json.loads(sys.stdin.readline())
         threading.Thread(target=_end_with_standard_input, daemon=True).start()
         return policy
     if arguments.recipe is not None:
@@ -76,14 +77,14 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def policy_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def policy_of_config(config: Mapping[str, Any]) -> PolicyConfig:
     """Returns a policy section for a Hugging Face config alone, with Megatron-Bridge's own choices for the model."""
-    policy = {"model_name": "the model", "hf_config": dict(config), "megatron_cfg": {}}
+    policy: Any = {"model_name": "the model", "hf_config": dict(config), "megatron_cfg": {}}
     resolve_absent_keys({"policy": policy})
     return policy
 
 
-def _check(policy: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+def _check(policy: PolicyConfig) -> tuple[dict[str, Any], bool]:
     start = time.perf_counter()
     from nemo_offload_rl.model_check.compare import check
 
@@ -96,13 +97,13 @@ def _check(policy: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     return result.to_json() | {"is_right": result.is_right}, result.is_right
 
 
-def _policy_of_recipe(path: Path, overrides: list[str]) -> Mapping[str, Any]:
+def _policy_of_recipe(path: Path, overrides: list[str]) -> PolicyConfig:
     import torch
 
     from nemo_offload_rl.config import for_machine, load
 
     config, _ = for_machine(load(path, overrides).config, has_gpus=torch.cuda.is_available())
-    policy: Mapping[str, Any] = config["policy"]
+    policy: PolicyConfig = config["policy"]
     return policy
 
 

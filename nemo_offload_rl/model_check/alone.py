@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_offload_rl.config.megatron.one_rank import on_one_rank
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.model_check.twin import ROW_LENGTH
 
 # More keys of megatron_cfg that only set where and when something is computed, or that have no counterpart in
@@ -32,7 +33,7 @@ _ALONE: Mapping[str, Any] = {
 }
 
 
-def alone(policy: Mapping[str, Any], twin: Mapping[str, Any]) -> dict[str, Any]:
+def alone(policy: PolicyConfig, twin: Mapping[str, Any]) -> PolicyConfig:
     """Returns the twin's policy section: the run's layer spec, fusions and expert settings, on one rank.
 
     Args:
@@ -50,11 +51,13 @@ def alone(policy: Mapping[str, Any], twin: Mapping[str, Any]) -> dict[str, Any]:
         megatron.pop("moe_layer_freq", None)  # the run's value is for the model's layers, not the twin's
     elif isinstance(frequency, list):
         megatron["moe_layer_freq"] = frequency[: twin["num_hidden_layers"]]
-    return {
+    section: Any = {
         "model_name": policy["model_name"],
         "hf_config": dict(twin),
         "precision": "float32",
         "max_total_sequence_length": ROW_LENGTH,
         "logprob_chunk_size": None,  # the model's own build reports logits that cannot be chunked
+        "sequence_packing": {"enabled": False},
         "megatron_cfg": megatron,
     }
+    return section

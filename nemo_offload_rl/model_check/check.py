@@ -1,10 +1,10 @@
 """Checks a run's model: takes the result from the cache, or runs the check in a process in the background."""
 
 import logging
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.model_check import cache
 from nemo_offload_rl.model_check.alone import alone
 from nemo_offload_rl.model_check.flags import changed_flags, show_flags
@@ -24,7 +24,7 @@ class ModelCheck:
         level: the level at which the message of `finish` is to be logged.
     """
 
-    def __init__(self, policy: Mapping[str, Any], hf_config: Any, *, device: str) -> None:
+    def __init__(self, policy: PolicyConfig, hf_config: Any, *, device: str) -> None:
         """Starts the check, unless its result is cached or the recipe skips it.
 
         Args:

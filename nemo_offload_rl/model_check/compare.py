@@ -15,6 +15,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore.batches.microbatches import MicroBatch, packed_microbatches, padded_microbatches
 from nemo_offload_rl.mcore.build import load_weights
@@ -46,7 +47,7 @@ class UnbuildableError(ValueError):
     """Says that the model cannot be built with Megatron, or its twin with transformers."""
 
 
-def check(policy: Mapping[str, Any]) -> CheckResult:
+def check(policy: PolicyConfig) -> CheckResult:
     """Runs `compare`; the result also has the device, the layer spec and the seconds of each stage."""
     stages: dict[str, float] = {}
     differences = compare(policy, stages)
@@ -64,7 +65,7 @@ def _timed(stages: dict[str, float] | None, name: str) -> Iterator[None]:
         stages[name] = (stages[name] if name in stages else 0.0) + time.perf_counter() - start
 
 
-def compare(policy: Mapping[str, Any], stages: dict[str, float] | None = None) -> list[Difference]:
+def compare(policy: PolicyConfig, stages: dict[str, float] | None = None) -> list[Difference]:
     """Compares a small twin of the policy's model, computed by transformers and by Megatron.
 
     The caller's process must not have a process group yet.
@@ -118,7 +119,7 @@ def check_is_built_of(config: Any, bridge: Any) -> None:
 
 
 def compare_configs(
-    section: Mapping[str, Any], *, reference: Any, built: Any, stages: dict[str, float] | None = None
+    section: PolicyConfig, *, reference: Any, built: Any, stages: dict[str, float] | None = None
 ) -> list[Difference]:
     """Compares the transformers model of one config with the Megatron model of another.
 
@@ -137,7 +138,7 @@ def compare_configs(
 
 
 def _compare_once(
-    section: Mapping[str, Any], reference: Any, built: Any, stages: dict[str, float] | None, *, seed: int
+    section: PolicyConfig, reference: Any, built: Any, stages: dict[str, float] | None, *, seed: int
 ) -> list[Difference]:
     data = rows(reference.vocab_size, seed)
     every_row = [list(range(data.size))]
@@ -189,7 +190,7 @@ def _refusals(sentence: str) -> Iterator[None]:
         raise UnbuildableError(f"{sentence}: {kind}{said}") from error
 
 
-def _megatron_model(section: Mapping[str, Any], twin: Any) -> tuple[Any, Any, torch.nn.Module]:
+def _megatron_model(section: PolicyConfig, twin: Any) -> tuple[Any, Any, torch.nn.Module]:
     bridge = bridge_of_config(twin)
     provider = make_provider(section, bridge)
     # The only attention backend of Transformer Engine that computes in float32, padded and packed.

@@ -6,11 +6,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import nemo_offload_rl
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.model_check.result import CheckResult
 
 REQUEST_ON_STDIN = "--request-on-stdin"
@@ -36,7 +36,7 @@ class CheckProcess:
     this process is killed.
     """
 
-    def __init__(self, policy: Mapping[str, Any]) -> None:
+    def __init__(self, policy: PolicyConfig) -> None:
         """Starts the process.
 
         Args:

@@ -5,13 +5,19 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
+from nemo_offload_rl.config.schema import MasterConfig
+from nemo_offload_rl.config.schema.megatron import MegatronConfig
+from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
+from nemo_offload_rl.config.schema.value_types import RowTokens
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.activations import chunks_in_flight
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError, read_architecture
 from nemo_offload_rl.plan.model_facts import num_layers_of_stage
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
+RowTokensKey = Literal["train_mb_tokens", "logprob_mb_tokens"]
 TRAIN_TOKENS: Literal["train_mb_tokens"] = "train_mb_tokens"
 LOGPROB_TOKENS: Literal["logprob_mb_tokens"] = "logprob_mb_tokens"
 
@@ -19,7 +25,7 @@ _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def activation_facts(
-    hf_config: Mapping[str, Any], policy: Mapping[str, Any], *, world_size: int, group_size: int = 1
+    hf_config: Mapping[str, Any], policy: PolicyConfig, *, world_size: int, group_size: int = 1
 ) -> tuple[ActivationFacts, ...]:
     """Returns the activation sizes of one rank of each pipeline stage, for training on the longest micro-batches.
 
@@ -43,7 +49,7 @@ def activation_facts(
     """
     cfg = policy["megatron_cfg"]
     model = read_architecture(hf_config, cfg)
-    if model.has_dense_layers and _set(cfg, "fine_grained_activation_offloading", False):
+    if model.has_dense_layers and cfg["fine_grained_activation_offloading"]:
         raise UnknownArchitectureError(
             "The model mixes dense layers and layers of experts, and the plan cannot size the activations of that mix. "
             "The worker offloads the activations that it finds."
@@ -53,7 +59,7 @@ def activation_facts(
     num_residual_tokens = -(-num_tokens // tensor) if cfg["sequence_parallel"] else num_tokens
     top_k = model.experts_per_token or 0
     expert_ranks = cfg["expert_tensor_parallel_size"]
-    num_model_chunks = _set(cfg, "virtual_pipeline_model_parallel_size", 1)
+    num_model_chunks = cfg.get("virtual_pipeline_model_parallel_size") or 1
     return tuple(
         ActivationFacts(
             num_tokens=num_tokens,
@@ -65,7 +71,7 @@ def activation_facts(
             head_dim=model.head_dim,
             qk_norm=model.qk_norm,
             expert_ffn_size=model.ffn_hidden_size // expert_ranks if model.num_experts else 0,
-            fused_swiglu=_set(cfg, "bias_activation_fusion", False),
+            fused_swiglu=megatron_field(cfg, "bias_activation_fusion"),
             element_size=_ELEMENT_BYTES[policy["precision"]],
             num_layers=num_layers_of_stage(model, cfg, stage),
             num_model_chunks=num_model_chunks,
@@ -74,14 +80,14 @@ def activation_facts(
                 stage=stage,
                 num_stages=stages,
                 num_model_chunks=num_model_chunks,
-                group_size=_set(cfg, "microbatch_group_size_per_vp_stage", stages),
+                group_size=megatron_field(cfg, "microbatch_group_size_per_vp_stage") or stages,
             ),
         )
         for stage in range(stages)
     )
 
 
-def stated_row_tokens(policy: Mapping[str, Any], key: str, group_size: int) -> int:
+def stated_row_tokens(policy: PolicyConfig, key: RowTokensKey, group_size: int) -> int:
     """Returns the largest number of tokens of a packed row: the recipe's number, or a micro-batch's where it is auto.
 
     Args:
@@ -92,19 +98,21 @@ def stated_row_tokens(policy: Mapping[str, Any], key: str, group_size: int) -> i
     stated = policy["sequence_packing"][key]
     if stated != AUTO:
         return int(stated)
-    is_logprob = key == LOGPROB_TOKENS and "logprob_batch_size" in policy
-    samples = policy["logprob_batch_size" if is_logprob else "train_micro_batch_size"]
+    samples = policy["train_micro_batch_size"]
+    if key == LOGPROB_TOKENS and has_generation(policy):
+        samples = policy["logprob_batch_size"]
     return int(policy["max_total_sequence_length"] * samples * group_size)
 
 
-def with_tokens(config: Mapping[str, Any], tokens: Mapping[str, int | str]) -> dict[str, Any]:
+def with_tokens(config: MasterConfig, tokens: Mapping[RowTokensKey, RowTokens]) -> MasterConfig:
     """Returns a copy of a config with the given values in policy.sequence_packing."""
-    given = copy.deepcopy(dict(config))
-    given["policy"]["sequence_packing"] |= tokens
+    given = copy.deepcopy(config)
+    for key, value in tokens.items():
+        given["policy"]["sequence_packing"][key] = value
     return given
 
 
-def _num_tokens(policy: Mapping[str, Any], group_size: int) -> int:
+def _num_tokens(policy: PolicyConfig, group_size: int) -> int:
     """Returns the number of tokens of the longest micro-batch, with the worker's padding."""
     divisible_by, packing = policy["make_sequence_length_divisible_by"], policy["sequence_packing"]
     length = round_up(policy["max_total_sequence_length"], divisible_by)
@@ -116,19 +124,14 @@ def _num_tokens(policy: Mapping[str, Any], group_size: int) -> int:
     return round_up(max(row_tokens, longest_alone), packing["sequence_length_round"])
 
 
-def _most_microbatches(policy: Mapping[str, Any], data_parallel_size: int) -> int:
+def _most_microbatches(policy: PolicyConfig, data_parallel_size: int) -> int:
     """Returns the most micro-batches that one rank can have in a step; a packed row may hold a single sample."""
     samples = policy["train_global_batch_size"] // data_parallel_size
     rows = 1 if policy["sequence_packing"]["enabled"] else policy["train_micro_batch_size"]
     return max(1, math.ceil(samples / rows))
 
 
-def _padding(cfg: Mapping[str, Any]) -> float:
+def _padding(cfg: MegatronConfig) -> float:
     """Returns the factor by which padding to the expert capacity raises the tokens of an expert; 1 without padding."""
-    pads = _set(cfg, "moe_pad_expert_input_to_capacity", False)
-    return float(_set(cfg, "moe_expert_capacity_factor", 1.0)) if pads else 1.0
-
-
-def _set(cfg: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    """Returns a field of `megatron_cfg`, or megatron-core's default where the recipe does not set it."""
-    return cfg[name] if name in cfg and cfg[name] is not None else otherwise
+    factor = megatron_field(cfg, "moe_expert_capacity_factor")
+    return float(factor) if factor is not None and megatron_field(cfg, "moe_pad_expert_input_to_capacity") else 1.0

@@ -10,9 +10,11 @@ from typing import Any
 
 from nemo_offload_rl.config.key_table.row import Kind
 from nemo_offload_rl.config.key_table.table import not_allowed
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.model.families import FAMILIES, Family, family_of
 from nemo_offload_rl.config.model.model_kind import expert_layers
 from nemo_offload_rl.config.problems import show, show_choices
+from nemo_offload_rl.config.schema.megatron import MegatronConfig
 
 MEGATRON = "policy.megatron_cfg"
 
@@ -53,7 +55,7 @@ class Architecture:
         return self.num_experts is not None and not all(self.expert_layers)
 
 
-def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> Architecture:
+def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: MegatronConfig) -> Architecture:
     """Returns the architecture that a worker will build.
 
     Args:
@@ -91,7 +93,7 @@ class _Fields:
 
     kind: str
     hf_config: Mapping[str, Any]
-    megatron_cfg: Mapping[str, Any]
+    megatron_cfg: MegatronConfig
 
     def has(self, name: str) -> bool:
         """Returns whether the config has a value of that name other than null."""
@@ -129,7 +131,7 @@ class _Fields:
 
     def overridden(self, name: str, value: Any) -> Any:
         """Returns the field of `megatron_cfg` if it is set there, otherwise the model's own `value`."""
-        own = self.megatron_cfg[name] if name in self.megatron_cfg else None
+        own = megatron_field(self.megatron_cfg, name)
         return value if own is None else own
 
 

@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
+from nemo_offload_rl.config.schema import MasterConfig
+from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronOptimizerConfig
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.host_budget import CHECKPOINT, RankNeed
 from nemo_offload_rl.residency.table import Phase, Placement, ShardFacts, Table, Target
@@ -11,7 +14,7 @@ from nemo_offload_rl.residency.table import Phase, Placement, ShardFacts, Table,
 _FLOAT = 4
 
 
-def host_bytes(config: Mapping[str, Any], facts: ShardFacts, table: Table) -> Mapping[str, int]:
+def host_bytes(config: MasterConfig, facts: ShardFacts, table: Table) -> Mapping[str, int]:
     """Returns the largest host memory of a rank's snapshot, by its name in budgets; empty without asynchronous saves.
 
     The bytes are those of the first data-parallel rank, which writes the weights. State that has a host copy for other
@@ -37,7 +40,7 @@ def weights_bytes(facts: ShardFacts) -> int:
 
 
 def without_weights_of_replicas(
-    needs: Sequence[RankNeed], facts: Sequence[ShardFacts], megatron_cfg: Mapping[str, Any]
+    needs: Sequence[RankNeed], facts: Sequence[ShardFacts], megatron_cfg: MegatronConfig
 ) -> list[RankNeed]:
     """Returns the needs without the weights of ranks that write none, since another data-parallel rank has the same.
 
@@ -64,7 +67,7 @@ def _less(need: RankNeed, nbytes: int) -> RankNeed:
     return replace(need, fixed_bytes={**need.fixed_bytes, CHECKPOINT: need.fixed_bytes[CHECKPOINT] - nbytes})
 
 
-def _optimizer_bytes(policy: Mapping[str, Any], facts: ShardFacts, table: Table) -> int:
+def _optimizer_bytes(policy: PolicyConfig, facts: ShardFacts, table: Table) -> int:
     """Returns the bytes of optimizer state that a snapshot copies.
 
     It copies the CPU optimizer's state, state that has no host copy for another phase, and state whose type is
@@ -82,7 +85,7 @@ def _optimizer_bytes(policy: Mapping[str, Any], facts: ShardFacts, table: Table)
     return nbytes if has_host else nbytes + num_on_gpu * facts.optimizer_size
 
 
-def _is_converted(optimizer: Mapping[str, Any]) -> bool:
+def _is_converted(optimizer: MegatronOptimizerConfig) -> bool:
     if not optimizer["use_precision_aware_optimizer"] or cpu_optimizer.fraction(optimizer):
         return False
-    return any(optimizer.get(name, "float32") != "float32" for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    return any(megatron_field(optimizer, name) != "float32" for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))

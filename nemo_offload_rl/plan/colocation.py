@@ -12,6 +12,8 @@ from typing import Any
 
 from nemo_offload_rl.config.rules.base import TABLE
 from nemo_offload_rl.config.rules.residency import AUTO
+from nemo_offload_rl.config.schema import MasterConfig
+from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig, has_generation
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.engine_targets import GENERATION_WEIGHTS_KEY, colocates_vllm
@@ -37,18 +39,14 @@ DECIDED_CELLS = (PARAMS_CELL, STATE_CELL, f"{TABLE}.{Phase.REFIT}.{Target.OPTIMI
 KV_CACHE_BYTES = "kv_cache_memory_bytes"
 """vLLM's argument for the size of its KV cache."""
 
-_BUILD = "build_beside_policy"
-
 # GPU memory of the process that compares the model with transformers while rank 0 is built: a CUDA context and two
 # small models.
 _MODEL_CHECK_BYTES = GIB
 # A whole model of random weights takes at most the GPU's memory divided by this, on each rank (`mcore.build`).
 _WHOLE_MODELS_PER_GPU = 4
 
-_Config = Mapping[str, Any]
 
-
-def with_resident_state(config: _Config, planner: Planner) -> tuple[_Config, list[str]]:
+def with_resident_state(config: MasterConfig, planner: Planner) -> tuple[MasterConfig, list[str]]:
     """Decides where parameters and optimizer state are during generation, where the recipe leaves that open.
 
     Parameters stay on the GPU if their cell is absent or auto, and they fit. If parameters did not fit, optimizer state
@@ -85,7 +83,7 @@ def with_resident_state(config: _Config, planner: Planner) -> tuple[_Config, lis
     return config, lines
 
 
-def _leaves_state_to_the_plan(policy: Mapping[str, Any]) -> bool:
+def _leaves_state_to_the_plan(policy: PolicyConfig) -> bool:
     phases = (Phase.REFIT, Phase.GENERATE)
     if any(_cell(policy, phase, Target.OPTIMIZER_STATE) == AUTO for phase in phases):
         return True
@@ -94,16 +92,16 @@ def _leaves_state_to_the_plan(policy: Mapping[str, Any]) -> bool:
     return not says_where and not moves_params and policy["offload_optimizer_for_refit"] is None
 
 
-def _cell(policy: Mapping[str, Any], phase: Phase, target: Target) -> Any:
-    cells = (policy["residency"]["table"] or {}).get(phase) or {}
-    return cells.get(target)
+def _cell(policy: PolicyConfig, phase: Phase, target: Target) -> Any:
+    table: Mapping[str, Any] = policy["residency"]["table"] or {}
+    return (table.get(phase) or {}).get(target)
 
 
-def _with_cells(config: _Config, phases: Sequence[Phase], target: Target, cell: str) -> _Config:
-    changed = copy.deepcopy(dict(config))
-    table = changed["policy"]["residency"]["table"] or {}
+def _with_cells(config: MasterConfig, phases: Sequence[Phase], target: Target, cell: str) -> MasterConfig:
+    changed = copy.deepcopy(config)
+    table: Any = changed["policy"]["residency"]["table"] or {}
     of_phases = {phase.value: {**(table.get(phase) or {}), target.value: cell} for phase in phases}
-    changed["policy"]["residency"]["table"] = {**table, **of_phases}
+    changed["policy"]["residency"]["table"] = table | of_phases
     return changed
 
 
@@ -133,7 +131,7 @@ def _line(name: str, target: Target, planned: PlannedRun, remedy: str) -> str:
     )
 
 
-def with_kv_cache_bytes(config: _Config, planner: Planner) -> tuple[_Config, list[str]]:
+def with_kv_cache_bytes(config: MasterConfig, planner: Planner) -> tuple[MasterConfig, list[str]]:
     """Decides the size of vLLM's KV cache, unless the recipe sets it, so that vLLM does not measure free memory.
 
     Args:
@@ -157,9 +155,9 @@ def with_kv_cache_bytes(config: _Config, planner: Planner) -> tuple[_Config, lis
     engine = planned.engine
     check_longest_sequence_fits(engine, gpu_bytes)
     nbytes = engine.kv_cache_bytes(gpu_bytes)
-    given = copy.deepcopy(dict(config))
-    generation = given["policy"]["generation"]
-    generation["vllm_kwargs"] = {**(generation.get("vllm_kwargs") or {}), KV_CACHE_BYTES: nbytes}
+    given = copy.deepcopy(config)
+    assert has_generation(given["policy"])
+    given["policy"]["generation"]["vllm_kwargs"][KV_CACHE_BYTES] = nbytes
     if engine.is_capped(gpu_bytes):
         why = f"room for all {engine.max_num_seqs:,} that vLLM runs at once (max_num_seqs)"
     else:
@@ -173,13 +171,13 @@ def with_kv_cache_bytes(config: _Config, planner: Planner) -> tuple[_Config, lis
     ]
 
 
-def _kv_cache_bytes(policy: Mapping[str, Any]) -> int | None:
+def _kv_cache_bytes(policy: GRPOPolicyConfig) -> int | None:
     """Returns the size of vLLM's KV cache that the recipe or the plan sets; None where vLLM measures free memory."""
-    size: int | None = (policy["generation"].get("vllm_kwargs") or {}).get(KV_CACHE_BYTES)
+    size: int | None = policy["generation"]["vllm_kwargs"].get(KV_CACHE_BYTES)
     return size
 
 
-def with_awake_engine(config: _Config, planner: Planner) -> tuple[_Config, list[str]]:
+def with_awake_engine(config: MasterConfig, planner: Planner) -> tuple[MasterConfig, list[str]]:
     """Lets vLLM keep its weights and KV cache on the GPU if they fit there in every phase, and during the build.
 
     Where the recipe leaves the tokens of packed rows open, vLLM stays awake only if the rows come out as long as beside
@@ -198,7 +196,7 @@ def with_awake_engine(config: _Config, planner: Planner) -> tuple[_Config, list[
         return config, []
     if _kv_cache_bytes(policy) is None or planner.plan(config) is None:
         return config, []
-    awake = copy.deepcopy(dict(config))
+    awake = copy.deepcopy(config)
     awake["policy"]["residency"]["generation_weights"] = "gpu"
     with_rows = _with_the_same_rows(config, awake, planner)
     found = None if with_rows is None else _most_bytes(with_rows, planner, gpu_bytes)
@@ -239,7 +237,7 @@ def check_awake_engine_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: 
         )
 
 
-def _with_the_same_rows(config: _Config, awake: _Config, planner: Planner) -> _Config | None:
+def _with_the_same_rows(config: MasterConfig, awake: MasterConfig, planner: Planner) -> MasterConfig | None:
     """Returns the config with an awake engine and numbers for its packed rows.
 
     Returns None where a sleeping engine would allow other numbers.
@@ -254,11 +252,11 @@ def _with_the_same_rows(config: _Config, awake: _Config, planner: Planner) -> _C
     return awake_rows if _packing(asleep_rows) == _packing(awake_rows) else None
 
 
-def _packing(config: _Config) -> Any:
+def _packing(config: MasterConfig) -> Any:
     return config["policy"]["sequence_packing"]
 
 
-def _most_bytes(config: _Config, planner: Planner, gpu_bytes: int) -> tuple[Phase, int, int] | None:
+def _most_bytes(config: MasterConfig, planner: Planner, gpu_bytes: int) -> tuple[Phase, int, int] | None:
     """Returns the phase that takes the most GPU memory, its bytes, and the engine's bytes.
 
     Returns None where the policy and the engine cannot be built at the same time, or the sizes are not known.
@@ -277,7 +275,7 @@ def _most_bytes(config: _Config, planner: Planner, gpu_bytes: int) -> tuple[Phas
     return phase, of_phases[phase], run.engine.awake_bytes(gpu_bytes)
 
 
-def with_engine_build(config: _Config, planner: Planner) -> tuple[_Config, list[str]]:
+def with_engine_build(config: MasterConfig, planner: Planner) -> tuple[MasterConfig, list[str]]:
     """Decides whether vLLM and the policy are built at the same time, where the recipe leaves that open.
 
     vLLM measures the GPU's free memory during its build unless it is given the KV cache's size in bytes, so only then
@@ -294,19 +292,21 @@ def with_engine_build(config: _Config, planner: Planner) -> tuple[_Config, list[
     policy, gpu_bytes = config["policy"], planner.gpu_bytes
     if not colocates_vllm(policy) or gpu_bytes is None or _kv_cache_bytes(policy) is None:
         return config, []
-    if policy["generation"]["vllm_cfg"][_BUILD] != AUTO:
+    if policy["generation"]["vllm_cfg"]["build_beside_policy"] != AUTO:
         return config, []
     planned = planner.plan(config)
     if planned is None or planned.engine is None:
         return config, []
     reason = why_not_at_once(planned, planner, gpu_bytes)
-    decided = copy.deepcopy(dict(config))
-    decided["policy"]["generation"]["vllm_cfg"][_BUILD] = reason is None
+    decided = copy.deepcopy(config)
+    assert has_generation(decided["policy"])
+    section: Any = decided["policy"]["generation"]["vllm_cfg"]  # true is the plan's alone: no recipe may say it
+    section["build_beside_policy"] = reason is None
     if reason is not None:
         return decided, [f"the policy is built after vLLM, not at the same time: {reason}"]
     return decided, [
         "the policy and vLLM are built at the same time, since the GPU has room for both; "
-        f"policy.generation.vllm_cfg.{_BUILD}=false builds the policy after vLLM"
+        "policy.generation.vllm_cfg.build_beside_policy=false builds the policy after vLLM"
     ]
 
 

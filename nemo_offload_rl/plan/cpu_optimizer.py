@@ -1,8 +1,9 @@
 """Computes the host and GPU memory of the CPU optimizer, which `mcore/optimizer/cpu_optimizer.py` allocates."""
 
 from collections.abc import Mapping
-from typing import Any
 
+from nemo_offload_rl.config.schema.megatron import MegatronOptimizerConfig
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.plan.host_budget import CPU_OPTIMIZER
 from nemo_offload_rl.residency.table import ShardFacts
 
@@ -11,7 +12,7 @@ COPIED_SIZE = _FLOAT
 """Bytes of each parameter that a step copies to the host (its gradient), and back (its new value)."""
 
 
-def fraction(optimizer: Mapping[str, Any]) -> float:
+def fraction(optimizer: MegatronOptimizerConfig) -> float:
     """Returns the share of the parameters that the CPU optimizer steps; 0 without it.
 
     Args:
@@ -22,21 +23,21 @@ def fraction(optimizer: Mapping[str, Any]) -> float:
     return float(optimizer["optimizer_offload_fraction"])
 
 
-def moments_size(optimizer: Mapping[str, Any]) -> int:
+def moments_size(optimizer: MegatronOptimizerConfig) -> int:
     """Returns the bytes per element of the optimizer's moments, which are float32."""
     if optimizer["optimizer"] == "adam":
         return 2 * _FLOAT
     return _FLOAT if optimizer["sgd_momentum"] > 0 else 0
 
 
-def gpu_size(policy: Mapping[str, Any]) -> int:
+def gpu_size(policy: PolicyConfig) -> int:
     """Returns the bytes per element of the master weights that megatron-core keeps on the GPU; 0 without them."""
     optimizer = policy["megatron_cfg"]["optimizer"]
     has_own = policy["precision"] == "bfloat16" and not optimizer["use_precision_aware_optimizer"]
     return _FLOAT if fraction(optimizer) and has_own else 0
 
 
-def host_bytes(policy: Mapping[str, Any], facts: ShardFacts) -> Mapping[str, int]:
+def host_bytes(policy: PolicyConfig, facts: ShardFacts) -> Mapping[str, int]:
     """Returns the host memory of a rank's CPU optimizer (gradients, master weights, moments), by its name in budgets.
 
     Empty without the CPU optimizer.

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import TypeGuard
 
 from nemo_offload_rl.config.megatron.device_split import is_colocated
+from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig, has_generation
 from nemo_offload_rl.residency.table import Phase
 
 GENERATION_WEIGHTS_KEY = "policy.residency.generation_weights"
@@ -22,12 +23,12 @@ EngineTable = Mapping[Phase, Mapping[EngineTarget, str]]
 _AWAKE = (Phase.REFIT, Phase.GENERATE)
 
 
-def colocates_vllm(policy: Mapping[str, Any]) -> bool:
+def colocates_vllm(policy: PolicyConfig) -> TypeGuard[GRPOPolicyConfig]:
     """Returns whether vLLM generates on the GPUs of this policy, given the validated `policy` section."""
-    return "generation" in policy and policy["generation"]["backend"] == "vllm" and is_colocated(policy)
+    return has_generation(policy) and policy["generation"]["backend"] == "vllm" and is_colocated(policy)
 
 
-def keeps_generation_weights(policy: Mapping[str, Any]) -> bool:
+def keeps_generation_weights(policy: PolicyConfig) -> bool:
     """Returns whether a sleeping vLLM keeps its weights in host memory, so that only a changed policy needs a refit.
 
     Args:
@@ -36,7 +37,7 @@ def keeps_generation_weights(policy: Mapping[str, Any]) -> bool:
     return colocates_vllm(policy) and policy["residency"]["generation_weights"] == "host"
 
 
-def stays_awake(policy: Mapping[str, Any]) -> bool:
+def stays_awake(policy: PolicyConfig) -> bool:
     """Returns whether vLLM keeps its weights and KV cache on the GPU while the policy computes there.
 
     Args:
@@ -46,7 +47,7 @@ def stays_awake(policy: Mapping[str, Any]) -> bool:
     return colocates_vllm(policy) and policy["residency"]["generation_weights"] == "gpu"
 
 
-def engine_table(policy: Mapping[str, Any]) -> EngineTable:
+def engine_table(policy: PolicyConfig) -> EngineTable:
     """Returns where the engine has its weights and KV cache in each phase.
 
     Empty without an engine, or where the engine has GPUs of its own.
@@ -57,7 +58,7 @@ def engine_table(policy: Mapping[str, Any]) -> EngineTable:
     Returns:
         For each phase "gpu", "host", "discarded", or "gpu at its end".
     """
-    if "generation" not in policy or not is_colocated(policy):
+    if not has_generation(policy) or not is_colocated(policy):
         return {}
     if stays_awake(policy):
         return {phase: dict.fromkeys(EngineTarget, "gpu") for phase in Phase}
@@ -74,7 +75,7 @@ def engine_table(policy: Mapping[str, Any]) -> EngineTable:
     }
 
 
-def engine_remark(policy: Mapping[str, Any]) -> str:
+def engine_remark(policy: PolicyConfig) -> str:
     """Returns a line for the user: which key changes the placements of `engine_table`."""
     if not colocates_vllm(policy):
         return "generation_weights and kv_cache belong to the transformers engine, and no key changes where they live"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.config.model.families import family_of
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.plan.architecture import Architecture, UnknownArchitectureError, read_architecture
 
 # The forward pass, and for each matrix product of it two in the backward pass: gradients of the inputs and the weights.
@@ -79,7 +80,7 @@ def attention_pairs(length: int, window: int | None = None) -> int:
     return reach * (reach + 1) // 2 + (length - reach) * reach
 
 
-def read_flop_model(hf_config: Mapping[str, Any], policy: Mapping[str, Any]) -> FlopModel:
+def read_flop_model(hf_config: Mapping[str, Any], policy: PolicyConfig) -> FlopModel:
     """Reads from a model's config the sizes that its FLOPs are computed from.
 
     Args:
@@ -98,7 +99,7 @@ def read_flop_model(hf_config: Mapping[str, Any], policy: Mapping[str, Any]) -> 
     return FlopModel(model, tuple(window if has else None for has in windowed), policy["precision"])
 
 
-def flop_model_if_known(hf_config: Mapping[str, Any], policy: Mapping[str, Any]) -> FlopModel | None:
+def flop_model_if_known(hf_config: Mapping[str, Any], policy: PolicyConfig) -> FlopModel | None:
     """Does the same as `read_flop_model`, but returns None instead of raising UnknownArchitectureError."""
     try:
         return read_flop_model(hf_config, policy)

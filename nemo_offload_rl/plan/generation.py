@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.config.megatron.device_split import engine_devices, engine_replicas, is_colocated
+from nemo_offload_rl.config.schema.generation import VllmConfig
+from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan.architecture import Architecture, UnknownArchitectureError, read_architecture
 from nemo_offload_rl.plan.engine_targets import colocates_vllm, stays_awake
@@ -128,18 +130,18 @@ class EngineMemory:
         return self.kv_bytes_per_token * self.max_model_len
 
 
-def asleep_bytes(policy: Mapping[str, Any]) -> int:
+def asleep_bytes(policy: PolicyConfig) -> int:
     """Returns the bytes that a sleeping engine keeps on the policy's GPUs: CUDA context, communicators, CUDA graphs.
 
     Args:
         policy: the recipe's `policy` section, validated.
     """
-    if "generation" not in policy or not is_colocated(policy):
+    if not has_generation(policy) or not is_colocated(policy):
         return 0
     return _process_bytes(policy["generation"]["vllm_cfg"]) if colocates_vllm(policy) else _CONTEXT_BYTES
 
 
-def engine_bytes_beside_policy(policy: Mapping[str, Any], engine: EngineMemory | None, gpu_bytes: int) -> int:
+def engine_bytes_beside_policy(policy: PolicyConfig, engine: EngineMemory | None, gpu_bytes: int) -> int:
     """Returns the bytes that generation takes of the policy's GPUs while the policy computes.
 
     Args:
@@ -152,7 +154,7 @@ def engine_bytes_beside_policy(policy: Mapping[str, Any], engine: EngineMemory |
     return asleep_bytes(policy)
 
 
-def free_bytes_for_refit(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> int | None:
+def free_bytes_for_refit(policy: PolicyConfig, hf_config: Mapping[str, Any]) -> int | None:
     """Returns how much GPU memory must be free for the policy to keep the cache of torch's allocator.
 
     Args:
@@ -162,12 +164,12 @@ def free_bytes_for_refit(policy: Mapping[str, Any], hf_config: Mapping[str, Any]
     Returns:
         Bytes; 0 where generation has GPUs of its own, None where the engine's memory is not known.
     """
-    if "generation" in policy and not is_colocated(policy):
+    if has_generation(policy) and not is_colocated(policy):
         return 0
-    if not colocates_vllm(policy):
+    if not has_generation(policy) or not colocates_vllm(policy):
         return None
     # The driver writes the KV cache's bytes into the section that workers get, if it knows them.
-    if not stays_awake(policy) and not (policy["generation"].get("vllm_kwargs") or {}).get("kv_cache_memory_bytes"):
+    if not stays_awake(policy) and not policy["generation"]["vllm_kwargs"].get("kv_cache_memory_bytes"):
         return None
     try:
         engine = engine_memory(policy, hf_config)
@@ -176,7 +178,7 @@ def free_bytes_for_refit(policy: Mapping[str, Any], hf_config: Mapping[str, Any]
     return None if engine is None else engine.free_bytes_for_refit
 
 
-def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> EngineMemory | None:
+def engine_memory(policy: PolicyConfig, hf_config: Mapping[str, Any]) -> EngineMemory | None:
     """Returns the memory that a vLLM engine takes of each of its GPUs; None where the recipe does not use vLLM.
 
     Args:
@@ -186,13 +188,13 @@ def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> En
     Raises:
         UnknownArchitectureError: the model's sizes are not known before it is built.
     """
-    if "generation" not in policy or policy["generation"]["backend"] != "vllm":
+    if not has_generation(policy) or policy["generation"]["backend"] != "vllm":
         return None
     section = policy["generation"]["vllm_cfg"]
     architecture = read_architecture(hf_config, policy["megatron_cfg"])
     tp, dtype_bytes = section["tensor_parallel_size"], DTYPE_BYTES[section["precision"]]
     heads = max(1, architecture.num_query_groups // tp)  # vLLM replicates KV heads where there are fewer than GPUs
-    kwargs = policy["generation"].get("vllm_kwargs") or {}
+    kwargs = policy["generation"]["vllm_kwargs"]
     num_params = num_model_params(hf_config, policy["megatron_cfg"])
     num_expert_params = num_model_params(hf_config, policy["megatron_cfg"], only_experts=True)
     all_weights = num_params * dtype_bytes
@@ -218,7 +220,7 @@ def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> En
     )
 
 
-def _reserve_bytes(architecture: Architecture, section: Mapping[str, Any], kwargs: Mapping[str, Any]) -> int:
+def _reserve_bytes(architecture: Architecture, section: VllmConfig, kwargs: Mapping[str, Any]) -> int:
     """Estimates vLLM's memory beside weights and KV cache.
 
     It counts a layer's tensors in the largest pass, the sampler's logits and what the process keeps asleep.
@@ -237,7 +239,7 @@ def _reserve_bytes(architecture: Architecture, section: Mapping[str, Any], kwarg
     return int(activations + logits + _process_bytes(section))
 
 
-def _process_bytes(section: Mapping[str, Any]) -> int:
+def _process_bytes(section: VllmConfig) -> int:
     """Estimates what a process of vLLM keeps on its GPU, even asleep: CUDA context, communicators, CUDA graphs."""
     communicators = _COMMUNICATORS_BYTES if engine_devices(section) > 1 else 0
     return _CONTEXT_BYTES + communicators + (0 if section["enforce_eager"] else _CUDA_GRAPH_BYTES)

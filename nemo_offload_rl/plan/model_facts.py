@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.megatron.parallel_sizes import EXPERT_REPLICA_SIZES, REPLICA_SIZES, data_parallel_size
 from nemo_offload_rl.config.rules.base import EP, ETP, PP, TP
 from nemo_offload_rl.config.rules.parallel import (
@@ -16,6 +17,8 @@ from nemo_offload_rl.config.rules.parallel import (
     pipeline_layers,
     tensor_parallel_heads,
 )
+from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronDDPConfig, MegatronOptimizerConfig
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.architecture import Architecture, read_architecture
@@ -56,7 +59,7 @@ class _Weight:
 
 
 def shard_facts(
-    hf_config: Mapping[str, Any], policy: Mapping[str, Any], *, world_size: int, has_reference: bool
+    hf_config: Mapping[str, Any], policy: PolicyConfig, *, world_size: int, has_reference: bool
 ) -> tuple[ShardFacts, ...]:
     """Returns the sizes of the shard that one rank of each pipeline stage holds.
 
@@ -103,9 +106,7 @@ def shard_facts(
     return tuple(stages)
 
 
-def num_model_params(
-    hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, Any], *, only_experts: bool = False
-) -> int:
+def num_model_params(hf_config: Mapping[str, Any], megatron_cfg: MegatronConfig, *, only_experts: bool = False) -> int:
     """Counts the parameters of the whole model.
 
     Args:
@@ -116,7 +117,8 @@ def num_model_params(
     Raises:
         UnknownArchitectureError: the model's sizes are not known before it is built.
     """
-    one_stage = {
+    on_one_stage: MegatronConfig = {
+        **megatron_cfg,
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
         "num_layers_in_first_pipeline_stage": None,
@@ -124,11 +126,11 @@ def num_model_params(
     }
     whole = _Sizes(tensor=1, pipeline=1, expert=1, expert_tensor=1, data=1, expert_data=1)
     architecture = read_architecture(hf_config, megatron_cfg)
-    weights = _stage_weights(architecture, whole, {**megatron_cfg, **one_stage}, stage=0)
+    weights = _stage_weights(architecture, whole, on_one_stage, stage=0)
     return _count([weight for weight in weights if weight.is_expert or not only_experts])
 
 
-def optimizer_size(policy: Mapping[str, Any]) -> int:
+def optimizer_size(policy: PolicyConfig) -> int:
     """Returns the bytes of optimizer state per parameter; a float32 model's parameters are its master weights.
 
     megatron-core keeps float32 moments and, for a bfloat16 model, float32 master weights. Transformer Engine's
@@ -145,32 +147,34 @@ def optimizer_size(policy: Mapping[str, Any]) -> int:
     if not section["use_precision_aware_optimizer"]:
         return 8 + 4 * has_masters
     moments = sum(_dtype_bytes(section, name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
-    keeps_remainders = "store_param_remainders" not in section or section["store_param_remainders"]
-    master = 2 if has_masters and keeps_remainders else _dtype_bytes(section, "main_params_dtype")
+    master = (
+        2
+        if has_masters and megatron_field(section, "store_param_remainders")
+        else _dtype_bytes(section, "main_params_dtype")
+    )
     return moments + master
 
 
-def _dtype_bytes(section: Mapping[str, Any], name: str) -> int:
-    """Returns the bytes of a type of optimizer state; megatron-core's default is float32."""
-    return DTYPE_BYTES[section[name]] if name in section else 4
+def _dtype_bytes(section: MegatronOptimizerConfig, name: str) -> int:
+    """Returns the bytes of a type of optimizer state."""
+    return DTYPE_BYTES[megatron_field(section, name)]
 
 
-def _grad_size(policy: Mapping[str, Any]) -> int:
+def _grad_size(policy: PolicyConfig) -> int:
     in_fp32 = policy["megatron_cfg"]["distributed_data_parallel_config"]["grad_reduce_in_fp32"]
     return 4 if in_fp32 else DTYPE_BYTES[policy["precision"]]
 
 
-def _local_patterns(policy: Mapping[str, Any]) -> list[str]:
+def _local_patterns(policy: PolicyConfig) -> list[str]:
     """Returns patterns of the parameters whose gradients are accumulated in fp32 beside the gradient buffer.
 
     Names of parameters are not known here, so that the plan counts all of them as soon as there is a pattern.
     """
     ddp = policy["megatron_cfg"]["distributed_data_parallel_config"]
-    key = "param_name_patterns_for_fp32_local_accumulation"
-    return list(ddp[key] or ()) if key in ddp else []
+    return list(megatron_field(ddp, "param_name_patterns_for_fp32_local_accumulation"))
 
 
-def fp32_grad_bytes(policy: Mapping[str, Any], facts: ShardFacts) -> int:
+def fp32_grad_bytes(policy: PolicyConfig, facts: ShardFacts) -> int:
     """Returns the bytes of the fp32 copies of bf16 gradients that the optimizer step allocates on the GPU.
 
     megatron-core copies the gradients of a rank's whole shard, whether its state is resident, streamed or on the CPU;
@@ -195,11 +199,11 @@ def _count(weights: list[_Weight]) -> int:
     return sum(weight.num_elements * weight.count for weight in weights)
 
 
-def _sizes(cfg: Mapping[str, Any], world_size: int) -> _Sizes:
+def _sizes(cfg: MegatronConfig, world_size: int) -> _Sizes:
     tensor, pipeline = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
     expert, expert_tensor = cfg["expert_model_parallel_size"], cfg["expert_tensor_parallel_size"]
     for name, keys in (("model-parallel", REPLICA_SIZES), ("expert-parallel", EXPERT_REPLICA_SIZES)):
-        ranks = math.prod(cfg[key] for key in keys)
+        ranks = math.prod(megatron_field(cfg, key) for key in keys)
         if data_parallel_size(world_size, ranks) is None:
             raise ValueError(f"{world_size} ranks cannot be divided into groups of {ranks} {name} ranks.")
     # Gradients are reduced, and optimizer state is sharded, over context-parallel ranks too.
@@ -213,14 +217,14 @@ def _sizes(cfg: Mapping[str, Any], world_size: int) -> _Sizes:
     )
 
 
-def _check_split(hf_config: Mapping[str, Any], cfg: Mapping[str, Any], architecture: Architecture) -> None:
+def _check_split(hf_config: Mapping[str, Any], cfg: MegatronConfig, architecture: Architecture) -> None:
     """Applies the recipe's parallelism rules to a model whose config is not in the recipe.
 
     Raises:
         ValueError: the model cannot be split as the recipe says.
     """
     model = ("", dict(hf_config), None)
-    freq = cfg["moe_layer_freq"] if "moe_layer_freq" in cfg else None
+    freq = megatron_field(cfg, "moe_layer_freq")
     first, last = cfg["num_layers_in_first_pipeline_stage"], cfg["num_layers_in_last_pipeline_stage"]
     virtual = cfg.get("virtual_pipeline_model_parallel_size")
     tensor, pipeline = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
@@ -243,7 +247,7 @@ def _check_split(hf_config: Mapping[str, Any], cfg: Mapping[str, Any], architect
             raise ValueError(f"{key} is {ranks}, which does not divide the {size} rows of the model's {name}.")
 
 
-def num_layers_of_stage(architecture: Architecture, cfg: Mapping[str, Any], stage: int) -> int:
+def num_layers_of_stage(architecture: Architecture, cfg: MegatronConfig, stage: int) -> int:
     """Returns the number of layers of a pipeline stage, over all its virtual stages.
 
     Follows megatron-core's `get_num_layers_to_build`.
@@ -258,7 +262,7 @@ def num_layers_of_stage(architecture: Architecture, cfg: Mapping[str, Any], stag
     return int(rest // (num_stages - (first is not None) - (last is not None)))
 
 
-def _stage_weights(architecture: Architecture, sizes: _Sizes, cfg: Mapping[str, Any], stage: int) -> Iterator[_Weight]:
+def _stage_weights(architecture: Architecture, sizes: _Sizes, cfg: MegatronConfig, stage: int) -> Iterator[_Weight]:
     hidden = architecture.hidden_size
     # The worker pads the vocabulary to a multiple of the tensor-parallel size only.
     embedding = _Weight(-(-architecture.vocab_size // sizes.tensor) * hidden)
@@ -274,7 +278,7 @@ def _stage_weights(architecture: Architecture, sizes: _Sizes, cfg: Mapping[str, 
             yield embedding
 
 
-def layers_of_stage(architecture: Architecture, cfg: Mapping[str, Any], stage: int) -> list[int]:
+def layers_of_stage(architecture: Architecture, cfg: MegatronConfig, stage: int) -> list[int]:
     """Returns the indices of a pipeline stage's layers, over all its virtual stages, which are assigned in turn."""
     counts = [num_layers_of_stage(architecture, cfg, one) for one in range(cfg["pipeline_model_parallel_size"])]
     virtual = cfg.get("virtual_pipeline_model_parallel_size") or 1
@@ -317,7 +321,7 @@ def _mlp_weights(architecture: Architecture, tensor: int, *, is_expert: bool) ->
         yield from (_Weight(2 * ffn, is_expert), _Weight(hidden, is_expert))
 
 
-def _optimizer_shard(weights: list[_Weight], sizes: _Sizes, cfg: Mapping[str, Any], stage: int) -> int:
+def _optimizer_shard(weights: list[_Weight], sizes: _Sizes, cfg: MegatronConfig, stage: int) -> int:
     """Counts the elements whose optimizer state one rank keeps; experts are sharded over fewer ranks than the rest."""
     if not cfg["optimizer"]["use_distributed_optimizer"]:
         return _count(weights)
@@ -331,14 +335,14 @@ def _optimizer_shard(weights: list[_Weight], sizes: _Sizes, cfg: Mapping[str, An
     )
 
 
-def _largest_shard(weights: list[_Weight], ranks: int, ddp: Mapping[str, Any], data: int, *, bucketed: bool) -> int:
+def _largest_shard(weights: list[_Weight], ranks: int, ddp: MegatronDDPConfig, data: int, *, bucketed: bool) -> int:
     if ranks == 1:
         return _count(weights)
     padded = sum(round_up(weight.num_elements, _PARAM_ALIGNMENT) * weight.count for weight in weights)
     num_buckets = 3  # an embedding that two stages share has a bucket of its own
     if bucketed and ddp["overlap_grad_reduce"]:  # megatron-core's buckets, on the first stage alone
-        given = ddp["bucket_size"] if "bucket_size" in ddp else None
+        given = megatron_field(ddp, "bucket_size")
         num_buckets += padded // (given or max(40_000_000, 1_000_000 * data))
-    busbw = "pad_buckets_for_high_nccl_busbw" in ddp and ddp["pad_buckets_for_high_nccl_busbw"]
+    busbw = megatron_field(ddp, "pad_buckets_for_high_nccl_busbw")
     alignment = math.lcm(ranks, _BUCKET_ALIGNMENT, _BUSBW_ALIGNMENT if busbw else 1)
     return min(_count(weights), -(-(padded + num_buckets * (alignment - 1)) // ranks))

@@ -8,6 +8,7 @@ from typing import Any
 from nemo_offload_rl.config import RecipeError
 from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.config.rules.residency import FOR_REFIT
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.engine_targets import GENERATION_WEIGHTS_KEY
@@ -201,7 +202,7 @@ def num_ranks_of_a_host(needs: Sequence[RankNeed]) -> int:
     return len([need for need in needs if need.host == needs[0].host])
 
 
-def ways(policy: Mapping[str, Any]) -> tuple[Way, ...]:
+def ways(policy: PolicyConfig) -> tuple[Way, ...]:
     """Returns every way to keep optimizer state: on the GPU, streamed, and by the share that the CPU optimizer steps.
 
     Args:
@@ -237,7 +238,7 @@ def ways(policy: Mapping[str, Any]) -> tuple[Way, ...]:
 
 
 def plan_ways(
-    policy: Mapping[str, Any],
+    policy: PolicyConfig,
     plan_with: Callable[[Sequence[str]], PlannedRun],
     *,
     cpu_params_per_s: float = CPU_ADAM_PARAMS_PER_S,
@@ -372,18 +373,18 @@ def _flags(*, refit: bool) -> dict[str, str]:
     }
 
 
-def _state_cells(policy: Mapping[str, Any], **wanted: str) -> dict[str, str]:
+def _state_cells(policy: PolicyConfig, **wanted: str) -> dict[str, str]:
     """Returns overrides for the table cells that the recipe sets itself, since cells take precedence over flags."""
-    table = policy["residency"]["table"] or {}
+    table: Mapping[str, Any] = policy["residency"]["table"] or {}
     written = {phase for phase, cells in table.items() if _STATE in cells}
     return {f"{_CELLS}.{phase}.{_STATE}": cell for phase, cell in wanted.items() if phase in written}
 
 
-def _way(policy: Mapping[str, Any], name: str, wanted: Mapping[str, Any]) -> Way:
+def _way(policy: PolicyConfig, name: str, wanted: Mapping[str, Any]) -> Way:
     return Way(name, tuple(_differing(policy, wanted)))
 
 
-def _differing(policy: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+def _differing(policy: PolicyConfig, wanted: Mapping[str, Any]) -> Iterator[str]:
     for key, value in wanted.items():
         found: Any = policy
         for part in key.split(".")[1:]:

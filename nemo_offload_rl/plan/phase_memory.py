@@ -1,5 +1,6 @@
 """Estimates the peak GPU memory of policy and generation in each phase of a step."""
 
+import copy
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -7,6 +8,8 @@ from typing import Any
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.megatron.device_split import split_devices
+from nemo_offload_rl.config.schema import MasterConfig
+from nemo_offload_rl.config.schema.policy import has_generation
 from nemo_offload_rl.plan.activation_facts import LOGPROB_TOKENS, TRAIN_TOKENS, activation_facts, with_tokens
 from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory, engine_bytes_beside_policy
@@ -20,10 +23,8 @@ MARGIN = 1.15
 """Factor on the estimate of a pass, for temporary tensors and fragmentation; an H200 took 1.02 to 1.08 times the
 estimate with rows of 65,536 to 118,784 tokens (docs/results/activation_offload.md)."""
 
-_Config = Mapping[str, Any]
 
-
-def training_bytes(config: _Config, hf_config: Mapping[str, Any], *, algorithm: str) -> tuple[int, ...]:
+def training_bytes(config: MasterConfig, hf_config: Mapping[str, Any], *, algorithm: str) -> tuple[int, ...]:
     """Returns the GPU memory of a training step's longest micro-batch, for one rank of each pipeline stage.
 
     Args:
@@ -37,19 +38,19 @@ def training_bytes(config: _Config, hf_config: Mapping[str, Any], *, algorithm: 
     )
 
 
-def logprob_bytes(config: _Config, hf_config: Mapping[str, Any], *, algorithm: str) -> tuple[int, ...]:
+def logprob_bytes(config: MasterConfig, hf_config: Mapping[str, Any], *, algorithm: str) -> tuple[int, ...]:
     """Returns the GPU memory of a log-prob pass's longest micro-batch; takes the arguments of `training_bytes`."""
     policy = config["policy"]
     if policy["sequence_packing"]["enabled"]:
         passes = with_tokens(config, {TRAIN_TOKENS: policy["sequence_packing"][LOGPROB_TOKENS]})
-    elif "logprob_batch_size" in policy:
-        passes = {**config, "policy": {**policy, "train_micro_batch_size": policy["logprob_batch_size"]}}
     else:
-        passes = dict(config)
+        passes = copy.deepcopy(config)
+        if has_generation(policy):
+            passes["policy"]["train_micro_batch_size"] = policy["logprob_batch_size"]
     return forward_pass_bytes(hf_config, passes["policy"], _busy_facts(passes, hf_config, algorithm))
 
 
-def _busy_facts(config: _Config, hf_config: Mapping[str, Any], algorithm: str) -> list[ActivationFacts]:
+def _busy_facts(config: MasterConfig, hf_config: Mapping[str, Any], algorithm: str) -> list[ActivationFacts]:
     """Returns the activation sizes of each pipeline stage, with `EXPERT_LOAD_FACTOR` times the average expert load."""
     world_size = split_devices(config["cluster"], config["policy"]).policy_ranks
     group_size = ALGORITHMS[algorithm].group_size
@@ -61,7 +62,7 @@ def _busy_facts(config: _Config, hf_config: Mapping[str, Any], algorithm: str) -
 
 
 def phase_bytes(
-    config: _Config,
+    config: MasterConfig,
     hf_config: Mapping[str, Any],
     run: PlannedRun,
     engine: EngineMemory,

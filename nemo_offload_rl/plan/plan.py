@@ -6,8 +6,10 @@ from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.megatron.device_split import is_colocated
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.rules.base import TABLE
 from nemo_offload_rl.config.rules.residency import AUTO, FLAG_PHASES, FOR_REFIT, flag_cell
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.activations import ModuleBytes
 from nemo_offload_rl.plan.engine_targets import EngineTable, engine_remark, engine_table
@@ -22,9 +24,6 @@ STAGED_BYTES_PER_S = 10e9
 
 # Share of its speed that each direction keeps while the other one is busy: 50.9 of 55.4 GB/s on that H200.
 TWO_WAY_SHARE = 0.92
-
-# Defaults of megatron-core's TransformerConfig.
-_ALL_GROUPS, _MIN_OFFLOADED_ELEMENTS = 1.0, 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class OffloadPlan:
         return max(self.ranks, key=lambda rank: (rank.total_host_bytes, sum(rank.target_bytes.values())))
 
 
-def settings(policy: Mapping[str, Any]) -> OffloadPlan:
+def settings(policy: PolicyConfig) -> OffloadPlan:
     """Returns the plan without sizes: the settings of the recipe's `policy` section, with absent keys resolved."""
     table, sources = _table_and_sources(policy)
     section = policy["residency"]
@@ -179,22 +178,21 @@ def settings(policy: Mapping[str, Any]) -> OffloadPlan:
     )
 
 
-def _activation_settings(policy: Mapping[str, Any]) -> ActivationOptions | None:
+def _activation_settings(policy: PolicyConfig) -> ActivationOptions | None:
     cfg, section = policy["megatron_cfg"], policy["activation_offload"]
     if not cfg["fine_grained_activation_offloading"]:
         return None
     limit = section["host_memory_limit_gib"]
-    fraction, smallest = "activation_offload_fraction", "min_offloaded_tensor_size"
     return ActivationOptions(
-        modules=tuple(cfg["offload_modules"]),
-        fraction=cfg[fraction] if fraction in cfg else _ALL_GROUPS,
-        min_elements=cfg[smallest] if smallest in cfg else _MIN_OFFLOADED_ELEMENTS,
+        modules=tuple(cfg["offload_modules"] or ()),
+        fraction=megatron_field(cfg, "activation_offload_fraction"),
+        min_elements=megatron_field(cfg, "min_offloaded_tensor_size"),
         host_memory_limit_bytes=None if limit is None else int(limit * GIB),
         strict=section["strict"],
     )
 
 
-def _table_and_sources(policy: Mapping[str, Any]) -> tuple[Table, Mapping[Phase, Mapping[Target, str]]]:
+def _table_and_sources(policy: PolicyConfig) -> tuple[Table, Mapping[Phase, Mapping[Target, str]]]:
     """Returns the residency table, and the key that set each cell.
 
     The recipe's offload flags override the default table, and single cells override both.
@@ -203,13 +201,14 @@ def _table_and_sources(policy: Mapping[str, Any]) -> tuple[Table, Mapping[Phase,
     table = {phase: dict(cells) for phase, cells in (DEFAULT_TABLE if colocated else DEDICATED_TABLE).items()}
     sources: dict[Phase, dict[Target, str]] = {phase: {} for phase in Phase}
     for flag, phases in FLAG_PHASES.items():
-        name = flag.removeprefix("policy.")
-        if policy.get(name) is None or (flag == FOR_REFIT and not colocated):
+        value: Any = policy.get(flag.removeprefix("policy."))
+        if value is None or (flag == FOR_REFIT and not colocated):
             continue
         for phase in phases:
-            table[Phase(phase)][Target.OPTIMIZER_STATE] = Placement(flag_cell(policy[name]))
+            table[Phase(phase)][Target.OPTIMIZER_STATE] = Placement(flag_cell(value))
             sources[Phase(phase)][Target.OPTIMIZER_STATE] = flag
-    for phase, cells in (policy["residency"]["table"] or {}).items():
+    written: Mapping[str, Any] = policy["residency"]["table"] or {}
+    for phase, cells in written.items():
         for target, cell in cells.items():
             if cell == AUTO:  # not decided: the default stays
                 continue

@@ -7,6 +7,8 @@ from typing import Any
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.megatron.device_split import split_devices
+from nemo_offload_rl.config.schema import MasterConfig
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.plan import checkpoint_snapshot, cpu_optimizer
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import limit_where_unknown, module_bytes, needed_slab_bytes, slab_bytes
@@ -36,7 +38,7 @@ from nemo_offload_rl.residency.table import Phase, Placement, ShardFacts, Table,
 
 
 def make_plan(
-    policy: Mapping[str, Any],
+    policy: PolicyConfig,
     facts: Sequence[ShardFacts] = (),
     *,
     activations: Sequence[ActivationFacts] = (),
@@ -103,7 +105,7 @@ class WorkerPlan:
 
 
 def worker_plan(
-    policy: Mapping[str, Any],
+    policy: PolicyConfig,
     hf_config: Mapping[str, Any],
     *,
     world_size: int,
@@ -187,7 +189,7 @@ class Planner:
     hosts: Sequence[HostMemory] = ()
     has_random_weights: bool = False
 
-    def plan(self, config: Mapping[str, Any]) -> PlannedRun | None:
+    def plan(self, config: MasterConfig) -> PlannedRun | None:
         """Returns the plan of a validated recipe; None where the model's sizes are not known.
 
         Raises:
@@ -200,7 +202,7 @@ class Planner:
 
 
 def plan_run(
-    config: Mapping[str, Any], hf_config: Mapping[str, Any], *, algorithm: str, link_bytes_per_s: float | None = None
+    config: MasterConfig, hf_config: Mapping[str, Any], *, algorithm: str, link_bytes_per_s: float | None = None
 ) -> PlannedRun:
     """Returns the plan of a validated recipe.
 

@@ -4,9 +4,10 @@ All graphs of a process share one pool and are replayed one at a time, so the po
 temporaries.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.memory.units import GIB, MIB, round_up
 from nemo_offload_rl.plan.architecture import Architecture
 from nemo_offload_rl.plan.engine_targets import colocates_vllm
@@ -20,7 +21,7 @@ _EXCHANGED = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MIB, 20 * MIB
 
 
-def refit_graph_bytes(policy: Mapping[str, Any], architecture: Architecture) -> int:
+def refit_graph_bytes(policy: PolicyConfig, architecture: Architecture) -> int:
     """Returns the most memory that graphs keep on one GPU in both processes; 0 without vLLM on the policy's GPUs.
 
     Args:
@@ -31,7 +32,7 @@ def refit_graph_bytes(policy: Mapping[str, Any], architecture: Architecture) -> 
         return 0
     of_loads = pool_bytes(())  # vLLM copies into its parameters, without temporaries
     dtype_bytes, cfg = DTYPE_BYTES[policy["precision"]], policy["megatron_cfg"]
-    if any(cfg[f"{kind}_parallel_size"] > 1 for kind in _EXCHANGED):
+    if any(megatron_field(cfg, f"{kind}_parallel_size") > 1 for kind in _EXCHANGED):
         temporaries = exchanged_temporaries(architecture, dtype_bytes, cfg["expert_model_parallel_size"])
         # Graphs that keep more are not used (`GraphSender`).
         return min(pool_bytes(temporaries), int(policy["refit_buffer_size_gb"] * GIB)) + of_loads

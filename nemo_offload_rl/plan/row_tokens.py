@@ -4,13 +4,20 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.megatron.device_split import split_devices
 from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
+from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.memory.units import round_up, show_gib
-from nemo_offload_rl.plan.activation_facts import AUTO, LOGPROB_TOKENS, TRAIN_TOKENS, stated_row_tokens, with_tokens
+from nemo_offload_rl.plan.activation_facts import (
+    AUTO,
+    LOGPROB_TOKENS,
+    TRAIN_TOKENS,
+    RowTokensKey,
+    stated_row_tokens,
+    with_tokens,
+)
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, engine_bytes_beside_policy
 from nemo_offload_rl.plan.host_budget import HostBudgetError
@@ -25,10 +32,13 @@ H200."""
 # The number chosen is a multiple of this, unless it is one of the two limits.
 _STEP = 1024
 _SECTION = "policy.sequence_packing"
-_PASSES = {TRAIN_TOKENS: (Phase.TRAIN, "training"), LOGPROB_TOKENS: (Phase.LOGPROB, "log-prob passes")}
+_PASSES: Mapping[RowTokensKey, tuple[Phase, str]] = {
+    TRAIN_TOKENS: (Phase.TRAIN, "training"),
+    LOGPROB_TOKENS: (Phase.LOGPROB, "log-prob passes"),
+}
 
 
-def with_row_tokens(config: Mapping[str, Any], planner: Planner) -> tuple[Mapping[str, Any], list[str]]:
+def with_row_tokens(config: MasterConfig, planner: Planner) -> tuple[MasterConfig, list[str]]:
     """Replaces `auto` in policy.sequence_packing by a number of tokens.
 
     Args:
@@ -62,27 +72,27 @@ def with_row_tokens(config: Mapping[str, Any], planner: Planner) -> tuple[Mappin
     return with_tokens(config, tokens), lines
 
 
-def open_keys(config: Mapping[str, Any]) -> list[str]:
+def open_keys(config: MasterConfig) -> list[RowTokensKey]:
     """Returns the keys that leave the length of packed rows open; none where rows are not packed."""
     packing = config["policy"]["sequence_packing"]
     return [key for key in _PASSES if packing["enabled"] and key in packing and packing[key] == AUTO]
 
 
-def resolve_auto(config: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_auto(config: MasterConfig, resolved: MasterConfig) -> MasterConfig:
     """Returns a copy of `config` in which the numbers that it leaves open are taken from `resolved`."""
     packing = resolved["policy"]["sequence_packing"]
     return with_tokens(config, {key: packing[key] for key in open_keys(config)})
 
 
-def restore_auto(written: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a checkpoint's recipe (may be empty) with `auto` for the numbers that this run's recipe leaves open."""
+def restore_auto(written: MasterConfig, config: MasterConfig) -> MasterConfig:
+    """Returns a checkpoint's recipe with `auto` for the numbers that this run's recipe leaves open."""
     keys = open_keys(config)
-    return with_tokens(written, dict.fromkeys(keys, AUTO)) if keys and written else dict(written)
+    return with_tokens(written, dict.fromkeys(keys, AUTO)) if keys else written
 
 
 def _chosen(
-    config: Mapping[str, Any], keys: Sequence[str], planner: Planner, gpu_bytes: int
-) -> tuple[Mapping[str, Any], list[str]]:
+    config: MasterConfig, keys: Sequence[RowTokensKey], planner: Planner, gpu_bytes: int
+) -> tuple[MasterConfig, list[str]]:
     limits = _Limits.of(config, ALGORITHMS[planner.algorithm].group_size)
     tokens, lines = dict.fromkeys(keys, limits.least), []
     run = plan_run(with_tokens(config, tokens), planner.hf_config, algorithm=planner.algorithm)
@@ -108,7 +118,7 @@ class _Limits:
     multiple: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], group_size: int) -> "_Limits":
+    def of(cls, config: MasterConfig, group_size: int) -> "_Limits":
         policy = config["policy"]
         cfg, packing = policy["megatron_cfg"], policy["sequence_packing"]
         tensor = cfg["tensor_model_parallel_size"]
@@ -138,12 +148,12 @@ class _Room:
         run: the plan with the shortest rows; training state does not depend on the row length.
     """
 
-    config: Mapping[str, Any]
+    config: MasterConfig
     planner: Planner
     gpu_bytes: int
     run: PlannedRun
 
-    def most_tokens(self, key: str, limits: _Limits) -> int:
+    def most_tokens(self, key: RowTokensKey, limits: _Limits) -> int:
         """Returns the largest number of tokens per row that fits.
 
         Raises:
@@ -163,7 +173,7 @@ class _Room:
             "estimate is too high."
         )
 
-    def line(self, key: str, tokens: int) -> str:
+    def line(self, key: RowTokensKey, tokens: int) -> str:
         """Returns the line that tells the user of a choice."""
         where = _PASSES[key][1]
         state, pass_bytes = max(zip(self._state_bytes(key), self._pass_bytes(key, tokens), strict=True), key=sum)
@@ -173,7 +183,7 @@ class _Room:
             f"{_SECTION}.{key} sets another number"
         )
 
-    def _fits(self, key: str, tokens: int) -> bool:
+    def _fits(self, key: RowTokensKey, tokens: int) -> bool:
         if self._missing_bytes(key, tokens, margin=MARGIN) > 0:
             return False
         if key != TRAIN_TOKENS or self.run.plan.activations is None:
@@ -186,7 +196,7 @@ class _Room:
             return False
         return True
 
-    def _missing_bytes(self, key: str, tokens: int, *, margin: float) -> int:
+    def _missing_bytes(self, key: RowTokensKey, tokens: int, *, margin: float) -> int:
         """Returns the GPU memory that is missing; 0 or less if the rows fit."""
         passes = zip(self._state_bytes(key), self._pass_bytes(key, tokens), strict=True)
         needed = max(state + int(margin * nbytes) for state, nbytes in passes)
@@ -195,7 +205,7 @@ class _Room:
         beside = engine_bytes_beside_policy(self.config["policy"], engine, self.gpu_bytes)
         return needed + POLICY_OVERHEAD_BYTES + beside + graphs - self.gpu_bytes
 
-    def _state_bytes(self, key: str) -> list[int]:
+    def _state_bytes(self, key: RowTokensKey) -> list[int]:
         """Returns the bytes of training state on the GPU, for one rank of each pipeline stage.
 
         Training state counts for log-prob passes, too: optimizer state is prefetched during the last of them.
@@ -203,7 +213,7 @@ class _Room:
         phases = {_PASSES[key][0], Phase.TRAIN}
         return [max(sum(rank.gpu_bytes[phase].values()) for phase in phases) for rank in self.run.plan.ranks]
 
-    def _pass_bytes(self, key: str, tokens: int) -> tuple[int, ...]:
+    def _pass_bytes(self, key: RowTokensKey, tokens: int) -> tuple[int, ...]:
         pass_bytes = logprob_bytes if key == LOGPROB_TOKENS else training_bytes
         return pass_bytes(
             with_tokens(self.config, {key: tokens}), self.planner.hf_config, algorithm=self.planner.algorithm

@@ -5,6 +5,8 @@ from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.rules.modules import recomputes_layers
+from nemo_offload_rl.config.schema.megatron import MegatronConfig
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.plan.activations import module_bytes, slab_bytes
 from nemo_offload_rl.plan.architecture import Architecture, read_architecture
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts
@@ -16,7 +18,7 @@ _LAYERS_UNDER_WAY = 2
 
 
 def least_activation_bytes(
-    hf_config: Mapping[str, Any], policy: Mapping[str, Any], stages: Sequence[ActivationFacts]
+    hf_config: Mapping[str, Any], policy: PolicyConfig, stages: Sequence[ActivationFacts]
 ) -> tuple[int, ...]:
     """Returns the least GPU memory that one rank of each pipeline stage needs for its longest micro-batch.
 
@@ -40,7 +42,7 @@ def least_activation_bytes(
 
 def training_pass_bytes(
     hf_config: Mapping[str, Any],
-    policy: Mapping[str, Any],
+    policy: PolicyConfig,
     stages: Sequence[ActivationFacts],
     offloaded: ActivationOptions | None,
 ) -> tuple[int, ...]:
@@ -74,7 +76,7 @@ def training_pass_bytes(
 
 
 def forward_pass_bytes(
-    hf_config: Mapping[str, Any], policy: Mapping[str, Any], stages: Sequence[ActivationFacts]
+    hf_config: Mapping[str, Any], policy: PolicyConfig, stages: Sequence[ActivationFacts]
 ) -> tuple[int, ...]:
     """Returns the GPU memory that one rank of each pipeline stage takes for a forward pass that computes log-probs.
 
@@ -86,14 +88,14 @@ def forward_pass_bytes(
     cfg = policy["megatron_cfg"]
     model = read_architecture(hf_config, cfg)
     fused = cfg["fused_linear_logprobs_chunk_size"] if cfg["use_fused_linear_logprobs"] else None
-    logits = _logits_bytes(model, cfg, stages[-1], policy.get("logprob_chunk_size") or fused)
+    logits = _logits_bytes(model, cfg, stages[-1], policy["logprob_chunk_size"] or fused)
     # Nothing is saved for a backward pass; one layer's tensors are freed while the next layer's are computed.
     layers = [_LAYERS_UNDER_WAY * _layer_bytes(model, cfg, facts) for facts in stages]
     layers[-1] = max(layers[-1], logits)
     return tuple(nbytes // cfg["context_parallel_size"] for nbytes in layers)
 
 
-def _layer_bytes(model: Architecture, cfg: Mapping[str, Any], facts: ActivationFacts) -> int:
+def _layer_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts) -> int:
     """Returns the bytes that a layer saves per micro-batch; an upper bound where only some layers have experts."""
     residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
     storages = {tensor.name: tensor.nbytes for saves in SAVED_BY.values() for tensor in saves(facts)}
@@ -116,7 +118,7 @@ def _moved_bytes(facts: ActivationFacts, offloaded: ActivationOptions | None) ->
     return max(0, min(freed, slab_bytes(facts, offloaded)) - under_way)
 
 
-def _logits_bytes(model: Architecture, cfg: Mapping[str, Any], facts: ActivationFacts, chunk: int | None) -> int:
+def _logits_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts, chunk: int | None) -> int:
     """Returns the bytes of logits, their gradient and float32 copies; in chunks also of the hidden states' gradient."""
     columns = -(-model.vocab_size // cfg["tensor_model_parallel_size"])
     at_once = facts.num_tokens if chunk is None else min(chunk, facts.num_tokens)
@@ -125,7 +127,7 @@ def _logits_bytes(model: Architecture, cfg: Mapping[str, Any], facts: Activation
     return columns * (2 * at_once * facts.element_size + _FLOAT32_COPIES * in_float32 * 4) + hidden
 
 
-def _saved_bytes(facts: ActivationFacts, cfg: Mapping[str, Any], dense_ffn_size: int) -> int:
+def _saved_bytes(facts: ActivationFacts, cfg: MegatronConfig, dense_ffn_size: int) -> int:
     """Returns the bytes that a rank's layers save for the micro-batches in flight.
 
     Tokens are split over context-parallel ranks, so the bytes are divided by their number.

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from nemo_offload_rl.config import ValidatedRecipe, resolve_absent_keys
+from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.storage.disk import disk_full, is_disk_full, write_whole
 from nemo_offload_rl.storage.lock import FolderLock
 from nemo_offload_rl.storage.manifest import UnreadableError
@@ -39,12 +40,12 @@ def new_run_folder(log_dir: Path) -> Path:
             return folder
 
 
-def write_recipe(folder: Path, config: Mapping[str, Any]) -> None:
+def write_recipe(folder: Path, config: MasterConfig) -> None:
     """Writes a resolved recipe into a folder."""
     write_whole(folder / RECIPE_FILE, yaml.safe_dump(dict(config), sort_keys=False))
 
 
-def read_recipe(folder: Path) -> dict[str, Any] | None:
+def read_recipe(folder: Path) -> MasterConfig | None:
     """Returns the recipe that ``write_recipe`` has written, or None where the folder has none.
 
     Raises:
@@ -60,7 +61,8 @@ def read_recipe(folder: Path) -> dict[str, Any] | None:
     if not isinstance(recipe, dict):
         raise UnreadableError(f"{RECIPE_FILE} is not what a run writes (no mapping)")
     resolve_absent_keys(recipe)  # an earlier version wrote fewer keys
-    return recipe
+    config: Any = recipe
+    return config
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -129,7 +131,7 @@ class _LogFile(logging.FileHandler):
                 raise
 
 
-def warm_start_folder(config: Mapping[str, Any]) -> Path:
+def warm_start_folder(config: MasterConfig) -> Path:
     """Returns the folder in which a recipe's warm start runs."""
     return Path(config["logger"]["log_dir"]) / "warm_start"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import shutil
@@ -16,6 +17,8 @@ from rich.console import Console
 
 from nemo_offload_rl.config import ValidatedRecipe
 from nemo_offload_rl.config.algorithms import ALGORITHMS
+from nemo_offload_rl.config.schema import MasterConfig
+from nemo_offload_rl.config.schema.logger import LoggerConfig
 from nemo_offload_rl.data.tokenizer import save_tokenizer
 from nemo_offload_rl.metrics.logger import METRICS_FILE, RunLogger, read_metrics
 from nemo_offload_rl.metrics.moves import moves_table
@@ -110,7 +113,7 @@ class Job:
     """
 
     algorithm: str
-    config: dict[str, Any]
+    config: MasterConfig
     notes: list[str]
     preparation: Preparation
     resolved: Resolved | None = None
@@ -126,13 +129,15 @@ class Job:
         """
         module = importlib.import_module(ALGORITHMS[recipe.algorithm].module)
         preparation = module.prepare(recipe.config)
-        return cls(recipe.algorithm, dict(recipe.config), [*recipe.notes, *preparation.notes], preparation)
+        return cls(recipe.algorithm, recipe.config, [*recipe.notes, *preparation.notes], preparation)
 
     def starting_from(self, model: Path, when_built: Callable[[], None]) -> Job:
         """Returns the same job with a Hugging Face folder's weights; it calls `when_built` once they have been read."""
 
-        def with_model(config: Any) -> dict[str, Any]:
-            return {**config, "policy": {**config["policy"], "model_name": str(model), "hf_config": None}}
+        def with_model(config: MasterConfig) -> MasterConfig:
+            given = copy.deepcopy(config)
+            given["policy"]["model_name"], given["policy"]["hf_config"] = str(model), None
+            return given
 
         assert self.resolved is not None, "the machine is known before anything runs"
         resolved = replace(self.resolved, config=with_model(self.resolved.config))
@@ -171,7 +176,8 @@ class Job:
             run_dir = new_run_folder(log_dir)
         else:
             run_dir = run_folder_of(newest, self.config) or branch_run_folder(newest, log_dir, say)
-            changed = changed_keys(restore_auto(read_recipe(newest) or {}, self.config), self.config)
+            written = read_recipe(newest)
+            changed = changed_keys({} if written is None else restore_auto(written, self.config), self.config)
             suffix = f", with other values than before: {', '.join(changed)}" if changed else ""
             say(f"Resuming from {newest}{suffix}.")
         ending = self.run_in(run_dir, session, checkpoints, newest)
@@ -216,8 +222,8 @@ class Job:
             logger.info("%s ends: %s", self.algorithm, ending.reason.value)
             if ending.reason is not StopReason.INTERRUPTED:
                 session.interrupt.check()  # a signal may have arrived after the last step
-            section = self.config[self.algorithm]
-            if section.get("export_hf") and ending.reason.is_done:
+            sections: Mapping[str, Any] = self.config
+            if sections[self.algorithm].get("export_hf") and ending.reason.is_done:
                 folder = run_dir / HF_FOLDER
                 with translate_disk_full(folder), replacing(folder, HF_FILES) as new:
                     algorithm.export_hf(new)
@@ -341,7 +347,7 @@ def _say(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _gpu_metrics(section: Mapping[str, Any], cluster: Cluster) -> GpuMetrics:
+def _gpu_metrics(section: LoggerConfig, cluster: Cluster) -> GpuMetrics:
     if not section["monitor_gpus"]:
         return NoGpuMetrics()
     intervals = section["gpu_monitoring"]

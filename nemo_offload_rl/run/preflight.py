@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nemo_offload_rl.config.megatron.graph_modules import check_graph_environment
+from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement.gpus import gpu_facts
 from nemo_offload_rl.placement.machine import HostFacts, host_facts
@@ -65,7 +66,7 @@ def resolve_for(machine: Machine, config: Any, algorithm: str) -> Resolved:
     return resolved
 
 
-def check_environment(policy: Mapping[str, Any]) -> None:
+def check_environment(policy: PolicyConfig) -> None:
     """Checks what this machine must have for a recipe whose Ray starts on it.
 
     Args:
@@ -74,7 +75,7 @@ def check_environment(policy: Mapping[str, Any]) -> None:
     Raises:
         ValueError: vLLM is missing, or the environment does not allow CUDA graphs.
     """
-    uses_vllm = "generation" in policy and policy["generation"]["backend"] == "vllm"
+    uses_vllm = has_generation(policy) and policy["generation"]["backend"] == "vllm"
     if uses_vllm and importlib.util.find_spec("vllm") is None:
         raise ValueError(
             'policy.generation.backend is vllm, which is not installed; run make setup EXTRAS="te vllm", or set it to '

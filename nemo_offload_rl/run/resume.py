@@ -6,10 +6,11 @@ The checkpoint is the newest, or by ``checkpointing.on_damaged`` the newest unda
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.metrics.logger import METRICS_FILE
 from nemo_offload_rl.run.checkpoints import STATE_FILE, Checkpoints, RunState, step_of, was_written_with_manifest
 from nemo_offload_rl.run.folder import new_run_folder, read_recipe
@@ -103,7 +104,7 @@ def _is_usable(checkpoint: Path) -> bool:
         return False
 
 
-def run_folder_of(checkpoint: Path, config: Mapping[str, Any]) -> Path | None:
+def run_folder_of(checkpoint: Path, config: MasterConfig) -> Path | None:
     """Returns the run folder in which a checkpoint's run continues; None for a branch, which has a folder of its own.
 
     The resumed run is a branch if the recipe's `logger.log_dir` is another, or if the checkpoint is a copy: its run has

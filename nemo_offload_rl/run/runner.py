@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.run.interrupt import Interrupt
 
 # Slow imports follow once the signal handlers are installed: see `run`.
@@ -194,7 +195,7 @@ def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> 
     return recipe
 
 
-def _require_absolute_folders(config: Mapping[str, Any]) -> None:
+def _require_absolute_folders(config: MasterConfig) -> None:
     folders = {"logger.log_dir": config["logger"]["log_dir"]}
     if config["checkpointing"]["enabled"]:
         folders["checkpointing.checkpoint_dir"] = config["checkpointing"]["checkpoint_dir"]

@@ -73,13 +73,13 @@ class Preparation:
     notes: Sequence[str] = ()
 
 
-def with_run_length(policy: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
+def with_run_length(policy: PolicyConfig, num_steps: int) -> PolicyConfig:
     """Returns the policy section with the run's training steps, for the parts of its schedule that last as long."""
     megatron = policy["megatron_cfg"]
-    scheduler = megatron["scheduler"] | {"run_length": num_steps}
+    scheduler: Any = megatron["scheduler"] | {"run_length": num_steps}
     if scheduler.get("lr_decay_iters") is None:
         scheduler["lr_decay_iters"] = num_steps
-    return {**policy, "megatron_cfg": megatron | {"scheduler": scheduler}}
+    return {**policy, "megatron_cfg": {**megatron, "scheduler": scheduler}}
 
 
 def read_data(

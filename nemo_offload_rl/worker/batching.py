@@ -1,11 +1,13 @@
 """Cuts a rank's rows into micro-batches, with the same number and padding on all data-parallel ranks."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.megatron.microbatches import num_interleaved
+from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, SequencePackingConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.mcore.batches.microbatches import (
@@ -135,12 +137,12 @@ class MicroBatcher:
         return held.tolist()
 
 
-def _interleaved(cfg: Mapping[str, Any]) -> tuple[int, int] | None:
+def _interleaved(cfg: MegatronConfig) -> tuple[int, int] | None:
     """Returns the pipeline-parallel size and the micro-batches of a group; None without virtual stages."""
     if cfg.get("virtual_pipeline_model_parallel_size") is None:
         return None
     num_stages = cfg["pipeline_model_parallel_size"]
-    return num_stages, cfg.get("microbatch_group_size_per_vp_stage") or num_stages
+    return num_stages, megatron_field(cfg, "microbatch_group_size_per_vp_stage") or num_stages
 
 
 def _require_room(num_tokens: int, tokens_key: str, row_tokens: int) -> None:

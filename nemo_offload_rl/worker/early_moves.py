@@ -1,8 +1,6 @@
 """Starts moves of a rank's state before the phase that needs them, to overlap them with other work."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
 from nemo_offload_rl.mcore.model.model_config import packs
 from nemo_offload_rl.memory.units import GIB, round_up
 from nemo_offload_rl.plan.activation_facts import LOGPROB_TOKENS
@@ -25,7 +23,7 @@ class EarlyMoves:
         plan: where everything lives in each phase.
     """
 
-    def __init__(self, residency: Residency, config: Mapping[str, Any], plan: OffloadPlan) -> None:
+    def __init__(self, residency: Residency, config: PolicyConfig, plan: OffloadPlan) -> None:
         self._residency = residency
         self._refit_follows = "generation" in config
         self._state_may_return = plan.table[Phase.LOGPROB][Target.OPTIMIZER_STATE] is Placement.UNCHANGED
@@ -68,9 +66,9 @@ class EarlyMoves:
         self._gib_per_token = max(self._gib_per_token, gib / num_tokens)
 
 
-def _most_tokens(config: Mapping[str, Any]) -> int:
+def _most_tokens(config: PolicyConfig) -> int:
     """Returns the most tokens of a log-prob micro-batch, padding included; 0 without policy.logprob_batch_size."""
-    if "logprob_batch_size" not in config:
+    if not has_generation(config):
         return 0
     if packs(config):
         return int(config["sequence_packing"][LOGPROB_TOKENS])

@@ -1,7 +1,7 @@
 """Builds the environment variables of the processes that train."""
 
-from collections.abc import Mapping
-from typing import Any
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
+from nemo_offload_rl.config.schema.megatron import MegatronConfig
 
 _SIZES = (
     "tensor_model_parallel_size",
@@ -12,7 +12,7 @@ _SIZES = (
 """Ranks exchange weights in an export where any of these is above 1."""
 
 
-def library_environment(megatron_cfg: Mapping[str, Any], *, refit_follows: bool) -> dict[str, str]:
+def library_environment(megatron_cfg: MegatronConfig, *, refit_follows: bool) -> dict[str, str]:
     """Returns the variables that Transformer Engine, megatron-core, CUDA and NCCL read, on import or later.
 
     Args:
@@ -20,13 +20,13 @@ def library_environment(megatron_cfg: Mapping[str, Any], *, refit_follows: bool)
         refit_follows: Whether the ranks send weights to generation engines.
     """
     environment = {"NVTE_CPU_OFFLOAD_V1": "1"}
-    if megatron_cfg.get("use_transformer_engine_op_fuser"):
+    if megatron_field(megatron_cfg, "use_transformer_engine_op_fuser"):
         # megatron-core needs it to fuse gated experts, even if Transformer Engine then has no kernel for the GPU.
         environment["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"
     if megatron_cfg["tensor_model_parallel_size"] > 1 or megatron_cfg["sequence_parallel"]:
         # One hardware queue: kernels start in the order of their launch, which overlapping communication relies on.
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if refit_follows and any(megatron_cfg[size] > 1 for size in _SIZES):
+    if refit_follows and any(megatron_field(megatron_cfg, size) > 1 for size in _SIZES):
         # Exports of weights that ranks exchange are recorded in CUDA graphs. NCCL would register the memory that a
         # captured collective reads, by its address, and map it on the other ranks. But the parameters leave the GPU
         # after each refit and return to other memory at the same addresses: replays would read what was unmapped.
@@ -35,7 +35,7 @@ def library_environment(megatron_cfg: Mapping[str, Any], *, refit_follows: bool)
 
 
 def worker_environment(
-    megatron_cfg: Mapping[str, Any], *, rank: int, world_size: int, threads: int, refit_follows: bool
+    megatron_cfg: MegatronConfig, *, rank: int, world_size: int, threads: int, refit_follows: bool
 ) -> dict[str, str]:
     """Returns the environment variables that one rank's process starts with: torch and others read some on import.
 

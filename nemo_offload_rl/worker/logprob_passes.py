@@ -1,9 +1,8 @@
 """Chooses which log-probs each kind of pass of a worker computes, and how many logits at a time."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.logprob.forward import LogprobOptions
 from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL
@@ -28,7 +27,7 @@ class LogprobPasses:
     reference: LogprobOptions
 
 
-def logprob_passes(policy: Mapping[str, Any], state: TrainingState) -> LogprobPasses:
+def logprob_passes(policy: PolicyConfig, state: TrainingState) -> LogprobPasses:
     """Returns the log-prob options of each kind of pass that the recipe asks for.
 
     Args:

@@ -1,24 +1,22 @@
 """Reads from the recipe the distribution that generation samples from, which the policy's log-probs must match."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
 from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL, SamplingFilter
 
 # The generation backends whose log-probs are those of the distribution after top_k and top_p.
 FILTERED_LOGPROBS = ("vllm",)
 
 
-def sampling_temperature(policy: Mapping[str, Any]) -> float:
+def sampling_temperature(policy: PolicyConfig) -> float:
     """Returns the sampling temperature, by which logits are divided for log-probs.
 
     A greedy sampler (0) reports log-probs at temperature 1. Only some algorithms' policies have a generation section.
     """
-    return (policy["generation"]["temperature"] or 1.0) if "generation" in policy else 1.0
+    return (policy["generation"]["temperature"] or 1.0) if has_generation(policy) else 1.0
 
 
-def sampling_filter(policy: Mapping[str, Any]) -> SamplingFilter:
+def sampling_filter(policy: PolicyConfig) -> SamplingFilter:
     """Returns the filter behind the sampler's log-probs; it keeps all tokens if they are reported before filtering."""
-    if "generation" not in policy or policy["generation"]["backend"] not in FILTERED_LOGPROBS:
+    if not has_generation(policy) or policy["generation"]["backend"] not in FILTERED_LOGPROBS:
         return KEEP_ALL
     return SamplingFilter(policy["generation"]["top_k"], policy["generation"]["top_p"])

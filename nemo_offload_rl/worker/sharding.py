@@ -1,13 +1,14 @@
 """Deals a global batch out to data-parallel ranks, and puts their results back in order."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.megatron.parallel_sizes import EXPERT_REPLICA_SIZES, REPLICA_SIZES, data_parallel_size
+from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.data.batch import BatchedData
 
 
@@ -105,14 +106,14 @@ def shard_for_inference(data: BatchedData, *, mbs: int, dp_size: int) -> Inferen
     return InferenceShards(shards, num_rows, mbs)
 
 
-def require_parallel_sizes_fit(megatron_cfg: Mapping[str, Any], world_size: int) -> None:
+def require_parallel_sizes_fit(megatron_cfg: MegatronConfig, world_size: int) -> None:
     """Check that the ranks can be divided into the recipe's model-parallel groups.
 
     Raises:
         ValueError: If they cannot.
     """
     for names in (REPLICA_SIZES, EXPERT_REPLICA_SIZES):
-        sizes = [megatron_cfg[name] for name in names]
+        sizes = [megatron_field(megatron_cfg, name) for name in names]
         if data_parallel_size(world_size, *sizes) is None:
             listed = " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
             raise ValueError(

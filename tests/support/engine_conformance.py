@@ -88,6 +88,7 @@ def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
             # vLLM asserts that sleeping frees memory, even if other processes allocate at the same time.
             "vllm_kwargs": {"kv_cache_memory_bytes": 16 * GIB},
             "stop_strings": tokenizer and ["<no number>"],
+            "bad_words": None,
         },
     }
 

@@ -41,7 +41,7 @@ LAYERS = {
     "": layer(never="torch ray megatron transformers"),  # the package's own __init__
     "named_datasets": layer(never=NO_LIBRARY),
     "hub": layer(never=NO_LIBRARY),
-    "hf_config": layer("hub", "config.installed", never="torch ray megatron transformer_engine"),
+    "hf_config": layer("hub", "config.installed", "config.schema", never="torch ray megatron transformer_engine"),
     "storage": layer(never=NO_LIBRARY),
     "metrics": layer("storage", "memory.units", never="ray megatron transformer_engine transformers"),
     "memory": layer(never="ray megatron transformer_engine transformers"),
@@ -91,7 +91,9 @@ LAYERS = {
     "mcore.patches": layer(
         "activation_offload", "residency.streamed", "config.installed", "mcore.optimizer", never="ray"
     ),
-    "mcore.architectures": layer("mcore.patches", "config.model", never="ray"),
+    "mcore.architectures": layer(
+        "mcore.patches", "config.megatron", "config.model", "config.schema", never="ray"
+    ),
     "mcore.distributed": layer(
         "mcore.patches", "memory.errors", "config.megatron", "placement.network", "storage", never="ray"
     ),
@@ -99,12 +101,13 @@ LAYERS = {
     "mcore.batches": layer("memory.units", "data.batch", never="ray"),
     "mcore.model": layer(
         "mcore.log_filters", "mcore.patches", "mcore.architectures", "mcore.distributed", "mcore.weights",
-        "config.megatron", "config.model", "hf_config", never="ray"
+        "config.megatron", "config.model", "config.schema", "hf_config", never="ray"
     ),
     "mcore.logprob": layer("mcore.patches", "mcore.batches", "mcore.model", "memory.units", never="ray"),
     "mcore.graphs": layer("mcore.patches", "mcore.batches", "memory", "config.megatron", never="ray"),
     "mcore.build": layer(
-        "mcore.patches", "mcore.optimizer", "mcore.weights", "mcore.model", "hf_config", never="ray"
+        "mcore.patches", "mcore.optimizer", "mcore.weights", "mcore.model", "config.megatron", "config.schema",
+        "hf_config", never="ray"
     ),
     "mcore.checkpoint": layer(
         "mcore.patches", "mcore.optimizer", "mcore.distributed", "mcore.weights", "mcore.build", "memory", "storage",
@@ -116,7 +119,7 @@ LAYERS = {
     "refit": layer("data.batch", "metrics", "memory", never="megatron transformer_engine"),
     "generation": layer(
         "data.batch", "data.tokenizer", "metrics", "memory.units", "placement.cluster", "placement.network",
-        "placement.signals", "refit", "config.megatron", "hf_config", "hub",
+        "placement.signals", "refit", "config.megatron", "config.schema", "hf_config", "hub",
         never="megatron transformer_engine",
     ),
     "worker": layer(

@@ -87,7 +87,13 @@ def test_bridge_and_vllm_get_the_keys_value(own_code, trusts):
         "precision": "float32",
     }
     section |= {"gpu_memory_utilization": 0.5, "max_model_len": 32, "enforce_eager": True, "build_beside_policy": False}
-    policy["generation"] = {"backend": "vllm", "stop_strings": None, "bad_words": None, "vllm_cfg": section}
+    policy["generation"] = {
+        "backend": "vllm",
+        "stop_strings": None,
+        "bad_words": None,
+        "vllm_cfg": section,
+        "vllm_kwargs": {},
+    }
     assert engine_arguments(policy, Path("folder"))["trust_remote_code"] is trusts
 
 

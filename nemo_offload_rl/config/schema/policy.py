@@ -1,6 +1,6 @@
 """The section `policy`: the model that is trained, and how."""
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, TypeGuard
 
 from pydantic import with_config
 
@@ -156,3 +156,8 @@ class GRPOPolicyConfig(PolicyConfig):
     generation_batch_size: PositiveInt
     # How answers are sampled.
     generation: GenerationConfig
+
+
+def has_generation(policy: PolicyConfig) -> TypeGuard[GRPOPolicyConfig]:
+    """Returns whether a recipe samples answers, as GRPO's do, so that its policy section has those keys."""
+    return "generation" in policy

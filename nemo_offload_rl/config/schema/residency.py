@@ -1,6 +1,6 @@
 """The section `policy.residency`: where training state lives between phases, and how much host memory it may take."""
 
-from typing import Annotated, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal, NotRequired, TypedDict
 
 from pydantic import Discriminator, Tag, with_config
 
@@ -79,7 +79,10 @@ class ResidencyConfig(TypedDict):
     table: NotRequired[ResidencyTable | None]
 
 
-# The type that a recipe may write; config.keys.absent_keys replaces auto by the section.
-ResidencyOrAuto = Annotated[
-    Annotated[ResidencyConfig, Tag(ONE)] | Annotated[Auto, Tag(WORD)], Discriminator(section_or_word)
-]
+# The type that a recipe may write; config.keys.absent_keys replaces auto by the section, which is what readers see.
+if TYPE_CHECKING:
+    ResidencyOrAuto = ResidencyConfig
+else:
+    ResidencyOrAuto = Annotated[
+        Annotated[ResidencyConfig, Tag(ONE)] | Annotated[Auto, Tag(WORD)], Discriminator(section_or_word)
+    ]

@@ -3,10 +3,11 @@
 Without this Megatron-Bridge 0.6.2 builds experts in every layer, and has no names for the weights of dense layers.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.model.model_kind import expert_layers
+from nemo_offload_rl.config.schema.megatron import MegatronConfig
 
 
 def set_expert_layers(config: Any, provider: Any) -> None:
@@ -24,7 +25,7 @@ def set_expert_layers(config: Any, provider: Any) -> None:
     provider.transformer_layer_spec = transformer_engine_block_spec
 
 
-def check_layers(megatron_cfg: Mapping[str, Any], provider: Any) -> None:
+def check_layers(megatron_cfg: MegatronConfig, provider: Any) -> None:
     """Refuse a `moe_layer_freq` of the recipe that differs from the model's, whose weights are of other layers.
 
     Args:
@@ -34,7 +35,7 @@ def check_layers(megatron_cfg: Mapping[str, Any], provider: Any) -> None:
     Raises:
         ValueError: they differ.
     """
-    wanted = megatron_cfg.get("moe_layer_freq")
+    wanted = megatron_field(megatron_cfg, "moe_layer_freq")
     if wanted is None or provider.num_moe_experts is None:
         return
     asked, has = (_by_layer(freq, provider.num_layers) for freq in (wanted, provider.moe_layer_freq))

@@ -13,10 +13,13 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
 from nemo_offload_rl.config.megatron.activation_modules import check_modules_fit_model
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.megatron.graph_modules import check_graphs_fit_model
 from nemo_offload_rl.config.megatron.microbatches import gathers_different_rows
 from nemo_offload_rl.config.model.model_kind import has_dense_layers, has_expert_layers
 from nemo_offload_rl.config.model.unsupported_models import check_model
+from nemo_offload_rl.config.schema.megatron import MegatronConfig
+from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.hf_config import hf_config, trusts_remote_code
 from nemo_offload_rl.mcore.architectures import biases, bridges, dense_layers
 from nemo_offload_rl.mcore.distributed.parallel import ParallelSizes
@@ -64,7 +67,7 @@ _DERIVED = frozenset(
 )
 
 
-def parallel_sizes(megatron_cfg: Mapping[str, Any]) -> ParallelSizes:
+def parallel_sizes(megatron_cfg: MegatronConfig) -> ParallelSizes:
     """Returns the parallel sizes that the recipe's `megatron_cfg` asks for."""
     return ParallelSizes(
         tensor=megatron_cfg["tensor_model_parallel_size"],
@@ -76,12 +79,12 @@ def parallel_sizes(megatron_cfg: Mapping[str, Any]) -> ParallelSizes:
     )
 
 
-def has_pretrained_weights(policy: Mapping[str, Any]) -> bool:
+def has_pretrained_weights(policy: PolicyConfig) -> bool:
     """Returns whether the policy starts from weights (a folder or hub name), not from random ones (`hf_config`)."""
     return policy.get("hf_config") is None
 
 
-def make_bridge(policy: Mapping[str, Any], config: Any) -> Any:
+def make_bridge(policy: PolicyConfig, config: Any) -> Any:
     """Returns an `AutoBridge` for the policy's model, with its weights if it starts from pretrained ones.
 
     Args:
@@ -122,7 +125,7 @@ def with_weights_of(bridge: Any, name: str, *, trust_remote_code: bool) -> Any:
     return type(bridge)(source)
 
 
-def _gradient_accumulation_fusion(cfg: Mapping[str, Any]) -> bool:
+def _gradient_accumulation_fusion(cfg: MegatronConfig) -> bool:
     """Returns whether to fuse gradient accumulation; without the key, if the kernel is installed.
 
     Megatron-Bridge would turn it on with Transformer Engine, which lacks the kernel.
@@ -137,12 +140,12 @@ def _gradient_accumulation_fusion(cfg: Mapping[str, Any]) -> bool:
     return installed if wanted is None else wanted
 
 
-def packs(policy: Mapping[str, Any]) -> bool:
-    """Returns whether the policy's batches are packed; absent means padded."""
-    return "sequence_packing" in policy and policy["sequence_packing"]["enabled"]
+def packs(policy: PolicyConfig) -> bool:
+    """Returns whether the policy's batches are packed."""
+    return policy["sequence_packing"]["enabled"]
 
 
-def _recompute_fields(cfg: Mapping[str, Any]) -> dict[str, Any]:
+def _recompute_fields(cfg: MegatronConfig) -> dict[str, Any]:
     # NeMo-RL's meaning: the recompute keys count only with activation_checkpointing.
     if not cfg["activation_checkpointing"]:
         return {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
@@ -150,7 +153,9 @@ def _recompute_fields(cfg: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {"recompute_granularity": granularity}
     if granularity == "full":
         fields |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-        fields |= {k: cfg[k] for k in ("recompute_method", "recompute_num_layers") if cfg.get(k) is not None}
+        fields |= {
+            k: v for k in ("recompute_method", "recompute_num_layers") if (v := megatron_field(cfg, k)) is not None
+        }
     elif cfg["recompute_modules"] is not None:
         fields["recompute_modules"] = list(cfg["recompute_modules"])
     return fields
@@ -173,7 +178,7 @@ def _converted(key: str, value: Any, provider: Any) -> Any:
     return _dtype_or_same(value) if key.endswith("_dtype") and key != "moe_router_dtype" else value
 
 
-def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
+def model_overrides(policy: PolicyConfig, provider: Any) -> dict[str, Any]:
     """Returns the fields that the recipe sets on Megatron-Bridge's model provider.
 
     Args:
@@ -198,7 +203,7 @@ def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
         "fp16": False,
         "autocast_dtype": dtype,
         "pipeline_dtype": dtype,
-        "mtp_num_layers": cfg.get("mtp_num_layers") or None,
+        "mtp_num_layers": megatron_field(cfg, "mtp_num_layers") or None,
         "use_te_rng_tracker": cfg["cuda_graph_impl"] != "none",
         "seq_length": policy["max_total_sequence_length"],
         "variable_seq_lengths": packs(policy) and cfg["pipeline_model_parallel_size"] > 1,
@@ -253,49 +258,51 @@ def _check_local_layers(provider: Any) -> None:
         )
 
 
-def _agreed(cfg: Mapping[str, Any], needed: Mapping[str, Any], why: str) -> Mapping[str, Any]:
+def _agreed(cfg: MegatronConfig, needed: Mapping[str, Any], why: str) -> Mapping[str, Any]:
     """Returns `needed`, after checking that the recipe does not contradict it.
 
     Raises:
         ValueError: it does.
     """
     for key, value in needed.items():
-        if cfg.get(key) not in (None, value):
+        found = megatron_field(cfg, key)
+        if found not in (None, value):
             raise ValueError(
-                f"policy.megatron_cfg.{key} is {cfg[key]}, but {why} {key} {value}; set it to that or leave it out."
+                f"policy.megatron_cfg.{key} is {found}, but {why} {key} {value}; set it to that or leave it out."
             )
     return needed
 
 
-def _check_features_without_transformer_engine(cfg: Mapping[str, Any]) -> None:
+def _check_features_without_transformer_engine(cfg: MegatronConfig) -> None:
     for key, off in _OFF_WITHOUT_TRANSFORMER_ENGINE.items():
-        if cfg.get(key) not in (None, off):
+        found = megatron_field(cfg, key)
+        if found not in (None, off):
             raise ValueError(
-                f"policy.megatron_cfg.{key} is {str(cfg[key]).lower()}, which needs Transformer Engine, but that is "
+                f"policy.megatron_cfg.{key} is {str(found).lower()}, which needs Transformer Engine, but that is "
                 f"not installed on this GPU machine; install it (extra te), or set {key} to {str(off).lower()}."
             )
 
 
-def _check_named_modules_exist(cfg: Mapping[str, Any], provider: Any, overrides: Mapping[str, Any]) -> None:
+def _check_named_modules_exist(cfg: MegatronConfig, provider: Any, overrides: Mapping[str, Any]) -> None:
     """Checks that the model has the modules to be offloaded or captured, which for a hub model is known only here."""
     freq = overrides["moe_layer_freq"] if "moe_layer_freq" in overrides else provider.moe_layer_freq
     is_moe = provider.num_moe_experts is not None and provider.num_moe_experts > 1 and has_expert_layers(freq)
-    if cfg.get("fine_grained_activation_offloading"):
-        check_modules_fit_model(cfg["offload_modules"], is_moe=is_moe)
+    if cfg["fine_grained_activation_offloading"]:
+        check_modules_fit_model(cfg["offload_modules"] or (), is_moe=is_moe)
     if cfg["cuda_graph_impl"] != "none":
         check_graphs_fit_model(
             cfg["cuda_graph_modules"], has_experts=is_moe, has_dense_mlps=not is_moe or has_dense_layers(freq)
         )
 
 
-def _check_packed_rows_are_not_gathered(policy: Mapping[str, Any], provider: Any, overrides: Mapping[str, Any]) -> None:
+def _check_packed_rows_are_not_gathered(policy: PolicyConfig, provider: Any, overrides: Mapping[str, Any]) -> None:
     """Refuses the allgather dispatcher, perhaps the bridge's or megatron-core's default, with rows that differ."""
     cfg = policy["megatron_cfg"]
     key = "moe_token_dispatcher_type"
     dispatcher = overrides[key] if key in overrides else provider.moe_token_dispatcher_type
     if dispatcher != "allgather" or not packs(policy) or not provider.num_moe_experts:
         return
-    sizes = [cfg[f"{name}_parallel_size"] for name in ("tensor_model", "expert_model", "expert_tensor")]
+    sizes = [megatron_field(cfg, f"{name}_parallel_size") for name in ("tensor_model", "expert_model", "expert_tensor")]
     if cfg["pipeline_model_parallel_size"] > 1 or gathers_different_rows(*sizes):
         raise ValueError(
             f"policy.megatron_cfg.{key} is allgather, which does not support packed rows on a pipeline or of "
@@ -315,7 +322,7 @@ def _provider_of(bridge: Any, *, load_weights: bool) -> Any:
         ) from error
 
 
-def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:
+def make_provider(policy: PolicyConfig, bridge: Any) -> Any:
     """Returns a finalized model provider for the policy.
 
     Raises:
@@ -338,7 +345,7 @@ def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:
     return provider
 
 
-def make_optimizer_config(policy: Mapping[str, Any]) -> OptimizerConfig:
+def make_optimizer_config(policy: PolicyConfig) -> OptimizerConfig:
     """Returns megatron-core's OptimizerConfig for the recipe.
 
     Raises:
@@ -355,14 +362,14 @@ def make_optimizer_config(policy: Mapping[str, Any]) -> OptimizerConfig:
     return OptimizerConfig(**fields)
 
 
-def make_ddp_config(policy: Mapping[str, Any]) -> DistributedDataParallelConfig:
+def make_ddp_config(policy: PolicyConfig) -> DistributedDataParallelConfig:
     """Returns megatron-core's DistributedDataParallelConfig for the recipe."""
     section = policy["megatron_cfg"]["distributed_data_parallel_config"]
     distributed = policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"]
     return DistributedDataParallelConfig(**(dict(section) | {"use_distributed_optimizer": distributed}))
 
 
-def build_configs(policy: Mapping[str, Any]) -> list[str]:
+def build_configs(policy: PolicyConfig) -> list[str]:
     """Build every Megatron config of a recipe, to run Megatron's own checks of them (`validate --deep`).
 
     Returns:

@@ -115,9 +115,8 @@ def test_ids_that_are_no_token_are_no_text():
 
 
 def test_an_engine_of_a_recipe_without_stop_strings_and_bad_words_has_no_tokenizer():
-    assert not needs_tokenizer({"generation": {}})
     assert not needs_tokenizer({"generation": {"stop_strings": None, "bad_words": []}})
-    assert needs_tokenizer({"generation": {"stop_strings": ["a"]}})
+    assert needs_tokenizer({"generation": {"stop_strings": ["a"], "bad_words": None}})
     assert needs_tokenizer({"generation": {"stop_strings": None, "bad_words": ["a"]}})
     generator = TransformersGenerator(
         build_model("tiny", engine_conformance.QWEN3, "float32"),

@@ -7,7 +7,8 @@ from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Tar
 from nemo_offload_rl.worker.early_moves import EarlyMoves
 
 PADDED = {
-    "logprob_batch_size": 4, "max_total_sequence_length": 30, "make_sequence_length_divisible_by": 8, "generation": {}
+    "logprob_batch_size": 4, "max_total_sequence_length": 30, "make_sequence_length_divisible_by": 8, "generation": {},
+    "sequence_packing": {"enabled": False},
 }  # fmt: skip
 PACKED = PADDED | {"sequence_packing": {"enabled": True, "logprob_mb_tokens": 512}}
 
