@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_offload_rl.config.key_table.nemo_rl import OTHER_ALGORITHMS
-from nemo_offload_rl.config.keys.absent_keys import resolve_absent_keys
+from nemo_offload_rl.config.keys.absent_keys import resolve_absent_keys, share_dataset_keys
 from nemo_offload_rl.config.keys.model_overrides import move_model_overrides
 from nemo_offload_rl.config.keys.schema_problems import (
     ABSENT,
@@ -78,7 +78,7 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     upstream_keys = split_upstream_keys(recipe.config)
     spec = ALGORITHMS[algorithm]
     moved = move_model_overrides(upstream_keys.config, spec.schema)
-    found = _Findings(recipe, moved.written_as)
+    found = _Findings(recipe, moved.written_as | share_dataset_keys(upstream_keys.config))
     for path, message in (*upstream_keys.problems, *moved.problems):
         found.add(path, message)
     for path, message in islice(schema_problems(upstream_keys.config, spec.schema), MAX_PROBLEMS + 1):

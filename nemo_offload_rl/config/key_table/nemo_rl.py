@@ -57,13 +57,7 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
         "saving in Hugging Face format while training",
         remedy="run `nemo-offload-rl export CHECKPOINT FOLDER` afterwards",
     ),
-    *(
-        _off(f"data.default.{key}", f"one {key} for training and validation data", _NULL, _KEY_OF_EACH)
-        for key in (
-            *("chosen_key", "data_path", "dataset_name", "input_key", "output_key", "prompt_key", "rejected_key"),
-            *("split", "subset"),
-        )
-    ),
+    _off("data.default.subset", "a subset of a dataset on the hub", _NULL, _FOLDER),
     _off("data.dataset_name", "dataset_name in the section data itself", _NULL, _KEY_OF_EACH),
     _off("data.prompt_file", "a prompt file in the section data itself", _NULL, _IN_DEFAULT),
     _off("data.system_prompt_file", "a system prompt in the section data itself", _NULL, _IN_DEFAULT),

@@ -160,6 +160,12 @@ IF_ABSENT_IN_DATASET: Mapping[str, Mapping[str, Any]] = {
 }
 IF_ABSENT_IN_TRAINING: Mapping[str, Mapping[str, Any]] = {"ResponseDataset": {"seed": 42}}
 
+# Keys of a dataset that `data.default` may hold for all datasets (nemo_rl/data/datasets/utils.py,
+# `update_single_dataset_config`).
+SHARED_DATASET_KEYS = (
+    "dataset_name", "data_path", "split", "input_key", "output_key", "prompt_key", "chosen_key", "rejected_key",
+)  # fmt: skip
+
 # The names of NeMo-RL's environment for math, and its default verifier, where `env.NAME` has no reward of its own.
 MATH_ENVIRONMENTS = ("math", "math_default")
 MATH_VERIFY_IMPL = "hf_math_verify"
@@ -197,6 +203,27 @@ def _if_absent_in_environment(environment: Mapping[str, Any]) -> Mapping[str, An
     if environment.get("math_verify_impl") is not None:
         return IF_ABSENT_WITH_MATH_VERIFY
     return IF_ABSENT_WITH_PYTHON if environment.get("reward") == "python" else {}
+
+
+def share_dataset_keys(config: dict[str, Any]) -> dict[str, str]:
+    """Moves the keys of datasets in `data.default` into the datasets that lack them, as NeMo-RL does.
+
+    Args:
+        config: a recipe's config, modified in place.
+
+    Returns:
+        The path in `data.default` of each moved key, by its path in a dataset.
+    """
+    data = config["data"] if isinstance(config.get("data"), dict) else {}
+    default = data["default"] if isinstance(data.get("default"), dict) else {}
+    shared = {key: default.pop(key) for key in SHARED_DATASET_KEYS if key in default}
+    written_as = {}
+    for role in ("train", "validation"):
+        for path, section in datasets_of(data, role).items():
+            for key in shared.keys() - section.keys():
+                section[key] = copy.deepcopy(shared[key])
+                written_as[f"{path}.{key}"] = f"data.default.{key}"
+    return written_as
 
 
 def resolve_absent_keys(config: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from nemo_offload_rl.config import load
+from nemo_offload_rl.config import RecipeError, load
 from nemo_offload_rl.config.keys.absent_keys import AUTO_SECTIONS, IF_ABSENT, IF_ABSENT_IN, resolve_absent_keys
 from nemo_offload_rl.config.keys.tree import schema_keys
 from nemo_offload_rl.config.schema import DPOMasterConfig, GRPOMasterConfig, SFTMasterConfig
@@ -215,3 +215,15 @@ def test_auto_behind_the_override_of_one_of_its_keys_is_refused(one_problem_of):
 
 def test_what_may_be_auto_is_a_section_that_may_be_absent():
     assert set(AUTO_SECTIONS) <= set(IF_ABSENT)
+
+
+def test_datasets_have_the_keys_of_data_default_that_they_lack():
+    """NeMo-RL fills them in with `update_single_dataset_config`."""
+    default = "+data.default={dataset_name: ResponseDataset, data_path: shared.jsonl, input_key: question}"
+    own = "data.train={_override_: true, data_path: own.jsonl}"
+    data = load(CONFIGS / "sft_tiny_cpu.yaml", [default, own, "data.validation={_override_: true}"]).config["data"]
+    shared = {"dataset_name": "ResponseDataset", "input_key": "question", "output_key": "output"}
+    assert data["train"].items() >= (shared | {"data_path": "own.jsonl"}).items()
+    assert data["validation"] == shared | {"data_path": "shared.jsonl"}
+    with pytest.raises(RecipeError, match=r"data\.default\.dataset_name: 'Nothing' is not supported here"):
+        load(CONFIGS / "sft_tiny_cpu.yaml", [default.replace("ResponseDataset", "Nothing"), own])
