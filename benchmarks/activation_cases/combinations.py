@@ -267,17 +267,8 @@ def several_gpus() -> dict[str, tuple[int, Combination]]:
 
 REFUSED: Mapping[str, Combination] = {
     "attn_proj alone": Combination("tiny_dense", ("attn_proj",)),
-    "expert_fc1 of a dense model": Combination("tiny_dense", ("expert_fc1",)),
-    "moe_act of a dense model": Combination("tiny_dense", ("moe_act",)),
-    "fused_group_mlp with its parts": Combination("tiny_moe", ("fused_group_mlp", "moe_act"), op_fuser=True),
-    "fused_group_mlp without the fuser": Combination("tiny_moe", ("fused_group_mlp",)),
-    "attn_norm with attn captured": Combination("tiny_dense", ("attn_norm",), graphs=("attn",)),
-    "mlp_norm with attn captured": Combination("tiny_dense", ("mlp_norm",), graphs=("attn",)),
-    "mlp_norm with moe_router captured": Combination("tiny_moe", ("mlp_norm",), graphs=("moe_router",)),
     "packed rows with attn captured": Combination("tiny_dense", ATTENTION, graphs=("attn",), packed=True),
     "packed rows with mlp captured": Combination("tiny_dense", ATTENTION, graphs=("mlp",), packed=True),
-    "mlp captured without dense layers": Combination("tiny_moe", EXPERTS, graphs=("attn", "mlp")),
-    "moe_router captured in dense layers": Combination("tiny_dense", ATTENTION, graphs=("moe_router",)),
     "attn captured in rows of 192 tokens": Combination(
         "tiny_dense", ATTENTION, graphs=("attn",), extra=("policy.max_total_sequence_length=192",)
     ),

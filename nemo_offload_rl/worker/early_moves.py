@@ -68,7 +68,7 @@ class EarlyMoves:
 
 def _most_tokens(config: PolicyConfig) -> int:
     """Returns the most tokens of a log-prob micro-batch, padding included; 0 without policy.logprob_batch_size."""
-    if not has_generation(config):
+    if not has_generation(config) or "logprob_batch_size" not in config:
         return 0
     if packs(config):
         return int(config["sequence_packing"][LOGPROB_TOKENS])

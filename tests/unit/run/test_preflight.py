@@ -92,8 +92,8 @@ def test_packed_rows_of_the_longest_sequence_have_to_fit(check, monkeypatch):
 
 def test_activations_of_unknown_sizes_need_a_limit(check):
     message = (
-        rf"cannot be computed \({MEGATRON}.softmax_type is 'learnable', and the plan knows the sizes only "
-        r".*\); give it in policy\.activation_offload\.host_memory_limit_gib\.$"
+        rf"cannot be computed \({MEGATRON}.softmax_type changes the model's sizes in a way that the plan does not know "
+        r"\(found 'learnable'\).*\); give it in policy\.activation_offload\.host_memory_limit_gib\.$"
     )
     with pytest.raises(ValueError, match=message):
         check(*OFFLOAD, UNKNOWN)
@@ -142,12 +142,12 @@ def test_a_models_folder_is_read(check, tmp_path):
     [
         ([], "The config of policy.model_name '.*' has an invalid value: "),
         ({"rms_norm_eps": "x"}, "The config of policy.model_name '.*' has an invalid value: "),
-        ({"num_attention_heads": 0}, "has num_attention_heads 0, which must be at least 1; give policy.hf_config_over"),
+        ({"num_attention_heads": 0}, "The config of policy.model_name '.*' has an invalid value: ZeroDivisionError"),
         (
             {"num_attention_heads": 4, "head_dim": -1},
-            "has head_dim -1, which must be at least 1; give policy.hf_config",
+            "has head_dim -1, but it must be an integer of at least 1; give policy.hf_config",
         ),
-        ({"num_attention_heads": 4, "vocab_size": -1}, "has vocab_size -1, which must be at least 1; give"),
+        ({"num_attention_heads": 4, "vocab_size": -1}, "has vocab_size -1, but it must be an integer of at least 1"),
         ({"intermediate_size": -1}, "has intermediate_size -1, but it must be an integer of at least 1; give"),
     ],
 )
