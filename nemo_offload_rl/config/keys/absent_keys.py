@@ -220,7 +220,7 @@ def share_dataset_keys(config: dict[str, Any]) -> dict[str, str]:
     written_as = {}
     for role in ("train", "validation"):
         for path, section in datasets_of(data, role).items():
-            for key in shared.keys() - section.keys():
+            for key in [key for key, value in shared.items() if value is not None and key not in section]:
                 section[key] = copy.deepcopy(shared[key])
                 written_as[f"{path}.{key}"] = f"data.default.{key}"
     return written_as

@@ -7,6 +7,7 @@ import pytest
 from pydantic import with_config
 
 from nemo_offload_rl.config import check_named_files, load
+from nemo_offload_rl.config.keys.absent_keys import share_dataset_keys
 from nemo_offload_rl.config.keys.schema_problems import schema_problems
 from nemo_offload_rl.config.problems import RecipeError
 from nemo_offload_rl.config.schema.data import PreferenceDataConfig
@@ -37,6 +38,7 @@ def problems_of(train, **further):
     tokens = {"add_bos": True, "add_eos": True, "add_generation_prompt": False}
     data = {"max_input_seq_length": 8, "shuffle": True, "train": train} | tokens | further
     known = split_upstream_keys({"data": data})
+    share_dataset_keys(known.config)
     return [*known.problems, *schema_problems(known.config, Recipe)]
 
 
@@ -69,7 +71,7 @@ def test_keys_of_upstream_are_accepted_where_they_are_off():
         ),
         (RANKED, {"prompt_file": "x"}, "data.prompt_file", "write it into data.default, or into data.train and"),
         (RANKED, {"default": {"env_name": "math"}}, "data.default.env_name", "unknown key"),
-        (RANKED, {"default": {"prompt_key": "p"}}, "data.default.prompt_key", "write it into data.train and"),
+        (RANKED, {"default": {"prompt_key": "p"}}, "data.train.prompt_key", "is a key of dataset_name 'Binary"),
         (RANKED, {"val_data_paths": {"a": "b"}}, "data.val_data_paths", "list the datasets in data.validation"),
         (RANKED, {"add_eos": None}, "data.add_eos", "must be true or false; found null"),
     ],
