@@ -170,7 +170,7 @@ def measure(scale: str, state: str, repeats: int, folder: Path) -> list[dict[str
     exempt_from_gc()  # as a run's rank is
     trial = Trial(worker, SCALES[scale].batch(), folder)
     alone = statistics.median([trial.train() for _ in range(4)][2:])
-    arena = worker.engine.context.arena
+    arena = worker.offloader.context.arena
     before = arena.allocated_bytes
     first = trial.save_beside()
     snapshot_gb = (arena.allocated_bytes - before) / 1e9
@@ -185,7 +185,7 @@ def measure(scale: str, state: str, repeats: int, folder: Path) -> list[dict[str
     gb = trial.written_gb()
     worker.load_checkpoint(str(folder / "policy"))
     is_exact = want is not None and torch.equal(trial.logprobs(), want)
-    link = worker.engine.meter.link
+    link = worker.offloader.meter.link
     bound = None if link is None else snapshot_gb * 1e9 / link.d2h_bytes_per_s
     worker.shutdown()
     shutil.rmtree(folder)

@@ -60,7 +60,7 @@ def policy(layers: int, vocab_size: int) -> dict[str, Any]:
 def save_plainly(worker: MegatronPolicyWorker, folder: Path) -> None:
     """Saves with megatron-core's own strategy."""
     filesystem_async._results_queue = queue.Queue()  # in place of a process that is started for it
-    state = checkpoint.readable_state(worker.state, with_optimizer=True, read=worker.engine.checkpoint_reader())
+    state = checkpoint.readable_state(worker.state, with_optimizer=True, read=worker.offloader.checkpoint_reader())
     dist_checkpointing.save(state, str(folder), content_metadata=checkpoint.METADATA)
     for path in [folder, *folder.rglob("*")]:
         sync(path)

@@ -1,4 +1,4 @@
-"""The residency engine in a plain megatron-core loop: `python examples/bare_megatron.py [--no-offload|--streamed]`."""
+"""The offloader in a plain megatron-core loop: `python examples/bare_megatron.py [--no-offload|--streamed]`."""
 
 import argparse
 
@@ -47,13 +47,13 @@ parser.add_argument("--no-offload", action="store_true")
 parser.add_argument("--streamed", dest="table", action="store_const", const=STREAMED_TABLE, default=DEFAULT_TABLE)
 arguments = parser.parse_args()
 (model, optimizer), tokens = build(), torch.randint(128, (8, 32)).cuda()
-engine = None if arguments.no_offload else attach([model], optimizer, PinnedArena(), table=arguments.table)
+offloader = None if arguments.no_offload else attach([model], optimizer, PinnedArena(), table=arguments.table)
 for step in range(5):
     print(f"step {step}: loss {train_step(model, optimizer, tokens):.9f}")
     for phase in (Phase.REFIT, Phase.GENERATE, Phase.TRAIN):
-        if engine is not None:
-            engine.residency.enter(phase)  # after REFIT weights are sent; after GENERATE the GPU is the generator's
-if engine is not None:
-    print(*(f"{name}: {value:.6f}" for name, value in engine.meter.take_metrics().items()), sep="\n")
-    engine.close()
+        if offloader is not None:
+            offloader.residency.enter(phase)  # after REFIT weights are sent; after GENERATE the GPU is the generator's
+if offloader is not None:
+    print(*(f"{name}: {value:.6f}" for name, value in offloader.meter.take_metrics().items()), sep="\n")
+    offloader.close()
 torch.distributed.destroy_process_group()  # without it gloo's threads abort one exit in forty

@@ -200,7 +200,7 @@ class _Measurement:
         }
 
     def _link(self, moved: Moved, forward_s: float, plain_step_s: float) -> Row:
-        link = measure_link(self._worker.device, self._worker.engine.context.arena)
+        link = measure_link(self._worker.device, self._worker.offloader.context.arena)
         assert link is not None, "there is a GPU, and memory can be page-locked"
         of_micro_batch = moved.moved / moved.num_micro_batches
         bound = figures.link_bound_percent(

@@ -50,7 +50,7 @@ class Peaks:
     """Holds peaks of GPU memory, in bytes.
 
     Attributes:
-        allocated: by torch's allocator, ranges of the residency engine not included.
+        allocated: by torch's allocator, ranges of the offloader not included.
         reserved: by torch's allocator, pools of graphs included.
         driver: all that the driver has given out, by its own count.
     """

@@ -3,7 +3,7 @@
 The points are the ends of layers in forward and backward passes. At each one the host records a CUDA event and torch's
 allocated memory; both follow the order of the stream, so they belong together. `NAME_memory.json` beside the result
 file NAME has a row for each point: `ms` since the step began, `allocated_mib` at the point, and `peak_mib`, the peak
-since the point before. The picture beside it shows `peak_mib`. Ranges of the residency engine, which hold training
+since the point before. The picture beside it shows `peak_mib`. Ranges of the offloader, which hold training
 state, are not included.
 """
 

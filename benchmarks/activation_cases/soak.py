@@ -79,7 +79,7 @@ def memory_mib(worker: MegatronPolicyWorker) -> dict[str, float]:
     """Returns the quantities that must not grow, in MiB."""
     by_torch = int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
     return {
-        "pinned_mib": (worker.engine.context.arena.pinned_bytes + by_torch) / MIB,
+        "pinned_mib": (worker.offloader.context.arena.pinned_bytes + by_torch) / MIB,
         "reserved_mib": torch.cuda.memory_reserved() / MIB,
     }
 

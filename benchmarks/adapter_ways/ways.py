@@ -113,7 +113,7 @@ class Engine(Way):
 
     def arrive(self) -> None:
         """See `Way`."""
-        self.state.engine.residency.require(Target.OPTIMIZER_STATE)
+        self.state.offloader.residency.require(Target.OPTIMIZER_STATE)
 
     def close(self) -> None:
         """See `Way`."""
@@ -122,7 +122,7 @@ class Engine(Way):
     @property
     def pinned_bytes(self) -> int | None:
         """See `Way`."""
-        return self.state.engine.context.arena.pinned_bytes + (_torch_pinned_bytes() or 0)
+        return self.state.offloader.context.arena.pinned_bytes + (_torch_pinned_bytes() or 0)
 
 
 class OursInVerl(Engine, Verl):

@@ -12,7 +12,7 @@ from nemo_offload_rl.model_check.check import ModelCheck
 from nemo_offload_rl.worker import worker as worker_module
 from nemo_offload_rl.worker.checked import CheckedPolicyWorker
 
-_PARTS = ("read_hf_config", "bind_to_gpu", "build", "make_engine", "make_graphs")
+_PARTS = ("read_hf_config", "bind_to_gpu", "build", "make_offloader", "make_graphs")
 """Functions of the worker's module that build a worker."""
 
 
@@ -32,7 +32,7 @@ class MarkedWorker(CheckedPolicyWorker):
             super().__init__(config, rank=rank, local_rank=local_rank, **arguments)
         self._marks = marks
         self._moments = StreamMoments(self.device, marks)
-        self._copies = CopyMarks(self.engine.meter, marks, self._moments)
+        self._copies = CopyMarks(self.offloader.meter, marks, self._moments)
         self._is_first_forward = False
         self.state.model[0].register_forward_pre_hook(self._before_forward)
         marks.watch(self, {verb: verb for verb in ("start_return", "offload_before_refit", "offload_after_refit")})
@@ -89,8 +89,8 @@ class MarkedWorker(CheckedPolicyWorker):
 
 
 class UpstreamWorker(MarkedWorker):
-    """Runs the same worker without the residency engine."""
+    """Runs the same worker without the offloader."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        with mock.patch("nemo_offload_rl.worker.worker.make_engine", UpstreamEngine):
+        with mock.patch("nemo_offload_rl.worker.worker.make_offloader", UpstreamEngine):
             super().__init__(*arguments, **named)

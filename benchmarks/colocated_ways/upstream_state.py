@@ -1,4 +1,4 @@
-"""Replays NeMo-RL's moves of training state around generation, in place of the residency engine.
+"""Replays NeMo-RL's moves of training state around generation, in place of the offloader.
 
 Each method names the method that it replays, all from nemo_rl/models/policy/workers/megatron_policy_worker.py (class
 MegatronPolicyWorkerImpl) at NeMo-RL's commit 001759a9acf020907d76e61ffd27baa9c8ae9a90.
@@ -127,7 +127,7 @@ def _tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class UpstreamEngine:
-    """Takes the place of the worker's residency engine.
+    """Takes the place of the worker's offloader.
 
     Args:
         state: model and optimizer.

@@ -97,8 +97,8 @@ def _measured(worker: MegatronPolicyWorker, case: Case, way: Way, two_way: float
         "optimizer_ms": round((statistics.median(copy_s) if streamed else exposed_s) * 1e3, 1),
         "exposed_ms": round(exposed_s * 1e3, 1),
         "peak_gpu_mib": _peak_mib(worker, "train"),
-        "window_mib": worker.engine.nbytes()[Target.OPTIMIZER_STATE] // MIB if streamed else 0,
-        "host_mib": worker.engine.context.arena.allocated_bytes // MIB,
+        "window_mib": worker.offloader.nbytes()[Target.OPTIMIZER_STATE] // MIB if streamed else 0,
+        "host_mib": worker.offloader.context.arena.allocated_bytes // MIB,
         "share_of_link": None,
         "tokens_per_s": round(case.rows * case.seq_length / step_s),
     }

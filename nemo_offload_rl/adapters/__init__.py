@@ -1,1 +1,1 @@
-"""Adapters that run the residency engine in other trainers; import the module of a trainer by name."""
+"""Adapters that run the residency offloader in other trainers; import the module of a trainer by name."""

@@ -1,4 +1,4 @@
-"""Runs the residency engine in trainers that move each kind of state separately: `adopt(model, optimizer)`."""
+"""Runs the residency offloader in trainers that move each kind of state separately: `adopt(model, optimizer)`."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -11,7 +11,7 @@ from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.numa import gpu_numa_node
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.placement.gpus import torch_pci_bus_id
-from nemo_offload_rl.residency.attach import Engine, attach
+from nemo_offload_rl.residency.attach import Offloader, attach
 from nemo_offload_rl.residency.params_and_grads import Params
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Placement, Table, Target
 
@@ -29,15 +29,15 @@ class AdoptedState:
     that is there already, or that this model does not have, is a no-op.
 
     Args:
-        engine: makes the moves.
-        close_arena: closes the engine's arena; called by `close`, after the engine has released its memory.
+        offloader: makes the moves.
+        close_arena: closes the offloader's arena; called by `close`, after the offloader has released its memory.
 
     Attributes:
-        engine: the residency engine that makes the moves; its `meter` has the measurements.
+        offloader: the residency offloader that makes the moves; its `meter` has the measurements.
     """
 
-    def __init__(self, engine: Engine, close_arena: Callable[[], None] = lambda: None) -> None:
-        self.engine = engine
+    def __init__(self, offloader: Offloader, close_arena: Callable[[], None] = lambda: None) -> None:
+        self.offloader = offloader
         self._close_arena = close_arena
 
     def move_params(self, device: Device) -> None:
@@ -61,14 +61,14 @@ class AdoptedState:
             NoRoomError: one of them could not move; those that had moved in this call are back where they were.
             ResidencyError: CUDA has failed; this process cannot go on.
         """
-        residency, to_host = self.engine.residency, self._is_host(device)
+        residency, to_host = self.offloader.residency, self._is_host(device)
         wanted = {
             target: _placement_off_gpu(target) if to_host else Placement.GPU
             for target in targets
-            if target in self.engine.targets
+            if target in self.offloader.targets
         }
         if to_host and any(residency.where(target) is Placement.GPU for target in wanted):
-            self.engine.meter.give_back_cache()  # before the copies: it waits for every stream
+            self.offloader.meter.give_back_cache()  # before the copies: it waits for every stream
         residency.place(wanted)
         if to_host:
             residency.wait_until_released()
@@ -76,8 +76,8 @@ class AdoptedState:
     @contextlib.contextmanager
     def on_gpu(self, targets: Iterable[Target]) -> Iterator[None]:
         """Bring kinds of state to the GPU for a `with` block, as checkpoints need them, and move them back after it."""
-        residency = self.engine.residency
-        before = {target: residency.where(target) for target in targets if target in self.engine.targets}
+        residency = self.offloader.residency
+        before = {target: residency.where(target) for target in targets if target in self.offloader.targets}
         try:
             self.move("cuda", before)
             for target in before:
@@ -92,7 +92,7 @@ class AdoptedState:
         Returns:
             A copy, if the tensor is in the parameters' ranges; any other tensor itself.
         """
-        params = self.engine.targets[Target.PARAMS]
+        params = self.offloader.targets[Target.PARAMS]
         assert isinstance(params, Params)
         return tensor.clone() if params.flat_buffer.holds(tensor) else tensor
 
@@ -103,10 +103,10 @@ class AdoptedState:
         """
         with preserve_first_error(), contextlib.ExitStack() as stack:
             stack.callback(self._close_arena)
-            stack.callback(self.engine.close)
+            stack.callback(self.offloader.close)
 
     def _is_host(self, device: Device) -> bool:
-        asked, own = torch.device(device), self.engine.context.device
+        asked, own = torch.device(device), self.offloader.context.device
         if asked.type == "cpu":
             return True
         if asked.type != "cuda" or (own.type == "cuda" and asked.index not in (None, own.index)):
@@ -149,8 +149,8 @@ def adopt(
     is_given = arena is not None
     if arena is None:
         arena = PinnedArena(numa_node=_numa_node(next(chunks[0].parameters()).device), huge_pages=True)
-    engine = attach(chunks, optimizer, arena, table=_table(offloaded))
-    return AdoptedState(engine) if is_given else AdoptedState(engine, arena.close)
+    offloader = attach(chunks, optimizer, arena, table=_table(offloaded))
+    return AdoptedState(offloader) if is_given else AdoptedState(offloader, arena.close)
 
 
 def _table(offloaded: Collection[Target]) -> Table:

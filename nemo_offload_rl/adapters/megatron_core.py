@@ -1,4 +1,4 @@
-"""Replaces megatron-core's own offloading methods of a model and an optimizer by moves of the residency engine."""
+"""Replaces megatron-core's own offloading methods of a model and an optimizer by moves of the residency offloader."""
 
 from collections.abc import Sequence
 from typing import Any

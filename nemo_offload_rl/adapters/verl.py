@@ -100,7 +100,7 @@ class RangeOffload(MegatronEngine):
             Target.OPTIMIZER_STATE: ("optimizer_offload", self.is_optimizer_offload_enabled),
         }
         for target, (key, is_offloaded) in switches.items():
-            if target in targets and target in self._adopted().engine.targets and not is_offloaded:
+            if target in targets and target in self._adopted().offloader.targets and not is_offloaded:
                 raise ValueError(
                     f"verl moves {target} to the CPU, but {key} of the engine is false, so the adapter has no host "
                     f"memory for it; set {key}: true, call `to` without it, or {_WITHOUT}."

@@ -88,7 +88,7 @@ def build(
         hf_config: the model's Hugging Face config.
         seed: seed of random weights (`policy.hf_config`), the same on every rank.
         init_optimizer: False for a policy that is only evaluated.
-        streamed: leave it to the residency engine to make masters and moments, in host memory.
+        streamed: leave it to the offloader to make masters and moments, in host memory.
 
     Raises:
         ValueError: megatron-core's own checks refuse the configs.
@@ -200,7 +200,7 @@ def _freeze_router(chunks: list[Any]) -> list[Any]:
 def _settle_dtypes(chunks: list[Any]) -> None:
     """Make routers convert their expert bias back to fp32 now, which they would do in their next forward pass.
 
-    Float16Module has made it bf16. A buffer that gets other memory after the residency engine moved it into a flat
+    Float16Module has made it bf16. A buffer that gets other memory after the offloader moved it into a flat
     buffer would have no reference weights.
     """
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Attaches the engine to a megatron-core model and optimizer; needs no Ray, no recipe and no worker."""
+"""Attaches the offloader to a megatron-core model and optimizer; needs no Ray, no recipe and no worker."""
 
 import contextlib
 import logging
@@ -31,12 +31,12 @@ _HOST = Placement.HOST
 
 
 @dataclass(frozen=True)
-class Engine:
+class Offloader:
     """Moves a model's and an optimizer's state between phases; made by `attach`.
 
     Attributes:
         context: the model, the optimizer and the options that it was made from.
-        hooks: functions that remove the engine's hooks from model and optimizer.
+        hooks: functions that remove the offloader's hooks from model and optimizer.
     """
 
     context: TargetContext
@@ -178,8 +178,8 @@ def attach(
     table: Table = DEFAULT_TABLE,
     options: Options = DEFAULT_OPTIONS,
     ranges: RangeMaker = make_range,
-) -> Engine:
-    """Move the tensors of a model and an optimizer into ranges, and return the engine that moves these.
+) -> Offloader:
+    """Move the tensors of a model and an optimizer into ranges, and return the offloader that moves these.
 
     Call it before the first forward pass, since every view of a parameter or gradient buffer has to be moved, too.
     Parameters, optimizer and its state stay the same objects. Every target that can be on the GPU is there when this
@@ -188,10 +188,10 @@ def attach(
     Args:
         model: the model's chunks, each bare or in megatron-core's DistributedDataParallel.
         optimizer: megatron-core's, or a torch optimizer; None if nothing is trained.
-        arena: provides the host memory; engines may share it. Without a GPU the moves are made between two places of
+        arena: provides the host memory; offloaders may share it. Without a GPU the moves are made between two places of
             host memory.
         table: where each target lives in each phase.
-        options: options of the engine.
+        options: options of the offloader.
         ranges: makes the ranges that hold the tensors.
 
     Raises:
@@ -213,10 +213,10 @@ def attach(
         residency = context.residency
         undo.pop_all()
     meter.give_back_cache()  # the last target's old memory
-    engine = Engine(context, guard(residency, model, optimizer))
-    sizes = ", ".join(f"{target} {nbytes / GIB:.2f} GiB" for target, nbytes in engine.nbytes().items())
+    offloader = Offloader(context, guard(residency, model, optimizer))
+    sizes = ", ".join(f"{target} {nbytes / GIB:.2f} GiB" for target, nbytes in offloader.nbytes().items())
     logger.info("residency: %s; set up in %.2f s", sizes, time.perf_counter() - start)
-    return engine
+    return offloader
 
 
 def needed_host_bytes(

@@ -1,4 +1,4 @@
-"""Provides what targets are made from: a model, an optimizer, a device, and the engine's tools."""
+"""Provides what targets are made from: a model, an optimizer, a device, and the offloader's tools."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ from nemo_offload_rl.residency.transfer import Mover
 
 @dataclass(frozen=True)
 class Options:
-    """Holds the options of the engine.
+    """Holds the options of the offloader.
 
     Attributes:
         pinned_optimizer_state: whether to page-lock the host memory of optimizer state; False copies it through the
             staging ring, slowly, and page-locks only that ring.
         verify: whether to compare checksums of all data that leaves the GPU and comes back.
-        with_reference: whether to keep a copy of the present weights, for `Engine.reference`.
+        with_reference: whether to keep a copy of the present weights, for `Offloader.reference`.
         stream_window_bytes: GPU memory that streamed optimizer state passes through.
         generator_bytes: free GPU memory that is enough for a generator in another process, in a refit and while it
             generates; None if it is not known (see `Residency`).
@@ -54,7 +54,7 @@ class TargetContext:
         optimizer: megatron-core's, or one of torch's; None if nothing is trained.
         arena: provides the host memory.
         table: where each target lives in each phase.
-        options: how the engine works.
+        options: how the offloader works.
         ranges: makes the ranges.
         targets: the targets that have been made, in the order of `TARGETS`.
     """

@@ -269,7 +269,7 @@ def _move_in(entry: BufferEntry, buffer_slice: BufferSlice) -> None:
     if others:
         raise ValueError(
             f"{buffer_slice.name} is also referenced by {others} tensors or graphs that could not be found and that "
-            "would keep using its old memory after a move; attach the engine before the first forward pass, and "
+            "would keep using its old memory after a move; attach the offloader before the first forward pass, and "
             "keep no views of parameters or buffers."
         )
     if entry.storage.resizable():

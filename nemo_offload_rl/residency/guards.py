@@ -84,7 +84,7 @@ def _guard_methods(residency: Residency, optimizer: Any) -> Iterator[Undo]:
 
 
 def _unguard(part: Any, name: str, guarded: Callable[..., Any]) -> None:
-    if vars(part).get(name) is guarded:  # an engine that is closed twice leaves a later engine's guards
+    if vars(part).get(name) is guarded:  # an offloader that is closed twice leaves a later offloader's guards
         delattr(part, name)
 
 

@@ -92,7 +92,7 @@ def tensors_by_storage(storages: Iterable[torch.UntypedStorage]) -> dict[int, li
 
     megatron-core keeps views of a DDP buffer in parameters, `main_grad`, buckets and optimizer groups; the garbage
     collector knows all of them, and those of future versions. Storages are compared, and not addresses: new memory may
-    get the address that a tensor of a closed engine still has.
+    get the address that a tensor of a closed offloader still has.
 
     Objects that `gc.freeze` has hidden, as vLLM does in its process, are unfrozen if views are missing: the collector
     does not list them.

@@ -223,7 +223,7 @@ class Residency:
         if Placement.STREAMED in self._targets[target].placements:
             raise ResidencyError(
                 f"{target} is streamed from the host, so its tensors hold no values here; access them inside of `with "
-                "engine.streamed_state_on_host():`, or read each by the function that engine.checkpoint_reader() "
+                "offloader.streamed_state_on_host():`, or read each by the function that offloader.checkpoint_reader() "
                 "returns."
             )
         self.require(target)

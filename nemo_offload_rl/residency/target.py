@@ -1,4 +1,4 @@
-"""Defines the protocols that the engine requires of a target and of its moves, and their errors."""
+"""Defines the protocols that the offloader requires of a target and of its moves, and their errors."""
 
 from typing import Protocol
 

@@ -14,7 +14,7 @@ from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.streams import Waits
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.plan import OffloadPlan
-from nemo_offload_rl.residency.attach import Engine
+from nemo_offload_rl.residency.attach import Offloader
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +34,14 @@ class Activations:
     Args:
         state: the model, on its device.
         plan: the recipe's offload plan.
-        engine: the residency engine, whose pinned arena allocates the host memory.
+        offloader: the residency offloader, whose pinned arena allocates the host memory.
         nbytes: size of that memory.
 
     Raises:
         ValueError: megatron-core is of a version that this was not tested with.
     """
 
-    def __init__(self, state: TrainingState, plan: OffloadPlan, engine: Engine, nbytes: int) -> None:
+    def __init__(self, state: TrainingState, plan: OffloadPlan, offloader: Offloader, nbytes: int) -> None:
         self.offloader: ActivationOffloader | None = None
         self._num_steps = 0  # training steps that have offloaded
         if plan.activations is None or state.optimizer is None:  # a policy without an optimizer never trains
@@ -49,8 +49,8 @@ class Activations:
         self._strict = plan.activations.strict
         activation_offload.require_tested_version()
         device = next(state.model[0].parameters()).device
-        self._arena = engine.context.arena
-        self._link = engine.meter.link
+        self._arena = offloader.context.arena
+        self._link = offloader.meter.link
         self._segment = self._arena.allocate("activations", nbytes) if nbytes else None
         if self._segment is not None and not self._segment.pinned:
             logger.warning(

@@ -13,32 +13,32 @@ from nemo_offload_rl.mcore.checkpoint.host_snapshot import HostSnapshot
 from nemo_offload_rl.mcore.checkpoint.save_plans import PlanEverySave, ReusePlans, SavePlanning
 from nemo_offload_rl.mcore.model.model_config import parallel_sizes
 from nemo_offload_rl.mcore.patches.object_collectives import make_group, objects_through
-from nemo_offload_rl.residency.attach import Engine
+from nemo_offload_rl.residency.attach import Offloader
 from nemo_offload_rl.residency.table import Placement, Target
 from nemo_offload_rl.storage.checksum import FileSum
 
 
 class PolicyCheckpoints:
-    """Writes and reads the training state, whether the residency engine has it on the GPU or on the host.
+    """Writes and reads the training state, whether the residency offloader has it on the GPU or on the host.
 
     Args:
         state: the rank's training state.
-        engine: the residency engine, which knows where the state is.
+        offloader: the residency offloader, which knows where the state is.
         config: the recipe's policy.megatron_cfg, in its resolved form.
     """
 
-    def __init__(self, state: TrainingState, engine: Engine, config: MegatronConfig) -> None:
+    def __init__(self, state: TrainingState, offloader: Offloader, config: MegatronConfig) -> None:
         self._state = state
-        self._engine = engine
+        self._offloader = offloader
         self._sizes = parallel_sizes(config)
         reuses_plans = config["checkpoint"]["ckpt_assume_constant_structure"]
         self._plans: SavePlanning = ReusePlans() if reuses_plans else PlanEverySave()
-        self._snapshot = HostSnapshot(engine.context.arena, engine.context.device)
+        self._snapshot = HostSnapshot(offloader.context.arena, offloader.context.device)
         self._under_way: BackgroundSave | None = None
 
     def save(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
         """Write the state into a folder that holds nothing yet; collective. See `checkpoint.save`."""
-        read = self._engine.checkpoint_reader()  # state on the host is read there
+        read = self._offloader.checkpoint_reader()  # state on the host is read there
         return checkpoint.save(
             self._state, Path(folder), self._sizes, with_optimizer=save_optimizer, read=read, plans=self._plans
         )
@@ -46,12 +46,12 @@ class PolicyCheckpoints:
     def start(self, folder: str, save_optimizer: bool) -> None:
         """Start to write the current state; `finish` completes the checkpoint; collective. See `start_save`.
 
-        Optimizer state is moved to its own host memory, where the residency engine would offload it anyway, and is
+        Optimizer state is moved to its own host memory, where the residency offloader would offload it anyway, and is
         read there, so that no second copy is made. All other state is copied. Both run while megatron-core plans, and
         have ended when this returns.
         """
         assert self._under_way is None, "a checkpoint is being written"
-        residency = self._engine.residency
+        residency = self._offloader.residency
         if save_optimizer and self._can_offload_optimizer_state():
             residency.place({Target.OPTIMIZER_STATE: Placement.HOST})
         lent: set[int] = set()
@@ -61,7 +61,7 @@ class PolicyCheckpoints:
                 Path(folder),
                 self._sizes,
                 with_optimizer=save_optimizer,
-                read=self._engine.checkpoint_reader(lent),
+                read=self._offloader.checkpoint_reader(lent),
                 plans=self._plans,
                 snapshot=self._snapshot,
                 lent=lent,
@@ -82,20 +82,20 @@ class PolicyCheckpoints:
         assert self._under_way is not None, "no checkpoint is being written"
         save, self._under_way = self._under_way, None
         save.wait()
-        self._engine.residency.take_back(Target.OPTIMIZER_STATE)
+        self._offloader.residency.take_back(Target.OPTIMIZER_STATE)
         with objects_through(self._host_group):
             return save.finish()
 
     def load(self, folder: str) -> None:
         """Read a checkpoint that `save` or `start` wrote; collective. See `checkpoint.load`."""
         assert self._under_way is None, "a checkpoint is being written"
-        self._engine.load_all_to_gpu()
+        self._offloader.load_all_to_gpu()
         has_optimizer = self._state.optimizer is not None
-        with self._engine.streamed_state_on_host():
+        with self._offloader.streamed_state_on_host():
             checkpoint.load(self._state, Path(folder), self._sizes, with_optimizer=has_optimizer)
-        self._engine.adopt_new_tensors()
+        self._offloader.adopt_new_tensors()
         # The loaded tensors were allocated there; a generation engine that was built meanwhile may be awake.
-        self._engine.meter.give_back_cache()
+        self._offloader.meter.give_back_cache()
 
     def close(self) -> None:
         """Wait for this rank's files of a checkpoint under way, which stays unfinished, and release the host memory."""
@@ -110,7 +110,7 @@ class PolicyCheckpoints:
         return make_group()
 
     def _can_offload_optimizer_state(self) -> bool:
-        state = self._engine.targets.get(Target.OPTIMIZER_STATE)
+        state = self._offloader.targets.get(Target.OPTIMIZER_STATE)
         if state is None or state.needs_gpu_to_save:
             return False
         return Placement.HOST in state.placements

@@ -40,9 +40,9 @@ from nemo_offload_rl.worker.activations import Activations
 from nemo_offload_rl.worker.batching import MicroBatcher
 from nemo_offload_rl.worker.checkpoints import PolicyCheckpoints
 from nemo_offload_rl.worker.early_moves import EarlyMoves
-from nemo_offload_rl.worker.engine import bind_to_gpu, make_engine, make_graphs
 from nemo_offload_rl.worker.gpu_peaks import GpuPeaks
 from nemo_offload_rl.worker.logprob_passes import logprob_passes
+from nemo_offload_rl.worker.offloader import bind_to_gpu, make_graphs, make_offloader
 from nemo_offload_rl.worker.rank_metrics import mean
 from nemo_offload_rl.worker.skipped_steps import SkippedSteps
 
@@ -67,7 +67,7 @@ class MegatronPolicyWorker:
 
     Attributes:
         state: the model and its optimizer, for inspection.
-        engine: the residency engine, which moves them between GPU and host.
+        offloader: moves them between GPU and host.
         batcher: cuts batches into micro-batches.
 
     Raises:
@@ -115,7 +115,7 @@ class MegatronPolicyWorker:
             self.state: Final = build(config, hf_config, seed=seed, init_optimizer=init_optimizer, streamed=streamed)
             undo.callback(self.state.close)
             nbytes = plan.activation_bytes[parallel.mpu.get_pipeline_model_parallel_rank()]
-            self.engine: Final = make_engine(
+            self.offloader: Final = make_offloader(
                 self.state,
                 offload,
                 node=binding.node,
@@ -123,20 +123,20 @@ class MegatronPolicyWorker:
                 fixed_bytes={ACTIVATIONS: nbytes},
                 generator_bytes=plan.generator_bytes,
             )
-            undo.callback(self.engine.close)
-            self.activations = Activations(self.state, offload, self.engine, nbytes)
+            undo.callback(self.offloader.close)
+            self.activations = Activations(self.state, offload, self.offloader, nbytes)
             undo.callback(self.activations.close)
-            self.graphs = make_graphs(self.state, self.engine, self.activations.offloader)
+            self.graphs = make_graphs(self.state, self.offloader, self.activations.offloader)
             undo.pop_all()
-        self.residency = self.engine.residency
-        self._checkpoints = PolicyCheckpoints(self.state, self.engine, config["megatron_cfg"])
+        self.residency = self.offloader.residency
+        self._checkpoints = PolicyCheckpoints(self.state, self.offloader, config["megatron_cfg"])
         self.batcher: Final = MicroBatcher(config, self.device)
         self._early = EarlyMoves(self.residency, config, offload)
         self._passes = logprob_passes(config, self.state)
         per_layer = config["megatron_cfg"]["moe_per_layer_logging"]
         self._aux_losses = AuxLosses(self.state.config, per_layer=per_layer, device=self.device)
         self._skipped = SkippedSteps(config["max_skipped_steps"])
-        self._peaks = GpuPeaks(lambda: self.engine.mapped_bytes)
+        self._peaks = GpuPeaks(lambda: self.offloader.mapped_bytes)
         self._param_gather = ParamGather(self.state.model)
         size = int(config["refit_buffer_size_gb"] * GIB)
         self._hf_weights = HfWeights(self.state.bridge, self.state.model, self.state.vocab_size)
@@ -263,7 +263,7 @@ class MegatronPolicyWorker:
         Raises:
             ValueError: the worker was built without reference weights.
         """
-        reference = self.engine.reference
+        reference = self.offloader.reference
         if reference is None:
             raise ValueError("This policy has no reference weights; build it with init_reference_model=True.")
         self.prepare_for_lp_inference()
@@ -412,12 +412,18 @@ class MegatronPolicyWorker:
 
     def residency_metrics(self) -> dict[str, float]:
         """Returns the measurements of moves that have ended since the last call; see residency/metrics.py."""
-        moves = self.engine.meter.take_metrics() | self.activations.metrics() | metrics(self.state.optimizer)
+        moves = self.offloader.meter.take_metrics() | self.activations.metrics() | metrics(self.state.optimizer)
         return moves | self._weight_export.take_metrics()
 
     def shutdown(self) -> None:
         """Release all memory and leave the process groups; the worker cannot be used afterwards."""
         with preserve_first_error(), contextlib.ExitStack() as stack:  # runs from last to first, even if some raise
-            last = (parallel.destroy, self._stream.close, self.state.close, self.engine.context.arena.close)
-            for end in (*last, self.engine.close, self.activations.close, self._checkpoints.close, self.graphs.delete):
+            last = (parallel.destroy, self._stream.close, self.state.close, self.offloader.context.arena.close)
+            for end in (
+                *last,
+                self.offloader.close,
+                self.activations.close,
+                self._checkpoints.close,
+                self.graphs.delete,
+            ):
                 stack.callback(end)

@@ -1,4 +1,4 @@
-"""Provides models in training for the engine to move, without megatron-core."""
+"""Provides models in training for the offloader to move, without megatron-core."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nemo_offload_rl.residency.attach import Engine
+from nemo_offload_rl.residency.attach import Offloader
 from nemo_offload_rl.residency.optimizer_state import state_tensors
 from nemo_offload_rl.residency.table import Phase, Target
 
@@ -83,16 +83,16 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
     assert not different, f"{len(different)} of {len(wanted)} differ: {different}"
 
 
-def run_steps(job: Job, num_steps: int, engine: Engine | None = None) -> list[float]:
+def run_steps(job: Job, num_steps: int, offloader: Offloader | None = None) -> list[float]:
     losses = []
     for step in range(num_steps):
         losses.append(job.step(step))
-        if engine is not None:
+        if offloader is not None:
             for phase in CYCLE:
-                engine.residency.enter(phase)
+                offloader.residency.enter(phase)
     return losses
 
 
-def enter_and_require(engine: Engine) -> None:
-    engine.residency.enter(Phase.TRAIN)
-    engine.residency.require(Target.OPTIMIZER_STATE)
+def enter_and_require(offloader: Offloader) -> None:
+    offloader.residency.enter(Phase.TRAIN)
+    offloader.residency.require(Target.OPTIMIZER_STATE)

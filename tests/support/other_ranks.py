@@ -143,7 +143,7 @@ def _shards(worker: Any) -> dict[tuple[str, int], Shard]:
     """Returns this rank's part of the distributed optimizers' state; nothing of other optimizers."""
     from megatron.core import parallel_state as mpu
 
-    read = worker.engine.checkpoint_reader()
+    read = worker.offloader.checkpoint_reader()
     name_of = {id(param): name for name, param in worker.state.parameters()}
     shards = {}
     for optimizer in worker.state.optimizer.chained_optimizers:

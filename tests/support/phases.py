@@ -162,7 +162,7 @@ def saved_between_steps(
         torch.use_deterministic_algorithms(False)
     if offload:
         assert worker.residency.where(Target.PARAMS) is Placement.HOST
-        assert worker.engine.mapped_bytes == 0  # saving moved nothing to the GPU
+        assert worker.offloader.mapped_bytes == 0  # saving moved nothing to the GPU
     after = run_steps(worker, 2, visit_phases=offload)
     return checkpoint_entries(folder), after
 

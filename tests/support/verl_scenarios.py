@@ -200,7 +200,7 @@ def bytes_left(engine: Any) -> int:
     """Returns the bytes of parameters and gradients (with ranges, also of optimizer state) left on the GPU."""
     state = getattr(engine, "_state", None)
     if state is not None:
-        return state.engine.mapped_bytes
+        return state.offloader.mapped_bytes
     buffers = engine.module[0].buffers
     held = (data for one in buffers for data in (one.param_data, one.grad_data) if data is not None)
     return sum(data.untyped_storage().nbytes() for data in held)
@@ -212,7 +212,7 @@ def steps(way: str, num_steps: int = 10, **changes: Any) -> dict[str, Any]:
     reports = [step(engine, seed) for seed in range(num_steps)]
     with engine.train_mode():
         if way == "ours":
-            engine._state.engine.residency.require(Target.OPTIMIZER_STATE)
+            engine._state.offloader.residency.require(Target.OPTIMIZER_STATE)
         state = sums(iter(engine.job.everything().items()))
     left = engine.lefts
     if way == "ours":
@@ -264,7 +264,7 @@ def exported_memory() -> list[str]:
     """Returns the exported weights that live in ranges, of which there should be none."""
     engine = engine_of("ours")
     weights, _ = engine.get_per_tensor_param()
-    params = engine._state.engine.targets[Target.PARAMS]
+    params = engine._state.offloader.targets[Target.PARAMS]
     found = [name for name, weight in weights if params.flat_buffer.holds(weight)]
     engine._state.close()
     return found
@@ -279,7 +279,7 @@ def reference_policy() -> dict[str, Any]:
         with engine.eval_mode():
             logits = engine.job.logits(0)
         found[way] = sums(iter([("logits", logits)]))
-    found["left"] = engine._state.engine.mapped_bytes
+    found["left"] = engine._state.offloader.mapped_bytes
     engine._state.close()
     return found
 
@@ -300,9 +300,9 @@ def checkpoint() -> dict[str, Any]:
             torch.use_deterministic_algorithms(False)
             if way == "ours":
                 found["where"] = {
-                    str(target): str(engine._state.engine.residency.where(target))
+                    str(target): str(engine._state.offloader.residency.where(target))
                     for target in Target
-                    if target in engine._state.engine.targets
+                    if target in engine._state.offloader.targets
                 }
             entries[way] = {
                 f"{part}: {name}": data
@@ -314,7 +314,7 @@ def checkpoint() -> dict[str, Any]:
                 engine._state.close()
         loaded = engine_of("ours")
         loaded.load_checkpoint(str(Path(folder) / "resident"))
-        found["loaded is away"] = loaded._state.engine.residency.where(Target.PARAMS) is Placement.HOST
+        found["loaded is away"] = loaded._state.offloader.residency.where(Target.PARAMS) is Placement.HOST
         found["loaded"] = sums(loaded.get_per_tensor_param()[0])
         loaded._state.close()
     found["resident"] = reports["saved"]
@@ -347,8 +347,8 @@ def kept_state() -> dict[str, Any]:
         with pytest.raises(ValueError) as caught:  # noqa: PT011  (the test reads the message)
             engine.to("cpu")
         found[key] = str(caught.value)
-        residency = engine._state.engine.residency
-        found[f"{key}: where"] = sorted({str(residency.where(target)) for target in engine._state.engine.targets})
+        residency = engine._state.offloader.residency
+        found[f"{key}: where"] = sorted({str(residency.where(target)) for target in engine._state.offloader.targets})
         engine._state.close()
     return found
 

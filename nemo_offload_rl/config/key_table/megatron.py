@@ -180,7 +180,7 @@ _FIXED = (
     *_fixed(
         DDP,
         "nccl_ub disable_symmetric_registration",
-        "registers buffers with NCCL, which the residency engine moves into memory of its own: they would take the "
+        "registers buffers with NCCL, which the offloader moves into memory of its own: they would take the "
         "memory twice, and NCCL would use none of it",
         _OFF,
     ),

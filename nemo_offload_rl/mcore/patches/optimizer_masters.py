@@ -15,7 +15,7 @@ from nemo_offload_rl.residency.streamed.placeholder import placeholder
 
 
 class _MastersWithoutMemory(TorchFunctionMode):
-    """Makes `parameter.clone().float()` return a placeholder, which the residency engine fills on the host."""
+    """Makes `parameter.clone().float()` return a placeholder, which the offloader fills on the host."""
 
     def __torch_function__(
         self,

@@ -123,7 +123,7 @@ class StreamedState:
         window: the window that they share.
         mover: maps and unmaps it.
         ways_back: functions that undo the changes to the optimizers.
-        context: the engine's context.
+        context: the offloader's context.
     """
 
     placements = frozenset({Placement.STREAMED, Placement.HOST})

@@ -44,7 +44,7 @@ def adopted():
 
 
 def placements(state: AdoptedState) -> dict[Target, Placement]:
-    return {target: state.engine.residency.where(target) for target in state.engine.targets}
+    return {target: state.offloader.residency.where(target) for target in state.offloader.targets}
 
 
 def moments(job: Job) -> dict[str, torch.Tensor]:
@@ -61,10 +61,10 @@ def test_steps_between_moves_of_single_targets_are_bit_equal_to_none(adopted, mo
         assert job.step(step) == wanted
         state.move_optimizer("cpu")
         state.move_params("cpu")
-        assert state.engine.mapped_bytes == 0
+        assert state.offloader.mapped_bytes == 0
         state.move_params(torch.device("cuda"))
         state.move_optimizer("cuda")
-    state.engine.residency.require(Target.OPTIMIZER_STATE)
+    state.offloader.residency.require(Target.OPTIMIZER_STATE)
     assert_equal(job.everything(), plain.everything())
 
 
@@ -85,7 +85,7 @@ def test_a_kind_that_the_model_does_not_have_is_left_alone(adopted):
     state.move_grads("cpu")  # in plain torch, gradients are not in buffers
     state.move("cpu", ALL)
     assert Target.GRADS not in placements(state)
-    assert state.engine.mapped_bytes == 0
+    assert state.offloader.mapped_bytes == 0
 
 
 def test_state_that_is_away_is_on_the_gpu_for_a_checkpoint_and_away_again_after_it(adopted):
@@ -207,7 +207,7 @@ def test_what_loads_optimizer_state_waits_for_it_and_refuses_while_it_is_away(ad
         assert_equal(moments(job), wanted)
         state.move_optimizer("cpu")
         state.move_optimizer("cuda")
-        state.engine.residency.require(Target.OPTIMIZER_STATE)
+        state.offloader.residency.require(Target.OPTIMIZER_STATE)
 
 
 def test_what_is_not_to_be_offloaded_takes_no_host_memory_and_stays(adopted):
@@ -215,11 +215,11 @@ def test_what_is_not_to_be_offloaded_takes_no_host_memory_and_stays(adopted):
     arena = PinnedArena()
     state = adopt(job.model, job.optimizer, arena, offloaded=[Target.PARAMS])
     job.step(0)
-    assert arena.allocated_bytes < 1.1 * state.engine.nbytes()[Target.PARAMS]
+    assert arena.allocated_bytes < 1.1 * state.offloader.nbytes()[Target.PARAMS]
     with pytest.raises(ValueError, match="optimizer_state does not support placement host"):
         state.move_optimizer("cpu")
     state.move_params("cpu")
-    assert state.engine.mapped_bytes == 0
+    assert state.offloader.mapped_bytes == 0
     state.close()
 
 
@@ -232,7 +232,7 @@ def test_closing_leaves_others_in_a_given_arena_alone():
         states[0].close()
         states[1].move("cuda", ALL)
         second.step(1)
-        states[1].engine.residency.require(Target.OPTIMIZER_STATE)
+        states[1].offloader.residency.require(Target.OPTIMIZER_STATE)
         plain.step(0)
         plain.step(1)
         assert_equal(second.everything(), plain.everything())
@@ -242,7 +242,7 @@ def test_closing_leaves_others_in_a_given_arena_alone():
 
 def test_closing_closes_an_arena_of_its_own_which_finds_leaks():
     state = adopt(make_job().model, None)
-    state.engine.context.arena.allocate("forgotten", 100)
+    state.offloader.context.arena.allocate("forgotten", 100)
     with pytest.raises(LeakError, match=r"forgotten \(100 bytes\)"):
         state.close()
     assert PinnedArena.live_bytes() == 0

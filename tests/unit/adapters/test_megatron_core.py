@@ -60,10 +60,10 @@ def test_steps_with_offloading_between_are_bit_equal_to_none(rank, monkeypatch, 
         found.append(job.step(seed))
         moves = way(job)
         next(moves)
-        where = state.engine.residency.where
+        where = state.offloader.residency.where
         assert where(Target.OPTIMIZER_STATE) is Placement.HOST
         assert where(Target.GRADS) is Placement.DROPPED
-        left = {name for name, target in state.engine.targets.items() if target.mapped_bytes}
+        left = {name for name, target in state.offloader.targets.items() if target.mapped_bytes}
         assert left == (set() if where(Target.PARAMS) is Placement.HOST else {Target.PARAMS})
         next(moves, None)
     assert found == wanted
@@ -82,7 +82,7 @@ def test_what_is_loaded_right_behind_the_start_of_the_return_stays(rank, monkeyp
     with pytest.raises(ResidencyError, match=AWAY):
         job.optimizer.load_state_dict(copy.deepcopy(saved))
     job.optimizer.restore_from_cpu()
-    state.engine.residency.require(Target.OPTIMIZER_STATE)
+    state.offloader.residency.require(Target.OPTIMIZER_STATE)
     assert_equal(job.optimizer_state(), before)
     job.optimizer.offload_to_cpu()
     job.optimizer.restore_from_cpu()
@@ -90,7 +90,7 @@ def test_what_is_loaded_right_behind_the_start_of_the_return_stays(rank, monkeyp
     assert_equal(job.optimizer_state(), wanted)
     job.optimizer.offload_to_cpu()
     job.optimizer.restore_from_cpu()
-    state.engine.residency.require(Target.OPTIMIZER_STATE)
+    state.offloader.residency.require(Target.OPTIMIZER_STATE)
     assert_equal(job.optimizer_state(), wanted)
     state.close()
 
@@ -184,7 +184,7 @@ def test_gradients_alone_come_back_zeroed(rank):
     address = grads.data_ptr()
     assert grads.any()
     job.model.offload_grad_buffers(synchronize=False, empty_cache=False)
-    assert state.engine.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
+    assert state.offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
     job.model.restore_grad_buffers(synchronize=False)
     assert not grads.any()
     assert job.model.buffers[0].grad_data.data_ptr() == address
@@ -195,5 +195,5 @@ def test_a_model_without_an_optimizer_has_its_parameters_moved(rank):
     job = tiny_megatron(forward_only=True)
     state = adopt_own_methods([job.model], None, PinnedArena())
     state.move_params("cpu")
-    assert state.engine.mapped_bytes == 0
+    assert state.offloader.mapped_bytes == 0
     state.close()

@@ -141,8 +141,8 @@ def rank():
 
 
 def where(worker: Any) -> dict[str, str]:
-    residency = worker._adopted.engine.residency
-    return {str(target): str(residency.where(target)) for target in worker._adopted.engine.targets}
+    residency = worker._adopted.offloader.residency
+    return {str(target): str(residency.where(target)) for target in worker._adopted.offloader.targets}
 
 
 def steps(worker: Any, num_steps: int = 10) -> list[Any]:
@@ -166,7 +166,7 @@ def test_ten_steps_equal_those_without_any_moves(adapter, rank, monkeypatch, for
     worker = adapter.RangeOffload(offload_optimizer_for_logprob=for_logprob)
     assert steps(worker) == plain
     assert where(worker) == {"params": "host", "grads": "dropped", "optimizer_state": "host"}
-    assert worker._adopted.engine.mapped_bytes == 0
+    assert worker._adopted.offloader.mapped_bytes == 0
     assert worker.own_moves == ["model cpu", "model cuda"]  # the moves while it was built
     worker._adopted.close()
 
@@ -246,7 +246,8 @@ def test_optimizer_state_that_never_leaves_takes_no_host_memory(adapter, rank):
         worker = adapter.RangeOffload(**settings)
         worker.offload_after_refit()
         assert where(worker) == {"params": "host", "grads": "dropped", "optimizer_state": "gpu"}
-        assert worker._adopted.engine.context.arena.allocated_bytes < 1.1 * worker._adopted.engine.nbytes()["params"]
+        offloader = worker._adopted.offloader
+        assert offloader.context.arena.allocated_bytes < 1.1 * offloader.nbytes()["params"]
         worker.prepare_for_training()
         worker._adopted.close()
 
@@ -267,13 +268,13 @@ def test_another_model_moves_in_nemo_rls_own_way(adapter, rank):
     inference_model = torch.nn.Linear(1, 1)
     assert worker.move_model(inference_model, "cpu") is inference_model
     assert worker.own_moves[-1] == "model cpu"
-    assert worker._adopted.engine.residency.where(Target.PARAMS) is Placement.GPU
+    assert worker._adopted.offloader.residency.where(Target.PARAMS) is Placement.GPU
     worker._adopted.close()
 
 
 def test_sglang_gets_memory_that_it_can_open(adapter, rank):
     worker = adapter.RangeOffload()
-    params = worker._adopted.engine.targets[Target.PARAMS].flat_buffer
+    params = worker._adopted.offloader.targets[Target.PARAMS].flat_buffer
     (bucket,) = worker._iter_sglang_hf_weight_buckets(target_precision="bf16")
     for (name, tensor), (wanted, parameter) in zip(bucket, worker.model.named_parameters(), strict=True):
         assert name == wanted

@@ -344,7 +344,7 @@ def test_state_that_is_read_on_the_host_is_not_written_over(make_worker, tmp_pat
 def test_optimizer_state_is_read_from_its_own_host_memory_and_all_else_is_copied_once(make_worker, tmp_path):
     worker = make_worker()
     train(worker, [0])
-    arena = worker.engine.context.arena
+    arena = worker.offloader.context.arena
     before = arena.allocated_bytes
     worker.start_checkpoint(str(tmp_path / "step_1"), save_optimizer=True)
     taken = arena.allocated_bytes - before

@@ -112,7 +112,7 @@ def test_nothing_that_was_saved_is_held_until_the_next_garbage_collection(make_w
         host = torch.from_numpy(memory)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return host.copy_(tensor.detach())
 
-    monkeypatch.setattr(type(worker.engine), "checkpoint_reader", lambda _: read)
+    monkeypatch.setattr(type(worker.offloader), "checkpoint_reader", lambda _: read)
     gc.collect()
     gc.disable()
     try:

@@ -127,11 +127,11 @@ def test_phases_move_the_gpus_share_alone(make_worker, fraction):
     worker = make_worker(offloading(policy_of(fraction)))
     (optimizer,) = cpu_optimizers(worker.state.optimizer)
     on_gpu = sum(p.numel() for _, p in worker.state.parameters()) - optimizer.num_on_cpu
-    assert worker.engine.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(12 * on_gpu, rel=0.02)
+    assert worker.offloader.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(12 * on_gpu, rel=0.02)
     places = [(entry.master.tensor.data_ptr(), entry.grad.tensor.data_ptr()) for entry in optimizer._parts[0].params]
     assert run_steps(worker, 4, visit_phases=True) == plain
     worker.offload_after_refit()
-    assert worker.engine.mapped_bytes == 0
+    assert worker.offloader.mapped_bytes == 0
     now = [(entry.master.tensor.data_ptr(), entry.grad.tensor.data_ptr()) for entry in optimizer._parts[0].params]
     assert now == places
 
@@ -139,7 +139,7 @@ def test_phases_move_the_gpus_share_alone(make_worker, fraction):
 def test_masters_that_megatron_core_keeps_on_the_gpu_leave_too(make_worker):
     worker = make_worker(offloading(policy_of(1.0, aware=False)))
     count = sum(p.numel() for _, p in worker.state.parameters())
-    assert worker.engine.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(4 * count, rel=0.02)
+    assert worker.offloader.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(4 * count, rel=0.02)
     plain = run_steps(make_worker(policy_of(1.0, aware=False)), 3, visit_phases=False)
     assert run_steps(make_worker(offloading(policy_of(1.0, aware=False))), 3, visit_phases=True) == plain
 
@@ -165,7 +165,7 @@ def test_its_host_memory_is_in_the_budget_before_any_is_taken(make_worker):
 def test_its_host_memory_is_given_back(make_worker):
     worker = make_worker(policy_of(0.5))
     (optimizer,) = cpu_optimizers(worker.state.optimizer)
-    assert worker.engine.context.arena.allocated_bytes >= optimizer.host_bytes > 0
+    assert worker.offloader.context.arena.allocated_bytes >= optimizer.host_bytes > 0
     steps(worker, 1)
     worker.shutdown()
     assert PinnedArena.live_bytes() == 0

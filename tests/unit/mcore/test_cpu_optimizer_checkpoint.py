@@ -81,7 +81,7 @@ def test_remainders_of_masters_are_read(make_worker, tmp_path, monkeypatch):
         param, master = masters[id(tensor)]
         return split_masters(master, param)
 
-    monkeypatch.setattr(type(worker.engine), "checkpoint_reader", lambda _: as_remainders)
+    monkeypatch.setattr(type(worker.offloader), "checkpoint_reader", lambda _: as_remainders)
     save(worker, tmp_path / "policy")
     monkeypatch.undo()
     saved = FileSystemReader(str(tmp_path / "policy")).read_metadata().state_dict_metadata

@@ -82,7 +82,7 @@ def graphed(make_worker, stand_in):
             config,
             worker.state.optimizer,
             warmup_steps=WARMUP_STEPS,
-            settle=worker.engine.load_all_to_gpu,
+            settle=worker.offloader.load_all_to_gpu,
         )
 
     return make

@@ -110,7 +110,7 @@ def test_where_everything_is(make_worker):
     worker = make_worker(offloading(policy_of("half"), verify=False))
     (optimizer,) = cpu_optimizers(worker.state.optimizer)
     count = sum(p.numel() for _, p in worker.state.parameters())
-    assert worker.engine.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(
+    assert worker.offloader.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(
         12 * (count - optimizer.num_on_cpu), rel=0.02
     )
     on_cpu = [entry for part in optimizer._parts for entry in part.params]
@@ -118,8 +118,8 @@ def test_where_everything_is(make_worker):
     assert all(entry.master.tensor.is_pinned() for entry in on_cpu)
     run_steps(worker, 2, visit_phases=True)
     worker.offload_after_refit()
-    assert worker.engine.mapped_bytes == 0
-    assert worker.engine.context.arena.pinned_bytes >= optimizer.host_bytes
+    assert worker.offloader.mapped_bytes == 0
+    assert worker.offloader.context.arena.pinned_bytes >= optimizer.host_bytes
 
 
 @pytest.mark.parametrize("way", ["half", "whole", "half, masters on the GPU"])

@@ -176,7 +176,7 @@ def test_streamed_optimizer_state_changes_no_number(make_worker, monkeypatch):
     policy = policy_of("dense", ["attn", "mlp"]) | {"offload_optimizer_for_refit": True}
     policy["residency"] |= {"table": {"train": {"optimizer_state": "streamed"}}, "stream_window_mib": 8}
     worker = make_worker(policy)
-    assert sum(step.num_chunks for step in worker.engine.targets[Target.OPTIMIZER_STATE].steps) > 8
+    assert sum(step.num_chunks for step in worker.offloader.targets[Target.OPTIMIZER_STATE].steps) > 8
     delay_moves(monkeypatch, seconds=0.001)
     assert run_steps(worker, visit_phases=True) == plain
     assert worker.graphs.num_captures == 1

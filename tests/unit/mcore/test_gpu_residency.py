@@ -1,4 +1,4 @@
-"""Tests the residency engine on a CUDA GPU: equal numbers, and memory that the driver counts as free."""
+"""Tests the offloader on a CUDA GPU: equal numbers, and memory that the driver counts as free."""
 
 import os
 
@@ -58,7 +58,7 @@ def test_twenty_steps_with_all_phases_between_are_bit_equal_to_none(make_worker,
     assert isinstance(inner, torch.optim.AdamW) == ("torch_adamw" in kind)
     delay(monkeypatch)
     assert run_steps(worker, 20, visit_phases=True) == plain
-    assert isinstance(worker.engine.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges[0].range, VirtualRange)
+    assert isinstance(worker.offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges[0].range, VirtualRange)
 
 
 def test_the_pageable_way_changes_no_number_either(make_worker, monkeypatch):
@@ -71,7 +71,7 @@ def test_a_missing_wait_would_show(make_worker, monkeypatch):
     plain = run_steps(make_worker(policy_of("fused_adam", monkeypatch)), 2, visit_phases=False)
     worker = make_worker(offloading(policy_of("fused_adam", monkeypatch)))
     delay_moves(monkeypatch, seconds=2.0)
-    for remove in worker.engine.hooks:
+    for remove in worker.offloader.hooks:
         remove()
     assert run_steps(worker, 2, visit_phases=True) != plain
 
@@ -84,7 +84,7 @@ def test_staging_carries_what_cannot_be_page_locked(make_worker, monkeypatch):
 
     monkeypatch.setattr(CudaPageLocker, "lock", refuse)
     worker = make_worker(offloading(policy_of("fused_adam", monkeypatch), verify=True), init_reference_model=True)
-    assert not worker.engine.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges[0].host.pinned
+    assert not worker.offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges[0].host.pinned
     assert run_steps(worker, 3, visit_phases=True) == plain
     bits = checksums(worker)
     worker.get_reference_policy_logprobs(random_batch(4), mbs=2)
@@ -98,7 +98,7 @@ def test_the_driver_gets_back_what_left(make_worker, monkeypatch, kind):
     run_steps(worker, 2, visit_phases=True)
     worker.prepare_for_training()
     worker.residency.require(Target.OPTIMIZER_STATE)
-    sizes = worker.engine.nbytes()
+    sizes = worker.offloader.nbytes()
     count = sum(p.numel() for _, p in worker.state.parameters())
     per_parameter = 10 if kind == "precision_aware" else 12
     assert sizes[Target.OPTIMIZER_STATE] == pytest.approx(per_parameter * count, rel=0.02)

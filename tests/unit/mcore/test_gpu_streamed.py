@@ -48,7 +48,7 @@ def policy_of(kind, monkeypatch, *, streamed=True, verify=False):
 
 
 def state_of(worker):
-    return worker.engine.targets[Target.OPTIMIZER_STATE]
+    return worker.offloader.targets[Target.OPTIMIZER_STATE]
 
 
 def delay_stream(stream, monkeypatch, *, seconds):
@@ -120,7 +120,7 @@ def test_the_gpu_never_holds_more_of_it_than_the_window(make_worker, monkeypatch
         worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
         worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
         peak = torch.cuda.max_memory_allocated()
-        sizes = worker.engine.nbytes()
+        sizes = worker.offloader.nbytes()
         torch.cuda.synchronize()
         return peak, sizes, worker
 
@@ -134,7 +134,7 @@ def test_the_gpu_never_holds_more_of_it_than_the_window(make_worker, monkeypatch
     assert peak < 2.2 * (sizes[Target.PARAMS] + sizes[Target.GRADS]) + resident_sizes[Target.OPTIMIZER_STATE] / 2
     before = torch.cuda.mem_get_info()[0]
     worker.offload_after_refit()
-    assert worker.engine.mapped_bytes == 0
+    assert worker.offloader.mapped_bytes == 0
     assert torch.cuda.mem_get_info()[0] > before
 
 
@@ -187,7 +187,7 @@ def test_staging_carries_what_cannot_be_page_locked(make_worker, monkeypatch):
 
     monkeypatch.setattr(CudaPageLocker, "lock", refuse)
     worker = make_worker(policy_of("fused_adam", monkeypatch, verify=True))
-    assert worker.engine.context.arena.pinned_bytes == 0
+    assert worker.offloader.context.arena.pinned_bytes == 0
     assert run_steps(worker, 3, visit_phases=True) == plain
 
 
@@ -220,7 +220,7 @@ def test_a_step_that_is_skipped_moves_nothing_back(make_worker, monkeypatch):
     worker = make_worker(policy_of("fused_adam", monkeypatch) | {"max_skipped_steps": 1})
     run_steps(worker, 1, visit_phases=False)
     bits = checksums(worker)
-    read = worker.engine.checkpoint_reader()
+    read = worker.offloader.checkpoint_reader()
     inner = worker.state.optimizer.chained_optimizers[0].optimizer
     before = [read(value).clone() for state in inner.state.values() for value in state.values() if value.dim()]
     worker.train(random_batch(8), nan_loss, gbs=8, mbs=2)
@@ -247,4 +247,4 @@ def test_the_window_alone_comes_and_goes(make_worker, monkeypatch):
     assert "refit/optimizer_state/gb" not in metrics
     worker.residency.enter(Phase.GENERATE)
     assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
-    assert worker.engine.mapped_bytes == 0
+    assert worker.offloader.mapped_bytes == 0

@@ -1,4 +1,4 @@
-"""The residency engine on two ranks, over NCCL, in every layout; numbers compare exactly.
+"""The offloader on two ranks, over NCCL, in every layout; numbers compare exactly.
 
 Each rank has a GPU, or both share the only one (see `support.ranks`).
 """

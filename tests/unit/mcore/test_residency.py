@@ -1,4 +1,4 @@
-"""Tests the residency engine under a worker: numbers, checkpoints and memory, without a GPU."""
+"""Tests the offloader under a worker: numbers, checkpoints and memory, without a GPU."""
 
 import signal
 import threading
@@ -108,7 +108,7 @@ def test_a_copy_that_fails_beside_other_work_is_an_error_of_the_next_phase(make_
     policy = offloading(policy_of("bf16"), verify=False)
     policy["generation"] = GENERATION
     worker = make_worker(policy)
-    mover = worker.engine.context.mover
+    mover = worker.offloader.context.mover
 
     def fail(backed, chunk):
         monkeypatch.undo()
@@ -129,7 +129,7 @@ def test_the_pageable_way_changes_no_number_either(make_worker, plain_bf16):
 def test_a_missing_wait_would_show(make_worker, monkeypatch, plain_bf16):
     """Checks that the test above can fail: without the wait before the optimizer's step, the numbers differ."""
     worker = make_worker(offloading(policy_of("bf16"), verify=False))
-    for remove in worker.engine.hooks:
+    for remove in worker.offloader.hooks:
         remove()
     run_steps(worker, 1, visit_phases=True)
     inner = worker.state.optimizer.chained_optimizers[0].optimizer
@@ -151,17 +151,17 @@ def test_a_missing_wait_would_show(make_worker, monkeypatch, plain_bf16):
 def test_masters_and_moments_leave_and_what_the_model_shares_stays(make_worker):
     worker = make_worker(offloading(policy_of("bf16")))
     count = sum(p.numel() for _, p in worker.state.parameters())
-    sizes = worker.engine.nbytes()
+    sizes = worker.offloader.nbytes()
     assert sizes[Target.OPTIMIZER_STATE] == pytest.approx(12 * count, rel=0.02)
     worker.offload_after_refit()
-    assert worker.engine.mapped_bytes == 0
+    assert worker.offloader.mapped_bytes == 0
     assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
     worker.prepare_for_training()
     worker.residency.require(Target.OPTIMIZER_STATE)
-    assert worker.engine.mapped_bytes == sum(sizes.values())
+    assert worker.offloader.mapped_bytes == sum(sizes.values())
 
     worker = make_worker(offloading(policy_of("fp32")))
-    assert worker.engine.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(8 * count, rel=0.02)
+    assert worker.offloader.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(8 * count, rel=0.02)
 
 
 def test_objects_and_addresses_stay(make_worker):
@@ -214,14 +214,14 @@ def test_reference_weights_are_swapped_in_and_out(make_worker):
     assert torch.equal(worker.get_reference_policy_logprobs(data, mbs=2)["reference_logprobs"], start)
     assert checksums(worker) == bits
     assert torch.equal(worker.get_logprobs(data, mbs=2)["logprobs"], trained)
-    with pytest.raises(RuntimeError, match="on purpose"), worker.engine.reference.swapped_in():
+    with pytest.raises(RuntimeError, match="on purpose"), worker.offloader.reference.swapped_in():
         raise RuntimeError("on purpose")
     assert checksums(worker) == bits
 
 
 def failing_copies(worker, monkeypatch, *, number, lasts):
     """Makes one copy to the GPU fail, `number` copies from now, or that one and all later ones."""
-    mover, done = worker.engine.context.mover, []
+    mover, done = worker.offloader.context.mover, []
     copy_back = mover._copy_back
 
     def copy_or_fail(backed, chunk):
@@ -276,7 +276,7 @@ def test_weights_that_a_swap_has_lost_are_refused_by_every_verb(make_worker, mon
 
 def test_a_worker_that_used_staging_buffers_may_be_shut_down_twice(make_worker):
     worker = make_worker(offloading(policy_of("bf16")))
-    with worker.engine.context.mover._ring(worker.engine.context.mover._out):
+    with worker.offloader.context.mover._ring(worker.offloader.context.mover._out):
         pass
     worker.shutdown()
     assert PinnedArena.live_bytes() == 0
@@ -296,14 +296,16 @@ def test_a_single_cell_of_the_table_can_be_overridden(make_worker):
     worker = make_worker(offloading(policy_of("bf16"), table={"generate": {"params": "keep"}}))
     worker.offload_after_refit()
     assert worker.residency.where(Target.PARAMS) is Placement.GPU
-    assert worker.engine.mapped_bytes == worker.engine.nbytes()[Target.PARAMS]
-    assert worker.engine.targets[Target.PARAMS].flat_buffer.backed_ranges[0].host is None  # so it uses no host memory
+    assert worker.offloader.mapped_bytes == worker.offloader.nbytes()[Target.PARAMS]
+    assert (
+        worker.offloader.targets[Target.PARAMS].flat_buffer.backed_ranges[0].host is None
+    )  # so it uses no host memory
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_too_little_host_memory_is_refused_before_anything_is_pinned(make_worker, pinned):
     worker = make_worker(offloading(policy_of("bf16"), pinned=pinned))
-    sizes = worker.engine.nbytes()
+    sizes = worker.offloader.nbytes()
     worker.shutdown()
     params_alone = (sizes[Target.PARAMS] + sizes[Target.OPTIMIZER_STATE] / 2) / 2**30
     with pytest.raises(HostBudgetError, match="host_memory_limit_gib"):

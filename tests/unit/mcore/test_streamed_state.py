@@ -47,7 +47,7 @@ def test_steps_are_bit_equal_to_those_with_resident_state(make_worker, monkeypat
     num_sleeps = delay_compute(monkeypatch)
     plain = run_steps(make_worker(policy_of(kind, streamed=False)), 3, visit_phases=False)
     worker = make_worker(policy_of(kind))
-    num_chunks = sum(step.num_chunks for step in worker.engine.targets[Target.OPTIMIZER_STATE].steps)
+    num_chunks = sum(step.num_chunks for step in worker.offloader.targets[Target.OPTIMIZER_STATE].steps)
     assert num_chunks > 4
     num_sleeps.clear()
     assert run_steps(worker, 3, visit_phases=True) == plain
@@ -67,19 +67,19 @@ def test_activations_may_be_offloaded_beside_it(make_worker, monkeypatch):
 def test_nothing_of_the_state_is_ever_made_on_the_device(make_worker):
     worker = make_worker(policy_of("bf16"))
     count = sum(p.numel() for _, p in worker.state.parameters())
-    state = worker.engine.targets[Target.OPTIMIZER_STATE]
+    state = worker.offloader.targets[Target.OPTIMIZER_STATE]
     assert state.host_nbytes == pytest.approx(12 * count, rel=0.03)
     (inner,) = (part.optimizer for part in worker.state.optimizer.chained_optimizers)
     tensors = [p for group in inner.param_groups for p in group["params"]]
     tensors += [value for values in inner.state.values() for value in values.values() if value.dim()]
     assert len(tensors) == 3 * len(inner.state)
     assert all(has_no_memory(tensor) for tensor in tensors)
-    assert worker.engine.nbytes()[Target.OPTIMIZER_STATE] == 2**20
+    assert worker.offloader.nbytes()[Target.OPTIMIZER_STATE] == 2**20
     worker.prepare_for_training()
     worker.residency.require(Target.OPTIMIZER_STATE)
-    assert worker.engine.mapped_bytes == sum(worker.engine.nbytes().values())
+    assert worker.offloader.mapped_bytes == sum(worker.offloader.nbytes().values())
     worker.offload_after_refit()
-    assert worker.engine.mapped_bytes == 0
+    assert worker.offloader.mapped_bytes == 0
 
 
 def test_masters_that_megatron_core_makes_have_no_memory():
@@ -110,7 +110,7 @@ def test_checkpoints_are_those_of_resident_state_and_load_into_streamed_state(ma
     assert differing(checkpoint_entries(tmp_path / "resident"), checkpoint_entries(tmp_path / "streamed")) == []
     run_steps(worker, 1, visit_phases=True)
     worker.prepare_for_training()
-    worker.engine.prefetch_streamed_state()  # the window's contents are stale then
+    worker.offloader.prefetch_streamed_state()  # the window's contents are stale then
     worker.load_checkpoint(str(tmp_path / "resident"))
     assert run_steps(worker, 2, visit_phases=True) == wanted
 
@@ -154,7 +154,7 @@ def test_after_a_step_that_failed_in_the_middle_every_verb_is_refused(make_worke
     worker = make_worker(policy_of("bf16"))
     data = random_batch(8)
     worker.train(data, NLLLoss(), gbs=8, mbs=2)
-    copies = worker.engine.targets[Target.OPTIMIZER_STATE].window.copies
+    copies = worker.offloader.targets[Target.OPTIMIZER_STATE].window.copies
 
     def fail(*_):
         raise RuntimeError("the link is down")
@@ -185,7 +185,7 @@ def errors_of_a_chain(rank, world_size, ports):
     policy["megatron_cfg"]["expert_model_parallel_size"] = 2
     worker, data = worker_of_rank(policy, rank, world_size, ports[0]), random_batch(8)
     worker.train(data, NLLLoss(), gbs=16, mbs=2)
-    state, said = worker.engine.targets[Target.OPTIMIZER_STATE], []
+    state, said = worker.offloader.targets[Target.OPTIMIZER_STATE], []
     assert len(state.steps) == 2
     of_experts, to_gpu = [one.segment for one in state.steps[1]._arrays], state.window.copies.to_gpu
 
@@ -221,7 +221,7 @@ def test_the_window_alone_comes_and_goes(make_worker):
     worker = make_worker(policy_of("bf16"))
     run_steps(worker, 2, visit_phases=True)
     metrics = worker.residency_metrics()
-    nbytes = worker.engine.targets[Target.OPTIMIZER_STATE].host_nbytes
+    nbytes = worker.offloader.targets[Target.OPTIMIZER_STATE].host_nbytes
     assert metrics["train/optimizer_state/gb"] == pytest.approx(2 * 2 * nbytes / 1e9)
     assert "refit/optimizer_state/gb" not in metrics
     assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST

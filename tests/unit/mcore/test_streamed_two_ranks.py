@@ -28,7 +28,7 @@ def run(layout: str, rank: int, world_size: int, port: int, *, streamed: bool) -
         worker = worker_of_rank(policy, rank, world_size, port)
     torch.set_num_threads(1)
     reports = run_steps(worker, 3, visit_phases=streamed)
-    steps = worker.engine.targets[Target.OPTIMIZER_STATE].steps if streamed else []
+    steps = worker.offloader.targets[Target.OPTIMIZER_STATE].steps if streamed else []
     worker.shutdown()
     return reports, sum(step.num_chunks for step in steps)
 

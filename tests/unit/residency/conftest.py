@@ -1,4 +1,4 @@
-"""Provides engines attached to jobs, and checks that they free all host memory."""
+"""Provides offloaders attached to jobs, and checks that they free all host memory."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from support.jobs import Job
 from support.ranges import small_chunks
 
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.residency.attach import Engine, attach
+from nemo_offload_rl.residency.attach import Offloader, attach
 from nemo_offload_rl.residency.context import Options
 
 
@@ -22,19 +22,19 @@ def no_leak() -> Iterator[None]:
 
 
 @pytest.fixture
-def engines(no_leak) -> Iterator[Callable[..., Engine]]:
-    """Attaches engines to jobs; closes them when the test ends and checks that they freed everything."""
-    made: list[Engine] = []
+def offloaders(no_leak) -> Iterator[Callable[..., Offloader]]:
+    """Attaches offloaders to jobs; closes them when the test ends and checks that they freed everything."""
+    made: list[Offloader] = []
     torch.set_num_threads(1)
     arena = PinnedArena()
 
-    def make(job: Job, ranges: Callable = small_chunks, **options: bool) -> Engine:
+    def make(job: Job, ranges: Callable = small_chunks, **options: bool) -> Offloader:
         made.append(attach([job.model], job.optimizer, arena, options=Options(**options), ranges=ranges))
         return made[-1]
 
     yield make
-    for engine in made:
-        engine.close()
-        assert engine.mapped_bytes == 0
+    for offloader in made:
+        offloader.close()
+        assert offloader.mapped_bytes == 0
     assert arena.allocated_bytes == 0
     arena.close()

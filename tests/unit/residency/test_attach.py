@@ -1,4 +1,4 @@
-"""Tests the whole engine on plain torch models and optimizers, between two places of host memory."""
+"""Tests the whole offloader on plain torch models and optimizers, between two places of host memory."""
 
 import copy
 import dataclasses
@@ -26,7 +26,7 @@ from support.ranges import Trouble, small_chunks
 
 from nemo_offload_rl.memory.gpu_range import make_range
 from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
-from nemo_offload_rl.residency.attach import Engine, attach, needed_host_bytes
+from nemo_offload_rl.residency.attach import Offloader, attach, needed_host_bytes
 from nemo_offload_rl.residency.context import Options
 from nemo_offload_rl.residency.flat_buffer import BufferEntry, CorruptedTransferError, FlatBuffer, FlatBufferTarget
 from nemo_offload_rl.residency.metrics import MemoryNow, Meter
@@ -41,175 +41,177 @@ pytestmark = pytest.mark.usefixtures("no_leak")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_with_masters"])
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd, amsgrad])
-def test_training_with_all_phases_between_is_bit_equal_to_training_without(engines, make_optimizer, dtype):
+def test_training_with_all_phases_between_is_bit_equal_to_training_without(offloaders, make_optimizer, dtype):
     plain = make_job(make_optimizer, dtype)
     wanted = run_steps(plain, 20)
     job = make_job(make_optimizer, dtype)
-    engine = engines(job, verify=True)
-    assert run_steps(job, 20, engine) == wanted
-    engine.residency.require(Target.OPTIMIZER_STATE)
+    offloader = offloaders(job, verify=True)
+    assert run_steps(job, 20, offloader) == wanted
+    offloader.residency.require(Target.OPTIMIZER_STATE)
     assert_equal(job.everything(), plain.everything())
     assert wanted[-1] < wanted[0]
 
 
-def test_what_a_target_has_left_is_given_back_before_the_next_one_moves(engines, monkeypatch):
+def test_what_a_target_has_left_is_given_back_before_the_next_one_moves(offloaders, monkeypatch):
     calls = []
     monkeypatch.setattr(Meter, "give_back_cache", lambda _: calls.append("give back"))
     add = FlatBuffer.add
     monkeypatch.setattr(FlatBuffer, "add", lambda self, entries: (calls.append("move"), add(self, entries))[1])
-    engines(make_job())
+    offloaders(make_job())
     kinds = [kind for kind, _ in itertools.groupby(calls)]
     assert calls.count("move") > 1
     assert kinds.count("move") == calls.count("move")
     assert calls[-1] == "give back"
 
 
-def test_objects_and_addresses_stay(engines):
+def test_objects_and_addresses_stay(offloaders):
     job = make_job()
-    engine = engines(job)
+    offloader = offloaders(job)
     parameters = {name: place for name, place in job.places().items() if name in dict(job.model.named_parameters())}
-    run_steps(job, 1, engine)  # the step created its moments, which moved into a range when they were offloaded
+    run_steps(job, 1, offloader)  # the step created its moments, which moved into a range when they were offloaded
     places = job.places()
     assert parameters.items() <= places.items()
-    run_steps(job, 3, engine)
+    run_steps(job, 3, offloader)
     assert job.places() == places
 
 
-def test_a_step_that_follows_late_arrivals_waits_for_them(engines):
+def test_a_step_that_follows_late_arrivals_waits_for_them(offloaders):
     plain, job, trouble = make_job(), make_job(), Trouble()
-    engine = engines(job, ranges=trouble)
+    offloader = offloaders(job, ranges=trouble)
     wanted = run_steps(plain, 4)
     trouble.delay_s = 0.02
-    assert run_steps(job, 4, engine) == wanted
-    engine.residency.require(Target.OPTIMIZER_STATE)
+    assert run_steps(job, 4, offloader) == wanted
+    offloader.residency.require(Target.OPTIMIZER_STATE)
     assert_equal(job.everything(), plain.everything())
 
 
-def test_the_delay_would_show_a_missing_wait(engines):
+def test_the_delay_would_show_a_missing_wait(offloaders):
     plain, job, trouble = make_job(), make_job(), Trouble()
-    engine = engines(job, ranges=trouble)
-    for remove in engine.hooks:  # the hooks require the state before it is used
+    offloader = offloaders(job, ranges=trouble)
+    for remove in offloader.hooks:  # the hooks require the state before it is used
         remove()
     trouble.delay_s = 0.1
-    run_steps(job, 2, engine)
+    run_steps(job, 2, offloader)
     run_steps(plain, 2)
-    engine.residency.require(Target.OPTIMIZER_STATE)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
     found, wanted = job.everything(), plain.everything()
     assert any(not torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_entering_train_does_not_wait_for_the_optimizer_state(engines):
+def test_entering_train_does_not_wait_for_the_optimizer_state(offloaders):
     job, trouble = make_job(), Trouble()
-    engine = engines(job, ranges=trouble)
-    run_steps(job, 1, engine)
-    engine.residency.enter(Phase.REFIT)
-    engine.residency.wait_until_released()
+    offloader = offloaders(job, ranges=trouble)
+    run_steps(job, 1, offloader)
+    offloader.residency.enter(Phase.REFIT)
+    offloader.residency.wait_until_released()
     num_chunks = sum(
-        len(backed.range.chunks) for backed in engine.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges
+        len(backed.range.chunks) for backed in offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges
     )
     trouble.delay_s = 0.1
     start = time.perf_counter()
-    engine.residency.enter(Phase.TRAIN)
+    offloader.residency.enter(Phase.TRAIN)
     entered = time.perf_counter() - start
-    engine.residency.require(Target.OPTIMIZER_STATE)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
     required = time.perf_counter() - start
     assert required >= num_chunks * trouble.delay_s
     assert entered < required / 2
 
 
-def test_memory_is_really_given_back_in_generate(engines):
+def test_memory_is_really_given_back_in_generate(offloaders):
     job = make_job(num_layers=16)
-    engine = engines(job)
-    run_steps(job, 1, engine)
-    engine.residency.require(Target.OPTIMIZER_STATE)
-    nbytes = sum(flat_buffer.nbytes for flat_buffer in engine.targets.values())
+    offloader = offloaders(job)
+    run_steps(job, 1, offloader)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
+    nbytes = sum(flat_buffer.nbytes for flat_buffer in offloader.targets.values())
     assert nbytes > 48 * 2**20
-    assert engine.mapped_bytes == nbytes
+    assert offloader.mapped_bytes == nbytes
     before = psutil.Process().memory_info().rss
-    engine.residency.enter(Phase.GENERATE)
-    assert engine.mapped_bytes == 0
+    offloader.residency.enter(Phase.GENERATE)
+    assert offloader.mapped_bytes == 0
     assert before - psutil.Process().memory_info().rss > 0.9 * nbytes
-    engine.residency.enter(Phase.TRAIN)
-    engine.residency.require(Target.OPTIMIZER_STATE)
-    assert engine.mapped_bytes == nbytes
+    offloader.residency.enter(Phase.TRAIN)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
+    assert offloader.mapped_bytes == nbytes
 
 
-def test_the_host_side_is_as_large_as_the_state(engines):
+def test_the_host_side_is_as_large_as_the_state(offloaders):
     job = make_job(num_layers=16)
-    engine = engines(job)
-    run_steps(job, 1, engine)
+    offloader = offloaders(job)
+    run_steps(job, 1, offloader)
     moments = sum(t.nbytes for name, t in state_tensors(job.optimizer, CPU) if not name.startswith("master"))
-    held = [backed.host.mapped_bytes for backed in engine.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges]
+    held = [backed.host.mapped_bytes for backed in offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges]
     assert moments <= sum(held) <= 1.01 * moments
 
 
-def generating(engines, job: Job, trouble: Trouble) -> tuple[Engine, dict[str, torch.Tensor]]:
-    """Returns an engine in GENERATE after a step, and copies of everything from before."""
-    engine = engines(job, ranges=trouble)
-    run_steps(job, 2, engine)
-    engine.residency.require(Target.OPTIMIZER_STATE)
+def generating(offloaders, job: Job, trouble: Trouble) -> tuple[Offloader, dict[str, torch.Tensor]]:
+    """Returns an offloader in GENERATE after a step, and copies of everything from before."""
+    offloader = offloaders(job, ranges=trouble)
+    run_steps(job, 2, offloader)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
     wanted = job.everything()
-    engine.residency.enter(Phase.GENERATE)
-    return engine, wanted
+    offloader.residency.enter(Phase.GENERATE)
+    return offloader, wanted
 
 
 @pytest.mark.parametrize("chunk", [0, 1])
-def test_params_that_find_no_memory_leave_everything_where_it_was(engines, chunk):
+def test_params_that_find_no_memory_leave_everything_where_it_was(offloaders, chunk):
     job, trouble = make_job(), Trouble()
-    engine, wanted = generating(engines, job, trouble)
+    offloader, wanted = generating(offloaders, job, trouble)
     trouble.chunks_left = chunk
     with pytest.raises(ResidencyError) as raised:
-        engine.residency.enter(Phase.TRAIN)
+        offloader.residency.enter(Phase.TRAIN)
     message = str(raised.value)
     assert message.startswith("Cannot move params to the GPU for phase train: out of memory for 0.")
     (tensor,) = re.findall(r"out of memory for 0\.(\S+)", message)
     assert tensor in dict(job.model.named_parameters())
-    assert engine.residency.phase is Phase.GENERATE
-    assert engine.residency.where(Target.PARAMS) is engine.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
-    assert engine.mapped_bytes == 0
+    assert offloader.residency.phase is Phase.GENERATE
+    assert (
+        offloader.residency.where(Target.PARAMS) is offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+    )
+    assert offloader.mapped_bytes == 0
     trouble.chunks_left = None
-    engine.residency.enter(Phase.TRAIN)
-    engine.residency.require(Target.OPTIMIZER_STATE)
+    offloader.residency.enter(Phase.TRAIN)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
     assert_equal(job.everything(), wanted)
 
 
-def test_optimizer_state_that_finds_no_memory_is_told_at_the_step_and_can_come_later(engines):
+def test_optimizer_state_that_finds_no_memory_is_told_at_the_step_and_can_come_later(offloaders):
     plain = make_job()
     run_steps(plain, 2)
     job, trouble = make_job(), Trouble()
-    engine, _ = generating(engines, job, trouble)
+    offloader, _ = generating(offloaders, job, trouble)
     num_param_chunks = sum(
-        len(backed.range.chunks) for backed in engine.targets[Target.PARAMS].flat_buffer.backed_ranges
+        len(backed.range.chunks) for backed in offloader.targets[Target.PARAMS].flat_buffer.backed_ranges
     )
     trouble.chunks_left = num_param_chunks + 1
-    engine.residency.enter(Phase.TRAIN)
+    offloader.residency.enter(Phase.TRAIN)
     with pytest.raises(
         ResidencyError, match=r"^Cannot move optimizer_state to the GPU .* out of memory for exp_avg(_sq)?\[0\.\d+\]"
     ):
         job.step(2)
-    assert engine.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
-    assert engine.targets[Target.OPTIMIZER_STATE].flat_buffer.mapped_bytes == 0
+    assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+    assert offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.mapped_bytes == 0
     job.model.load_state_dict(plain.model.state_dict())  # the failed step's forward pass changed the running means
     for parameter in job.model.parameters():
         parameter.grad = None
     trouble.chunks_left = None
-    engine.residency.enter(Phase.TRAIN)
+    offloader.residency.enter(Phase.TRAIN)
     assert job.step(2) == plain.step(2)
     assert_equal(job.everything(), plain.everything())
 
 
-def test_steps_with_single_targets_placed_between_are_bit_equal_to_steps_without(engines):
+def test_steps_with_single_targets_placed_between_are_bit_equal_to_steps_without(offloaders):
     plain, job = make_job(), make_job()
-    engine = engines(job)
+    offloader = offloaders(job)
     for seed in range(4):
         plain.step(seed)
         job.step(seed)
-        engine.residency.place({Target.OPTIMIZER_STATE: Placement.HOST, Target.PARAMS: Placement.HOST})
-        assert engine.residency.where(Target.PARAMS) is Placement.HOST
-        engine.residency.wait_until_released()
-        assert engine.mapped_bytes == 0
-        engine.residency.place({Target.PARAMS: Placement.GPU, Target.OPTIMIZER_STATE: Placement.GPU})
-    engine.residency.require(Target.OPTIMIZER_STATE)
+        offloader.residency.place({Target.OPTIMIZER_STATE: Placement.HOST, Target.PARAMS: Placement.HOST})
+        assert offloader.residency.where(Target.PARAMS) is Placement.HOST
+        offloader.residency.wait_until_released()
+        assert offloader.mapped_bytes == 0
+        offloader.residency.place({Target.PARAMS: Placement.GPU, Target.OPTIMIZER_STATE: Placement.GPU})
+    offloader.residency.require(Target.OPTIMIZER_STATE)
     assert_equal(job.everything(), plain.everything())
 
 
@@ -226,13 +228,13 @@ class LockingHost:
 def test_optimizer_state_alone_can_be_left_pageable():
     job = make_job(dtype=torch.bfloat16)
     with PinnedArena(locker=LockingHost()) as arena:
-        engine = attach([job.model], job.optimizer, arena, options=Options(pinned_optimizer_state=False))
+        offloader = attach([job.model], job.optimizer, arena, options=Options(pinned_optimizer_state=False))
         pinned = {
-            name: {backed.host.pinned for backed in engine.targets[name].flat_buffer.backed_ranges}
+            name: {backed.host.pinned for backed in offloader.targets[name].flat_buffer.backed_ranges}
             for name in (Target.PARAMS, Target.OPTIMIZER_STATE)
         }
         assert pinned == {Target.PARAMS: {True}, Target.OPTIMIZER_STATE: {False}}
-        engine.close()
+        offloader.close()
 
 
 def test_optimizer_state_that_never_leaves_stays_where_it_is():
@@ -240,13 +242,13 @@ def test_optimizer_state_that_never_leaves_stays_where_it_is():
     stays = {phase: {**cells, Target.OPTIMIZER_STATE: Placement.GPU} for phase, cells in DEFAULT_TABLE.items()}
     places = [tensor.data_ptr() for _, tensor in state_tensors(job.optimizer, torch.device("cpu"))]
     with PinnedArena() as arena:
-        engine = attach([job.model], job.optimizer, arena, table=stays)
+        offloader = attach([job.model], job.optimizer, arena, table=stays)
         nbytes = needed_host_bytes([job.model], job.optimizer, arena)[Target.OPTIMIZER_STATE]
-        assert engine.nbytes()[Target.OPTIMIZER_STATE] > 0.9 * nbytes > 0
+        assert offloader.nbytes()[Target.OPTIMIZER_STATE] > 0.9 * nbytes > 0
         assert needed_host_bytes([job.model], job.optimizer, arena, table=stays)[Target.OPTIMIZER_STATE] == 0
-        engine.residency.enter(Phase.GENERATE)
+        offloader.residency.enter(Phase.GENERATE)
         assert [tensor.data_ptr() for _, tensor in state_tensors(job.optimizer, torch.device("cpu"))] == places
-        engine.close()
+        offloader.close()
 
 
 class FullHost(PinnedArena):
@@ -262,62 +264,62 @@ class FullHost(PinnedArena):
 
 def test_state_that_finds_no_host_memory_stays_on_the_gpu_unharmed():
     plain, job, arena = make_job(), make_job(), FullHost()
-    engine = attach([job.model], job.optimizer, arena, ranges=small_chunks)
+    offloader = attach([job.model], job.optimizer, arena, ranges=small_chunks)
     losses = [job.step(0)]
     arena.is_full = True
     with pytest.raises(ResidencyError, match="Cannot move optimizer_state off the GPU for phase refit"):
-        engine.residency.enter(Phase.REFIT)
-    assert engine.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
+        offloader.residency.enter(Phase.REFIT)
+    assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
     losses.append(job.step(1))
     arena.is_full = False
-    engine.residency.enter(Phase.GENERATE)
-    engine.residency.enter(Phase.TRAIN)
+    offloader.residency.enter(Phase.GENERATE)
+    offloader.residency.enter(Phase.TRAIN)
     losses.append(job.step(2))
     assert losses == run_steps(plain, 3)
     assert_equal(job.everything(), plain.everything())
-    engine.close()
+    offloader.close()
     arena.close()
 
 
-def test_new_state_that_finds_no_gpu_memory_to_move_through_is_kept_and_moves_later(engines):
+def test_new_state_that_finds_no_gpu_memory_to_move_through_is_kept_and_moves_later(offloaders):
     plain, job, trouble = make_job(), make_job(), Trouble()
-    engine = engines(job, ranges=trouble)
+    offloader = offloaders(job, ranges=trouble)
     losses = [job.step(0)]
     trouble.chunks_left = 2  # some moments fit, and must move out again
     with pytest.raises(
         ResidencyError, match=r"Cannot move optimizer_state off .*Cannot allocate the GPU memory range for"
     ):
-        engine.residency.enter(Phase.REFIT)
-    assert engine.targets[Target.OPTIMIZER_STATE].flat_buffer.nbytes == 0
+        offloader.residency.enter(Phase.REFIT)
+    assert offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.nbytes == 0
     trouble.chunks_left = None
     losses.append(job.step(1))
-    engine.residency.enter(Phase.REFIT)
-    assert engine.targets[Target.OPTIMIZER_STATE].flat_buffer.nbytes > 0
-    engine.residency.enter(Phase.TRAIN)
+    offloader.residency.enter(Phase.REFIT)
+    assert offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.nbytes > 0
+    offloader.residency.enter(Phase.TRAIN)
     losses.append(job.step(2))
     assert losses == run_steps(plain, 3)
     assert_equal(job.everything(), plain.everything())
 
 
 @pytest.mark.parametrize("target", [Target.PARAMS, Target.OPTIMIZER_STATE])
-def test_verify_finds_a_flipped_bit(engines, target):
+def test_verify_finds_a_flipped_bit(offloaders, target):
     job = make_job()
-    engine = engines(job, verify=True)
-    run_steps(job, 1, engine)
-    engine.residency.enter(Phase.GENERATE)
-    buffer_slice = engine.targets[target].flat_buffer.slices[0]
+    offloader = offloaders(job, verify=True)
+    run_steps(job, 1, offloader)
+    offloader.residency.enter(Phase.GENERATE)
+    buffer_slice = offloader.targets[target].flat_buffer.slices[0]
     buffer_slice.backed.host.tensor[buffer_slice.offset] ^= 1
     with pytest.raises(
         CorruptedTransferError, match=f"checksums of {target} differ .*, at {re.escape(buffer_slice.name)} "
     ):
-        enter_and_require(engine)
+        enter_and_require(offloader)
 
 
-def test_state_that_load_state_dict_replaces_takes_its_predecessors_place(engines):
+def test_state_that_load_state_dict_replaces_takes_its_predecessors_place(offloaders):
     job = make_job()
-    engine = engines(job)
-    run_steps(job, 2, engine)
-    engine.residency.require(Target.OPTIMIZER_STATE)
+    offloader = offloaders(job)
+    run_steps(job, 2, offloader)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
     wanted, places = job.everything(), job.places()
     saved = copy.copy(job.optimizer.state_dict())
     saved["state"] = {
@@ -326,9 +328,9 @@ def test_state_that_load_state_dict_replaces_takes_its_predecessors_place(engine
     job.step(2)
     job.optimizer.load_state_dict(saved)
     assert job.places() != places
-    engine.residency.enter(Phase.REFIT)
-    engine.residency.enter(Phase.TRAIN)
-    engine.residency.require(Target.OPTIMIZER_STATE)
+    offloader.residency.enter(Phase.REFIT)
+    offloader.residency.enter(Phase.TRAIN)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
     addresses = {name: address for name, (_, address) in job.places().items()}
     assert addresses == {name: address for name, (_, address) in places.items()}
     moments = [name for name in wanted if name.startswith("exp_avg")]
@@ -337,55 +339,55 @@ def test_state_that_load_state_dict_replaces_takes_its_predecessors_place(engine
     assert_equal({name: found[name] for name in moments}, {name: wanted[name] for name in moments})
 
 
-def test_reference_weights_are_swapped_in_and_out_whatever_happens(engines):
+def test_reference_weights_are_swapped_in_and_out_whatever_happens(offloaders):
     job = make_job()
     first = {name: parameter.detach().clone() for name, parameter in job.model.named_parameters()}
-    engine = engines(job, with_reference=True, verify=True)
-    run_steps(job, 2, engine)
-    engine.residency.enter(Phase.LOGPROB)
+    offloader = offloaders(job, with_reference=True, verify=True)
+    run_steps(job, 2, offloader)
+    offloader.residency.enter(Phase.LOGPROB)
     places, trained = job.places(), job.model.state_dict()
     trained = {name: tensor.clone() for name, tensor in trained.items()}
     with pytest.raises(KeyError, match="out of the block"):
-        fail_with_the_reference(engine, job, first)
+        fail_with_the_reference(offloader, job, first)
     assert_equal(dict(job.model.state_dict()), trained)
     assert any(not torch.equal(trained[name], first[name]) for name in first)
     assert job.places() == places
 
 
-def test_use_in_the_wrong_phase_is_an_error_in_words(engines):
+def test_use_in_the_wrong_phase_is_an_error_in_words(offloaders):
     job = make_job()
-    engine = engines(job)
-    engine.residency.enter(Phase.GENERATE)
+    offloader = offloaders(job)
+    offloader.residency.enter(Phase.GENERATE)
     with pytest.raises(ResidencyError, match="params is needed on the GPU, but it is host in phase generate; enter"):
         job.step(0)
-    engine.residency.enter(Phase.REFIT)
+    offloader.residency.enter(Phase.REFIT)
     with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU, but it is host in phase refit"):
         job.step(0)
 
 
 @pytest.mark.parametrize("of", ["model", "optimizer"])
-def test_a_state_dict_of_what_is_away_is_refused_and_one_of_what_arrives_waits(engines, monkeypatch, of):
+def test_a_state_dict_of_what_is_away_is_refused_and_one_of_what_arrives_waits(offloaders, monkeypatch, of):
     job = make_job()
-    engine = engines(job)
-    run_steps(job, 1, engine)
-    engine.load_all_to_gpu()
+    offloader = offloaders(job)
+    run_steps(job, 1, offloader)
+    offloader.load_all_to_gpu()
     owner = {"model": job.model, "optimizer": job.optimizer}[of]
     saved = copy.deepcopy(owner.state_dict())
     wanted = job.everything()
     delay_moves(monkeypatch, seconds=0.05)
-    engine.residency.enter(Phase.GENERATE)
+    offloader.residency.enter(Phase.GENERATE)
     uses = [owner.state_dict, lambda: owner.load_state_dict(copy.deepcopy(saved))]
     if of == "model":
         uses.append(job.model[0].state_dict)  # megatron-core's wrappers call that of a part
     for use in uses:
         with pytest.raises(ResidencyError, match="is needed on the GPU, but it is host in phase generate"):
             use()
-    engine.residency.place(dict.fromkeys(engine.targets, Placement.GPU))
+    offloader.residency.place(dict.fromkeys(offloader.targets, Placement.GPU))
     owner.load_state_dict(copy.deepcopy(saved))  # a torch optimizer keeps the tensors that it is given
-    engine.residency.require(Target.OPTIMIZER_STATE)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
     assert_equal(job.everything(), wanted)
-    engine.residency.enter(Phase.GENERATE)
-    read = engine.checkpoint_reader()
+    offloader.residency.enter(Phase.GENERATE)
+    read = offloader.checkpoint_reader()
     found = owner.state_dict()
     for key, value in (saved["state"][0] if of == "optimizer" else saved).items():
         assert torch.equal(read((found["state"][0] if of == "optimizer" else found)[key]), value), key
@@ -402,33 +404,33 @@ def test_a_view_that_would_not_follow_is_refused():
 
 def test_closing_gives_everything_back_and_takes_the_hooks_away():
     job, arena = make_job(), PinnedArena()
-    engine = attach([job.model], job.optimizer, arena, options=Options(with_reference=True), ranges=small_chunks)
-    run_steps(job, 1, engine)
-    engine.residency.enter(Phase.GENERATE)
+    offloader = attach([job.model], job.optimizer, arena, options=Options(with_reference=True), ranges=small_chunks)
+    run_steps(job, 1, offloader)
+    offloader.residency.enter(Phase.GENERATE)
     assert PinnedArena.live_bytes() > 0
-    engine.close()
-    assert PinnedArena.live_bytes() == arena.allocated_bytes == engine.mapped_bytes == 0
+    offloader.close()
+    assert PinnedArena.live_bytes() == arena.allocated_bytes == offloader.mapped_bytes == 0
     assert not job.model._forward_pre_hooks
     assert not job.optimizer._optimizer_step_pre_hooks
 
 
 def test_closing_undoes_everything_also_when_a_hook_raises():
     job, arena = make_job(), PinnedArena()
-    engine = attach([job.model], job.optimizer, arena, ranges=small_chunks)
+    offloader = attach([job.model], job.optimizer, arena, ranges=small_chunks)
 
     def fail() -> None:
         raise KeyError("a hook of the trainer's")
 
-    engine = dataclasses.replace(engine, hooks=[fail, *engine.hooks, fail])
+    offloader = dataclasses.replace(offloader, hooks=[fail, *offloader.hooks, fail])
     with pytest.raises(KeyError, match="a hook of the trainer's"):
-        engine.close()
-    assert PinnedArena.live_bytes() == arena.allocated_bytes == engine.mapped_bytes == 0
+        offloader.close()
+    assert PinnedArena.live_bytes() == arena.allocated_bytes == offloader.mapped_bytes == 0
     assert not job.model._forward_pre_hooks
     assert not job.optimizer._optimizer_step_pre_hooks
 
 
-def fail_with_the_reference(engine: Engine, job: Job, reference: dict[str, torch.Tensor]) -> None:
-    with engine.reference.swapped_in():
+def fail_with_the_reference(offloader: Offloader, job: Job, reference: dict[str, torch.Tensor]) -> None:
+    with offloader.reference.swapped_in():
         assert_equal({name: p.detach().clone() for name, p in job.model.named_parameters()}, reference)
         raise KeyError("out of the block")
 
@@ -467,29 +469,29 @@ def test_prefetch_brings_back_what_fits():
             flat_buffer.close()
 
 
-def test_ranges_of_the_usual_chunk_size_work_alike(engines):
+def test_ranges_of_the_usual_chunk_size_work_alike(offloaders):
     plain, job = make_job(), make_job()
-    engine = engines(job, ranges=make_range)
-    assert run_steps(job, 3, engine) == run_steps(plain, 3)
+    offloader = offloaders(job, ranges=make_range)
+    assert run_steps(job, 3, offloader) == run_steps(plain, 3)
 
 
-def test_what_moved_is_measured(engines):
+def test_what_moved_is_measured(offloaders):
     job = make_job()
-    engine = engines(job)
-    run_steps(job, 1, engine)
-    engine.residency.require(Target.OPTIMIZER_STATE)
-    engine.meter.take_metrics()
-    run_steps(job, 1, engine)
-    engine.residency.require(Target.OPTIMIZER_STATE)
-    metrics = engine.meter.take_metrics()
-    gb = engine.targets[Target.OPTIMIZER_STATE].flat_buffer.nbytes / 1e9
+    offloader = offloaders(job)
+    run_steps(job, 1, offloader)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
+    offloader.meter.take_metrics()
+    run_steps(job, 1, offloader)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
+    metrics = offloader.meter.take_metrics()
+    gb = offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.nbytes / 1e9
     assert metrics["refit/optimizer_state/gb"] == metrics["train/optimizer_state/gb"] == gb
-    params_gb = engine.targets[Target.PARAMS].nbytes / 1e9
+    params_gb = offloader.targets[Target.PARAMS].nbytes / 1e9
     assert metrics["generate/params/gb"] == metrics["logprob/params/gb"] == params_gb
     for name in ("refit/optimizer_state", "generate/params", "logprob/params", "train/optimizer_state"):
         assert metrics[f"{name}/gb_per_s"] == pytest.approx(metrics[f"{name}/gb"] / metrics[f"{name}/copy_s"])
         assert metrics[f"{name}/exposed_s"] >= 0
-    assert not engine.meter.take_records()
+    assert not offloader.meter.take_records()
 
 
 class Late(FlatBufferTarget):

@@ -1,4 +1,4 @@
-"""Tests an engine's edge cases: replaced state, unknown views, failed moves without a wait, impossible tables."""
+"""Tests an offloader's edge cases: replaced state, unknown views, failed moves without a wait, impossible tables."""
 
 import copy
 import gc
@@ -21,215 +21,215 @@ from nemo_offload_rl.residency.transfer import ChunkError
 pytestmark = pytest.mark.usefixtures("no_leak")
 
 
-def test_loaded_state_in_one_storage_gets_slots_of_its_own(engines):
+def test_loaded_state_in_one_storage_gets_slots_of_its_own(offloaders):
     """copy.deepcopy, like torch.load, copies a shared storage as one: here state that was saved while in a range."""
     job = make_job()
-    engine = engines(job, ranges=small_chunks)
-    run_steps(job, 2, engine)
-    engine.load_all_to_gpu()
-    nbytes = engine.targets[Target.OPTIMIZER_STATE].nbytes
+    offloader = offloaders(job, ranges=small_chunks)
+    run_steps(job, 2, offloader)
+    offloader.load_all_to_gpu()
+    nbytes = offloader.targets[Target.OPTIMIZER_STATE].nbytes
     job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
-    engine.residency.enter(Phase.GENERATE)
-    assert engine.targets[Target.OPTIMIZER_STATE].nbytes == nbytes
+    offloader.residency.enter(Phase.GENERATE)
+    assert offloader.targets[Target.OPTIMIZER_STATE].nbytes == nbytes
 
 
-def test_ranges_whose_addresses_change_work_alike(engines):
+def test_ranges_whose_addresses_change_work_alike(offloaders):
     """Moves as with a driver without virtual memory management; the optimizer steps the parameters themselves."""
     plain = run_steps(make_job(), 3)
     job = make_job()
-    engine = engines(job, ranges=lambda nbytes, device, _: TorchRange(nbytes, device))
-    assert run_steps(job, 3, engine) == plain
-    engine.residency.require(Target.OPTIMIZER_STATE)
+    offloader = offloaders(job, ranges=lambda nbytes, device, _: TorchRange(nbytes, device))
+    assert run_steps(job, 3, offloader) == plain
+    offloader.residency.require(Target.OPTIMIZER_STATE)
     wanted = job.everything()
-    engine.residency.enter(Phase.GENERATE)
-    read = engine.checkpoint_reader()
+    offloader.residency.enter(Phase.GENERATE)
+    read = offloader.checkpoint_reader()
     tensors = dict(state_tensors(job.optimizer, CPU)) | job.model.state_dict(keep_vars=True)
     assert_equal({name: read(tensor) for name, tensor in tensors.items()}, wanted)
-    params = engine.targets[Target.PARAMS].flat_buffer
+    params = offloader.targets[Target.PARAMS].flat_buffer
     assert params.holds(job.model[0].weight)
     assert not params.holds(job.optimizer.state[job.model[0].weight]["exp_avg"])
     assert not params.holds(torch.empty(0))
 
 
-def test_moments_in_fewer_bits_come_back_before_they_are_saved(engines):
+def test_moments_in_fewer_bits_come_back_before_they_are_saved(offloaders):
     """megatron-core computes fp32 moments where the state is supposed to be: on the GPU."""
     job = make_job()
-    engine = engines(job)
-    run_steps(job, 1, engine)
-    engine.residency.enter(Phase.GENERATE)
-    assert not engine.targets[Target.OPTIMIZER_STATE].needs_gpu_to_save
+    offloader = offloaders(job)
+    run_steps(job, 1, offloader)
+    offloader.residency.enter(Phase.GENERATE)
+    assert not offloader.targets[Target.OPTIMIZER_STATE].needs_gpu_to_save
     state = next(iter(job.optimizer.state.values()))
     state["exp_avg_sq"] = state["exp_avg_sq"].half()
-    engine.checkpoint_reader()
-    assert engine.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
+    offloader.checkpoint_reader()
+    assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
 
 
-def test_reference_weights_are_not_swapped_into_params_that_are_away(engines):
+def test_reference_weights_are_not_swapped_into_params_that_are_away(offloaders):
     job = make_job()
-    engine = engines(job, with_reference=True)
+    offloader = offloaders(job, with_reference=True)
     job.step(0)
     want = [parameter.clone() for parameter in job.model.parameters()]
-    engine.residency.enter(Phase.GENERATE)
-    with pytest.raises(ResidencyError, match="params is needed on the GPU"), engine.reference.swapped_in():
+    offloader.residency.enter(Phase.GENERATE)
+    with pytest.raises(ResidencyError, match="params is needed on the GPU"), offloader.reference.swapped_in():
         pass
-    engine.residency.enter(Phase.LOGPROB)
+    offloader.residency.enter(Phase.LOGPROB)
     assert all(torch.equal(parameter, before) for parameter, before in zip(job.model.parameters(), want, strict=True))
     with (
-        engine.reference.swapped_in(),
+        offloader.reference.swapped_in(),
         pytest.raises(ResidencyError, match="cannot move to host while the reference weights are swapped in"),
     ):
-        engine.residency.enter(Phase.GENERATE)
+        offloader.residency.enter(Phase.GENERATE)
     assert all(torch.equal(parameter, before) for parameter, before in zip(job.model.parameters(), want, strict=True))
 
 
-def test_a_buffer_that_changes_its_memory_is_housed_anew_and_has_no_reference(engines):
+def test_a_buffer_that_changes_its_memory_is_housed_anew_and_has_no_reference(offloaders):
     """A router's expert bias changes so, because megatron-core converts it back to fp32 in a forward pass."""
     job = make_job()
     job.model.register_buffer("expert_bias", torch.ones(100, dtype=torch.bfloat16))
-    engine = engines(job, with_reference=True)
+    offloader = offloaders(job, with_reference=True)
     job.model.expert_bias.data = job.model.expert_bias.data.float() * 3
     with pytest.raises(ResidencyError, match=r"0\..*expert_bias and 0 others .* no reference"):
-        engine.reference.swapped_in().__enter__()
-    before = engine.mapped_bytes
-    engine.residency.enter(Phase.GENERATE)
-    assert engine.targets[Target.PARAMS].nbytes + engine.targets[Target.OPTIMIZER_STATE].nbytes > before
-    engine.residency.enter(Phase.TRAIN)
+        offloader.reference.swapped_in().__enter__()
+    before = offloader.mapped_bytes
+    offloader.residency.enter(Phase.GENERATE)
+    assert offloader.targets[Target.PARAMS].nbytes + offloader.targets[Target.OPTIMIZER_STATE].nbytes > before
+    offloader.residency.enter(Phase.TRAIN)
     assert job.model.expert_bias.eq(3).all()
-    assert not engine.targets[Target.PARAMS].strays()
+    assert not offloader.targets[Target.PARAMS].strays()
     with pytest.raises(ResidencyError, match=r"0\..*expert_bias and 0 others .* no reference"):
-        engine.reference.swapped_in().__enter__()
+        offloader.reference.swapped_in().__enter__()
 
 
-def test_a_buffer_that_something_unknown_uses_stays(engines):
+def test_a_buffer_that_something_unknown_uses_stays(offloaders):
     job = make_job()
     job.model.register_buffer("scale", torch.ones(100))
-    engine = engines(job)
+    offloader = offloaders(job)
     job.model.scale.data = torch.full((100,), 3.0)
     inputs = torch.ones(2, 10, requires_grad=True)
     product = nn.functional.linear(
         inputs, job.model.scale.view(10, 10), torch.ones(10)
     )  # keeps a view that only it knows
-    engine.residency.enter(Phase.GENERATE)
+    offloader.residency.enter(Phase.GENERATE)
     assert job.model.scale.eq(3).all()
-    assert [name for name, _ in engine.targets[Target.PARAMS].strays()] == ["0..scale"]
+    assert [name for name, _ in offloader.targets[Target.PARAMS].strays()] == ["0..scale"]
     product.sum().backward()
 
 
-def taken_by(engine) -> tuple[int, int]:
-    """Returns the host and the GPU memory that an engine has taken, with all state on the GPU."""
-    enter_and_require(engine)
-    return engine.context.arena.allocated_bytes, engine.mapped_bytes
+def taken_by(offloader) -> tuple[int, int]:
+    """Returns the host and the GPU memory that an offloader has taken, with all state on the GPU."""
+    enter_and_require(offloader)
+    return offloader.context.arena.allocated_bytes, offloader.mapped_bytes
 
 
-def test_a_buffer_that_is_made_anew_with_another_size_takes_no_more_memory_each_time(engines):
+def test_a_buffer_that_is_made_anew_with_another_size_takes_no_more_memory_each_time(offloaders):
     """A rotary table grows so with the longest sequence."""
     job = make_job()
-    engine = engines(job)
+    offloader = offloaders(job)
     taken = []
     for cycle in range(5):
         job.model.register_buffer("cos", torch.full((100_000 + 10 * cycle,), float(cycle)))
-        engine.residency.enter(Phase.GENERATE)
-        taken.append([round(nbytes / 1e4) for nbytes in taken_by(engine)])
+        offloader.residency.enter(Phase.GENERATE)
+        taken.append([round(nbytes / 1e4) for nbytes in taken_by(offloader)])
         assert job.model.cos.eq(cycle).all()
     assert taken == [taken[0]] * 5
 
 
-def test_a_tensor_that_a_new_buffer_replaces_keeps_its_contents_while_it_is_used(engines):
+def test_a_tensor_that_a_new_buffer_replaces_keeps_its_contents_while_it_is_used(offloaders):
     job = make_job()
     layer = job.model[0]
     layer.register_buffer("freq", torch.ones(10))
     layer.original = layer.freq  # as transformers' rotary embeddings with dynamic scaling
-    engine = engines(job)
+    offloader = offloaders(job)
     sizes = []
     for number in (2.0, 3.0, 4.0):
         layer.register_buffer("freq", torch.full((10,), number))
-        engine.residency.enter(Phase.GENERATE)
-        engine.residency.enter(Phase.TRAIN)
+        offloader.residency.enter(Phase.GENERATE)
+        offloader.residency.enter(Phase.TRAIN)
         assert layer.original.tolist() == [1.0] * 10
         assert layer.freq.tolist() == [number] * 10
-        sizes.append(engine.targets[Target.PARAMS].nbytes)
+        sizes.append(offloader.targets[Target.PARAMS].nbytes)
     assert len(set(sizes)) == 1  # the second and third take the first one's place
 
 
-def test_state_that_is_made_anew_with_another_size_takes_no_more_memory_each_time(engines):
+def test_state_that_is_made_anew_with_another_size_takes_no_more_memory_each_time(offloaders):
     job = make_job()
-    engine = engines(job)
-    run_steps(job, 1, engine)
+    offloader = offloaders(job)
+    run_steps(job, 1, offloader)
     taken = []
     for cycle in range(5):
         job.optimizer.state[job.model[0].weight]["extra"] = torch.full((100_000 + 10 * cycle,), float(cycle))
-        engine.residency.enter(Phase.GENERATE)
-        taken.append([round(nbytes / 1e4) for nbytes in taken_by(engine)])
+        offloader.residency.enter(Phase.GENERATE)
+        taken.append([round(nbytes / 1e4) for nbytes in taken_by(offloader)])
         assert job.optimizer.state[job.model[0].weight]["extra"].eq(cycle).all()
     assert taken[2:] == [taken[1]] * 3
 
 
-def test_a_range_that_something_still_views_stays_as_it_is(engines):
+def test_a_range_that_something_still_views_stays_as_it_is(offloaders):
     job = make_job()
-    engine = engines(job)
+    offloader = offloaders(job)
     job.model.register_buffer("cos", torch.ones(100))
-    run_steps(job, 1, engine)
+    run_steps(job, 1, offloader)
     old = job.model.cos
     for size in (200, 300):
         job.model.cos = torch.zeros(size)
-        run_steps(job, 1, engine)
+        run_steps(job, 1, offloader)
     assert old.eq(1).all()
-    assert engine.targets[Target.PARAMS].flat_buffer.holds(old)
+    assert offloader.targets[Target.PARAMS].flat_buffer.holds(old)
 
 
-def test_a_reader_keeps_the_host_memory_of_a_range_that_is_dropped(engines):
+def test_a_reader_keeps_the_host_memory_of_a_range_that_is_dropped(offloaders):
     job = make_job()
-    engine = engines(job)
+    offloader = offloaders(job)
     job.model.register_buffer("cos", torch.ones(100))
-    engine.residency.enter(Phase.GENERATE)
-    view = engine.checkpoint_reader()(job.model.cos)
+    offloader.residency.enter(Phase.GENERATE)
+    view = offloader.checkpoint_reader()(job.model.cos)
     for size in (200, 300):
-        engine.residency.enter(Phase.TRAIN)
+        offloader.residency.enter(Phase.TRAIN)
         job.model.cos = torch.zeros(size)
-        engine.residency.enter(Phase.GENERATE)
+        offloader.residency.enter(Phase.GENERATE)
     assert view.eq(1).all()
-    engine.residency.enter(Phase.TRAIN)
+    offloader.residency.enter(Phase.TRAIN)
 
 
-def test_what_a_load_replaced_is_housed_when_asked(engines):
+def test_what_a_load_replaced_is_housed_when_asked(offloaders):
     job = make_job()
-    engine = engines(job, ranges=small_chunks)
-    run_steps(job, 2, engine)
-    engine.load_all_to_gpu()
-    nbytes = engine.targets[Target.OPTIMIZER_STATE].nbytes
+    offloader = offloaders(job, ranges=small_chunks)
+    run_steps(job, 2, offloader)
+    offloader.load_all_to_gpu()
+    nbytes = offloader.targets[Target.OPTIMIZER_STATE].nbytes
     for state in job.optimizer.state.values():
         state["exp_avg"] = state["exp_avg"].clone()
-    engine.adopt_new_tensors()
-    assert engine.targets[Target.OPTIMIZER_STATE].nbytes == nbytes
-    base = engine.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges[0].range.tensor.data_ptr()
+    offloader.adopt_new_tensors()
+    assert offloader.targets[Target.OPTIMIZER_STATE].nbytes == nbytes
+    base = offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges[0].range.tensor.data_ptr()
     assert all(state["exp_avg"].untyped_storage().data_ptr() == base for state in job.optimizer.state.values())
 
 
-def test_what_is_housed_beside_a_move_waits_for_it_and_is_refused_while_state_is_away(engines, monkeypatch):
+def test_what_is_housed_beside_a_move_waits_for_it_and_is_refused_while_state_is_away(offloaders, monkeypatch):
     job = make_job()
-    engine = engines(job)
-    run_steps(job, 2, engine)
-    engine.load_all_to_gpu()
+    offloader = offloaders(job)
+    run_steps(job, 2, offloader)
+    offloader.load_all_to_gpu()
     wanted = job.everything()
     name = next(key for key in wanted if key.startswith("exp_avg["))
     for state in job.optimizer.state.values():
         state["exp_avg"] = state["exp_avg"].clone()
     job.model[1].running_mean.data = job.model[1].running_mean.data.clone()
-    engine.residency.enter(Phase.GENERATE)
+    offloader.residency.enter(Phase.GENERATE)
     for state in job.optimizer.state.values():
         state["exp_avg"] = torch.full_like(state["exp_avg"], 2.0)
     with pytest.raises(ResidencyError, match="is needed on the GPU"):
-        engine.adopt_new_tensors()
+        offloader.adopt_new_tensors()
     delay_moves(monkeypatch, seconds=0.02)
-    engine.residency.enter(Phase.TRAIN)
-    engine.adopt_new_tensors()
+    offloader.residency.enter(Phase.TRAIN)
+    offloader.adopt_new_tensors()
     found = job.everything()
     assert found[name].eq(2).all()
     moments = [key for key in wanted if key.startswith("exp_avg[")]
     assert_equal(*({key: one[key] for key in wanted if key not in moments} for one in (found, wanted)))
 
 
-def test_objects_that_the_garbage_collector_has_frozen_are_found(engines):
+def test_objects_that_the_garbage_collector_has_frozen_are_found(offloaders):
     """vLLM calls gc.freeze."""
     plain, job = make_job(), make_job()
     job.model.register_buffer("freq", torch.ones(10))
@@ -237,52 +237,52 @@ def test_objects_that_the_garbage_collector_has_frozen_are_found(engines):
     before = make_job()
     gc.freeze()
     num_frozen = gc.get_freeze_count()
-    engine = engines(make_job())
+    offloader = offloaders(make_job())
     assert gc.get_freeze_count() > 0.9 * num_frozen  # only if views are missing
-    engine.close()
+    offloader.close()
     del before
-    engine = engines(job)
-    losses = run_steps(job, 2, engine)
+    offloader = offloaders(job)
+    losses = run_steps(job, 2, offloader)
     job.model.register_buffer("freq", torch.full((10,), 2.0))
     gc.freeze()
     losses += [job.step(2)]
-    engine.residency.enter(Phase.GENERATE)
-    enter_and_require(engine)
+    offloader.residency.enter(Phase.GENERATE)
+    enter_and_require(offloader)
     assert losses == run_steps(plain, 3)
     assert job.model.original.eq(1).all()
     assert job.model.freq.eq(2).all()
 
 
-def test_a_prefetch_that_failed_is_no_measurement(engines):
+def test_a_prefetch_that_failed_is_no_measurement(offloaders):
     job, trouble = make_job(), Trouble()
-    engine = engines(job, ranges=trouble)
-    run_steps(job, 1, engine)
-    engine.residency.enter(Phase.GENERATE)
-    engine.residency.enter(Phase.LOGPROB)
-    engine.meter.take_metrics()
+    offloader = offloaders(job, ranges=trouble)
+    run_steps(job, 1, offloader)
+    offloader.residency.enter(Phase.GENERATE)
+    offloader.residency.enter(Phase.LOGPROB)
+    offloader.meter.take_metrics()
     trouble.chunks_left = 0
-    engine.residency.prefetch(Phase.TRAIN)
+    offloader.residency.prefetch(Phase.TRAIN)
     with pytest.raises(ChunkError):
-        engine.residency._last[Target.OPTIMIZER_STATE].move.wait()
-    assert "train/optimizer_state/gb" not in engine.meter.take_metrics()
+        offloader.residency._last[Target.OPTIMIZER_STATE].move.wait()
+    assert "train/optimizer_state/gb" not in offloader.meter.take_metrics()
     trouble.chunks_left = None
-    engine.residency.enter(Phase.TRAIN)
-    engine.residency.require(Target.OPTIMIZER_STATE)
+    offloader.residency.enter(Phase.TRAIN)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
 
 
-def test_state_that_found_no_memory_and_was_not_needed_is_no_error_later(engines):
+def test_state_that_found_no_memory_and_was_not_needed_is_no_error_later(offloaders):
     """Happens after a step that was skipped because its loss was not finite."""
     job, trouble = make_job(), Trouble()
-    engine = engines(job, ranges=trouble)
-    run_steps(job, 1, engine)
-    engine.residency.enter(Phase.GENERATE)
-    engine.residency.enter(Phase.LOGPROB)
+    offloader = offloaders(job, ranges=trouble)
+    run_steps(job, 1, offloader)
+    offloader.residency.enter(Phase.GENERATE)
+    offloader.residency.enter(Phase.LOGPROB)
     trouble.chunks_left = 0
-    engine.residency.enter(Phase.TRAIN)
-    engine.residency.enter(Phase.REFIT)
-    assert engine.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+    offloader.residency.enter(Phase.TRAIN)
+    offloader.residency.enter(Phase.REFIT)
+    assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
     trouble.chunks_left = None
-    enter_and_require(engine)
+    enter_and_require(offloader)
 
 
 def test_a_table_that_cannot_be_takes_no_memory():
@@ -294,10 +294,10 @@ def test_a_table_that_cannot_be_takes_no_memory():
     arena.close()  # raises if anything is left behind
 
 
-def test_tensors_without_memory_of_their_own_may_be_about(engines):
+def test_tensors_without_memory_of_their_own_may_be_about(offloaders):
     lazy = nn.LazyLinear(3)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     job = make_job()
-    run_steps(job, 1, engines(job))
+    run_steps(job, 1, offloaders(job))
     assert lazy.weight is not None
     assert nested is not None

@@ -19,18 +19,18 @@ pytestmark = pytest.mark.usefixtures("no_leak")
 WARM_UP, NUM_CYCLES = 20, 200
 
 
-def cycle(job, engine, number):
+def cycle(job, offloader, number):
     """Runs one GRPO step's phases with early moves; ends in GENERATE."""
-    residency, choose = engine.residency, random.Random(number)
+    residency, choose = offloader.residency, random.Random(number)
     residency.prefetch(Phase.LOGPROB)
     if number % 2:
         residency.prefetch(Phase.TRAIN)
     residency.enter(Phase.LOGPROB)
     if number % 5 == 0:
-        with engine.reference.swapped_in():
-            job.model(torch.ones(choose.randint(2, 64), WIDTH, device=engine.context.device))
+        with offloader.reference.swapped_in():
+            job.model(torch.ones(choose.randint(2, 64), WIDTH, device=offloader.context.device))
     residency.enter(Phase.TRAIN)
-    data = torch.randn(choose.randint(2, 64), WIDTH, device=engine.context.device)
+    data = torch.randn(choose.randint(2, 64), WIDTH, device=offloader.context.device)
     job.model(data).float().pow(2).mean().backward()
     job.optimizer.step()
     job.optimizer.zero_grad(set_to_none=True)
@@ -39,16 +39,16 @@ def cycle(job, engine, number):
     residency.enter(Phase.GENERATE)
     assert residency.where(Target.OPTIMIZER_STATE) is residency.where(Target.PARAMS) is Placement.HOST
     if number % 3 == 0:  # as in a step that ends without metrics
-        engine.meter.take_metrics()
+        offloader.meter.take_metrics()
 
 
-def run_cycles(job, engine, num_cycles=NUM_CYCLES):
+def run_cycles(job, offloader, num_cycles=NUM_CYCLES):
     """Returns `counts` and `levels` after the first cycle that follows the warm-up, and after the last one."""
     readings = []
     for number in range(WARM_UP + num_cycles):
-        cycle(job, engine, number)
+        cycle(job, offloader, number)
         if number in (WARM_UP, WARM_UP + num_cycles - 1):
-            engine.meter.take_metrics()
+            offloader.meter.take_metrics()
             readings.append((counts(), levels()))
     return readings
 
@@ -61,21 +61,21 @@ def assert_flat(readings):
     assert {name: more for name, more in grown.items() if more > 16} == {}
 
 
-def test_200_cycles_leave_no_thread_handle_or_memory_behind(engines):
+def test_200_cycles_leave_no_thread_handle_or_memory_behind(offloaders):
     job = make_job(num_layers=1)
-    readings = run_cycles(job, engines(job, with_reference=True, ranges=small_chunks))
+    readings = run_cycles(job, offloaders(job, with_reference=True, ranges=small_chunks))
     assert readings[0][0]["copy streams"] > 0
     assert_flat(readings)
 
 
-def test_a_handle_that_every_cycle_leaves_behind_would_show(engines, tmp_path):
+def test_a_handle_that_every_cycle_leaves_behind_would_show(offloaders, tmp_path):
     job = make_job(num_layers=1)
-    engine = engines(job, with_reference=True)
+    offloader = offloaders(job, with_reference=True)
     left = []
     job.model.register_forward_pre_hook(lambda *_: left.append((tmp_path / "log").open("a")))
     try:
         with pytest.raises(AssertionError, match="file descriptors"):
-            assert_flat(run_cycles(job, engine, 10))
+            assert_flat(run_cycles(job, offloader, 10))
     finally:
         for file in left:
             file.close()
@@ -87,8 +87,8 @@ def test_200_cycles_on_a_gpu_leave_its_memory_streams_and_handles_flat():
     job, arena = make_job(num_layers=14), PinnedArena()
     job.model.cuda()
     job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=1e-3)
-    engine = attach([job.model], job.optimizer, arena, options=Options(with_reference=True), ranges=make_range)
-    readings = run_cycles(job, engine)
+    offloader = attach([job.model], job.optimizer, arena, options=Options(with_reference=True), ranges=make_range)
+    readings = run_cycles(job, offloader)
     assert_flat(readings)
-    assert engine.mapped_bytes == 0  # the rest is the context and torch's own
-    engine.close()
+    assert offloader.mapped_bytes == 0  # the rest is the context and torch's own
+    offloader.close()

@@ -26,7 +26,7 @@ def gradients(job) -> dict[str, torch.Tensor]:
 
 def test_a_place_that_fails_leaves_gradients_as_they_are(monkeypatch):
     job, arena = tiny_megatron(), PinnedArena()
-    engine = attach([job.model], job.optimizer, arena)
+    offloader = attach([job.model], job.optimizer, arena)
     job.step(0)
     job.forward_backward(1)
     wanted = gradients(job)
@@ -38,11 +38,11 @@ def test_a_place_that_fails_leaves_gradients_as_they_are(monkeypatch):
     monkeypatch.setattr(arena, "allocate", is_full)  # new moments find no host memory
     away = {Target.GRADS: Placement.DROPPED, Target.PARAMS: Placement.HOST, Target.OPTIMIZER_STATE: Placement.HOST}
     with pytest.raises(NoRoomError, match="the host is full"):
-        engine.residency.place(away)
+        offloader.residency.place(away)
     found = gradients(job)
     assert all(torch.equal(found[name], grad) for name, grad in wanted.items())
-    assert {engine.residency.where(target) for target in engine.targets} == {Placement.GPU}
-    engine.close()
+    assert {offloader.residency.where(target) for target in offloader.targets} == {Placement.GPU}
+    offloader.close()
     arena.close()
 
 
@@ -55,18 +55,18 @@ def test_gradients_accumulated_in_fp32_are_dropped_too_and_change_no_number():
     (buffer,) = job.model.buffers
     assert len(buffer.extra_main_grads) == 2
     nbytes = buffer.grad_data.nbytes + sum(grad.nbytes for grad in buffer.extra_main_grads)
-    engine = attach([job.model], job.optimizer, arena)
-    grads = engine.targets[Target.GRADS]
+    offloader = attach([job.model], job.optimizer, arena)
+    grads = offloader.targets[Target.GRADS]
     assert nbytes <= grads.nbytes < nbytes + 3 * 512  # each begins at a multiple of 512
     assert all(grads.flat_buffer.holds(grad) for grad in buffer.extra_main_grads)
     found = []
     for seed in range(3):
         found.append(job.step(seed))
-        engine.residency.enter(Phase.GENERATE)
-        assert engine.mapped_bytes == 0
-        engine.residency.enter(Phase.TRAIN)
+        offloader.residency.enter(Phase.GENERATE)
+        assert offloader.mapped_bytes == 0
+        offloader.residency.enter(Phase.TRAIN)
     assert found == wanted
-    engine.close()
+    offloader.close()
     arena.close()
 
 
@@ -74,11 +74,11 @@ def test_an_engine_that_is_closed_twice_leaves_the_guards_of_the_next():
     job, arena = tiny_megatron(), PinnedArena()
     first = attach([job.model], job.optimizer, arena)
     first.close()
-    engine = attach([job.model], job.optimizer, arena)
+    offloader = attach([job.model], job.optimizer, arena)
     first.close()
-    engine.residency.place({Target.OPTIMIZER_STATE: Placement.HOST})
+    offloader.residency.place({Target.OPTIMIZER_STATE: Placement.HOST})
     with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU"):
         job.optimizer.reload_model_params()
-    engine.close()
+    offloader.close()
     assert "reload_model_params" not in vars(job.optimizer)
     arena.close()

@@ -1,4 +1,4 @@
-"""Tests prefetches of an engine: the memory that they leave free, and what follows one that found no memory."""
+"""Tests prefetches of an offloader: the memory that they leave free, and what follows one that found no memory."""
 
 import dataclasses
 import threading
@@ -28,56 +28,56 @@ class Gated(HostRange):
 
 
 @pytest.mark.parametrize(("missing_bytes", "comes"), [(0, True), (1, False)])
-def test_memory_that_an_earlier_prefetch_will_still_map_is_not_free(engines, monkeypatch, missing_bytes, comes):
+def test_memory_that_an_earlier_prefetch_will_still_map_is_not_free(offloaders, monkeypatch, missing_bytes, comes):
     Gated.gate.set()
     job = make_job()
-    engine = engines(job, ranges=lambda nbytes, device, chunk_bytes: Gated(nbytes, CHUNK_BYTES))
-    run_steps(job, 1, engine)
-    engine.residency.require(Target.OPTIMIZER_STATE)
+    offloader = offloaders(job, ranges=lambda nbytes, device, chunk_bytes: Gated(nbytes, CHUNK_BYTES))
+    run_steps(job, 1, offloader)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
     wanted = job.everything()
-    gpu_bytes = sum(engine.nbytes().values()) + RESERVE_BYTES - missing_bytes
+    gpu_bytes = sum(offloader.nbytes().values()) + RESERVE_BYTES - missing_bytes
     memory = Meter.memory
     monkeypatch.setattr(
-        Meter, "memory", lambda self: dataclasses.replace(memory(self), gpu_free=gpu_bytes - engine.mapped_bytes)
+        Meter, "memory", lambda self: dataclasses.replace(memory(self), gpu_free=gpu_bytes - offloader.mapped_bytes)
     )
-    engine.residency.enter(Phase.GENERATE)
+    offloader.residency.enter(Phase.GENERATE)
     Gated.gate.clear()
-    engine.residency.prefetch(Phase.LOGPROB)  # the parameters, of which nothing is mapped yet
-    engine.residency.prefetch(Phase.TRAIN, reserve_bytes=RESERVE_BYTES)
-    found = engine.residency.where(Target.OPTIMIZER_STATE)
+    offloader.residency.prefetch(Phase.LOGPROB)  # the parameters, of which nothing is mapped yet
+    offloader.residency.prefetch(Phase.TRAIN, reserve_bytes=RESERVE_BYTES)
+    found = offloader.residency.where(Target.OPTIMIZER_STATE)
     Gated.gate.set()
-    engine.residency.enter(Phase.LOGPROB)
+    offloader.residency.enter(Phase.LOGPROB)
     assert found is (Placement.GPU if comes else Placement.HOST)
-    enter_and_require(engine)
+    enter_and_require(offloader)
     assert_equal(job.everything(), wanted)
 
 
-def test_a_checkpoint_after_a_prefetch_that_found_no_memory_reads_the_host(engines):
+def test_a_checkpoint_after_a_prefetch_that_found_no_memory_reads_the_host(offloaders):
     job, trouble = make_job(), Trouble()
-    engine = engines(job, ranges=trouble)
-    run_steps(job, 1, engine)
-    engine.residency.require(Target.OPTIMIZER_STATE)
+    offloader = offloaders(job, ranges=trouble)
+    run_steps(job, 1, offloader)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
     moment = job.optimizer.state[job.model[0].weight]["exp_avg"]
     wanted = moment.clone()
-    engine.residency.enter(Phase.GENERATE)
-    engine.residency.enter(Phase.LOGPROB)
+    offloader.residency.enter(Phase.GENERATE)
+    offloader.residency.enter(Phase.LOGPROB)
     trouble.chunks_left = 0
-    engine.residency.prefetch(Phase.TRAIN)
-    read = engine.checkpoint_reader()
-    assert engine.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+    offloader.residency.prefetch(Phase.TRAIN)
+    read = offloader.checkpoint_reader()
+    assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
     assert torch.equal(read(moment), wanted)
     trouble.chunks_left = None
-    enter_and_require(engine)
+    enter_and_require(offloader)
     assert torch.equal(moment, wanted)
 
 
-def test_a_checkpoint_after_a_prefetch_reads_the_gpu(engines):
+def test_a_checkpoint_after_a_prefetch_reads_the_gpu(offloaders):
     job = make_job()
-    engine = engines(job)
-    run_steps(job, 1, engine)
-    engine.residency.enter(Phase.GENERATE)
-    engine.residency.prefetch(Phase.TRAIN)
-    read = engine.checkpoint_reader()
-    assert engine.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
+    offloader = offloaders(job)
+    run_steps(job, 1, offloader)
+    offloader.residency.enter(Phase.GENERATE)
+    offloader.residency.prefetch(Phase.TRAIN)
+    read = offloader.checkpoint_reader()
+    assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
     moment = job.optimizer.state[job.model[0].weight]["exp_avg"]
     assert read(moment) is moment

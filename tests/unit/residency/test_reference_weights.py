@@ -63,56 +63,56 @@ class FailingCopies:
         return copy_or_fail
 
 
-def trained(engines):
-    """Returns an engine in LOGPROB after two steps, its job, and the initial weights."""
+def trained(offloaders):
+    """Returns an offloader in LOGPROB after two steps, its job, and the initial weights."""
     job = make_job(num_layers=7)
     first = weights(job)
-    engine = engines(job, with_reference=True)
-    run_steps(job, 2, engine)
-    engine.residency.require(Target.OPTIMIZER_STATE)  # waits, so that its late copies are not those that fail
-    engine.residency.enter(Phase.LOGPROB)
+    offloader = offloaders(job, with_reference=True)
+    run_steps(job, 2, offloader)
+    offloader.residency.require(Target.OPTIMIZER_STATE)  # waits, so that its late copies are not those that fail
+    offloader.residency.enter(Phase.LOGPROB)
     assert (
-        sum(len(backed.range.chunks) for backed in engine.targets[Target.PARAMS].flat_buffer.backed_ranges)
+        sum(len(backed.range.chunks) for backed in offloader.targets[Target.PARAMS].flat_buffer.backed_ranges)
         == NUM_CHUNKS
     )
-    return engine, job, first
+    return offloader, job, first
 
 
 def weights(job):
     return {name: parameter.detach().clone() for name, parameter in job.model.named_parameters()}
 
 
-def assert_all_works(engine, job, first, own):
+def assert_all_works(offloader, job, first, own):
     """Checks that the policy's weights are unchanged, and that every use of them works."""
     assert_equal(weights(job), own)
-    with engine.reference.swapped_in():
+    with offloader.reference.swapped_in():
         assert_equal(weights(job), first)
     assert_equal(weights(job), own)
-    engine.residency.enter(Phase.GENERATE)
-    engine.residency.enter(Phase.LOGPROB)
+    offloader.residency.enter(Phase.GENERATE)
+    offloader.residency.enter(Phase.LOGPROB)
     assert_equal(weights(job), own)
 
 
-def uses(engine, job):
+def uses(offloader, job):
     """Yields every use of the weights, from LOGPROB on."""
     inputs = torch.ones(8, 512)
     yield lambda: job.model(inputs)
-    yield lambda: engine.residency.require(Target.PARAMS)
+    yield lambda: offloader.residency.require(Target.PARAMS)
     for phase in (Phase.LOGPROB, Phase.TRAIN, Phase.REFIT, Phase.GENERATE):
-        yield lambda phase=phase: engine.residency.enter(phase)
-    yield engine.checkpoint_reader  # to save
-    yield engine.load_all_to_gpu  # to load
-    yield lambda: engine.reference.swapped_in().__enter__()
+        yield lambda phase=phase: offloader.residency.enter(phase)
+    yield offloader.checkpoint_reader  # to save
+    yield offloader.load_all_to_gpu  # to load
+    yield lambda: offloader.reference.swapped_in().__enter__()
 
 
-def assert_every_use_is_refused(engine, job):
-    for use in uses(engine, job):
+def assert_every_use_is_refused(offloader, job):
+    for use in uses(offloader, job):
         with pytest.raises(ResidencyError, match=r"weights are lost.*restart the worker from the last checkpoint"):
             use()
 
 
-def fail_at_the_end(engine, copies, number, *, is_late, body_fails):
-    with engine.reference.swapped_in():
+def fail_at_the_end(offloader, copies, number, *, is_late, body_fails):
+    with offloader.reference.swapped_in():
         copies.arm(number, lasts=False, is_late=is_late)
         if body_fails:
             raise KeyError("out of the block")
@@ -120,56 +120,56 @@ def fail_at_the_end(engine, copies, number, *, is_late, body_fails):
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("is_late", [False, True], ids=["before the copy", "after it"])
-def test_a_swap_in_that_fails_once_leaves_the_policy_as_it_was(engines, monkeypatch, error, is_late):
-    engine, job, first = trained(engines)
+def test_a_swap_in_that_fails_once_leaves_the_policy_as_it_was(offloaders, monkeypatch, error, is_late):
+    offloader, job, first = trained(offloaders)
     own = weights(job)
-    copies = FailingCopies(monkeypatch, engine.context.mover, error)
+    copies = FailingCopies(monkeypatch, offloader.context.mover, error)
     for number in SWAP_IN:
         copies.arm(number, lasts=False, is_late=is_late)
-        with pytest.raises(error, match="as the test has it"), engine.reference.swapped_in():
+        with pytest.raises(error, match="as the test has it"), offloader.reference.swapped_in():
             raise AssertionError("the swap did not fail")
-        assert_all_works(engine, job, first, own)
+        assert_all_works(offloader, job, first, own)
 
 
 @pytest.mark.parametrize(("number", "is_late", "error"), each_pair(SWAP_IN))
 def test_a_swap_in_after_which_no_copy_works_leaves_the_policy_as_it_was_or_refuses(
-    engines, monkeypatch, number, is_late, error
+    offloaders, monkeypatch, number, is_late, error
 ):
-    engine, job, first = trained(engines)
+    offloader, job, first = trained(offloaders)
     own = weights(job)
-    copies = FailingCopies(monkeypatch, engine.context.mover, error)
+    copies = FailingCopies(monkeypatch, offloader.context.mover, error)
     copies.arm(number, lasts=True, is_late=is_late)
-    with pytest.raises((error, ResidencyError)), engine.reference.swapped_in():
+    with pytest.raises((error, ResidencyError)), offloader.reference.swapped_in():
         raise AssertionError("the swap did not fail")
     copies.disarm()
     if number == 0:  # nothing had been copied in
-        assert_all_works(engine, job, first, own)
+        assert_all_works(offloader, job, first, own)
     else:
-        assert_every_use_is_refused(engine, job)
+        assert_every_use_is_refused(offloader, job)
 
 
 @pytest.mark.parametrize(("body_fails", "is_late", "error"), each_pair([False, True]))
-def test_a_swap_back_that_fails_once_is_made_again(engines, monkeypatch, body_fails, is_late, error):
-    engine, job, first = trained(engines)
+def test_a_swap_back_that_fails_once_is_made_again(offloaders, monkeypatch, body_fails, is_late, error):
+    offloader, job, first = trained(offloaders)
     own = weights(job)
-    copies = FailingCopies(monkeypatch, engine.context.mover, error)
+    copies = FailingCopies(monkeypatch, offloader.context.mover, error)
     for number in SWAP_BACK:
         with pytest.raises(error, match="as the test has it"):
-            fail_at_the_end(engine, copies, number, is_late=is_late, body_fails=body_fails)
-        assert_all_works(engine, job, first, own)
+            fail_at_the_end(offloader, copies, number, is_late=is_late, body_fails=body_fails)
+        assert_all_works(offloader, job, first, own)
 
 
 @pytest.mark.parametrize(("number", "is_late", "error"), each_pair(SWAP_BACK))
-def test_a_swap_back_after_which_no_copy_works_is_told_by_every_use(engines, monkeypatch, number, is_late, error):
-    engine, job, _ = trained(engines)
-    copies = FailingCopies(monkeypatch, engine.context.mover, error)
-    with pytest.raises((error, ResidencyError)), engine.reference.swapped_in():
+def test_a_swap_back_after_which_no_copy_works_is_told_by_every_use(offloaders, monkeypatch, number, is_late, error):
+    offloader, job, _ = trained(offloaders)
+    copies = FailingCopies(monkeypatch, offloader.context.mover, error)
+    with pytest.raises((error, ResidencyError)), offloader.reference.swapped_in():
         copies.arm(number, lasts=True, is_late=is_late)
     copies.disarm()
-    assert_every_use_is_refused(engine, job)
+    assert_every_use_is_refused(offloader, job)
 
 
-def swap_interrupted_at(engine, number):
+def swap_interrupted_at(offloader, number):
     """Swaps in and back with a Ctrl-C at the module's `number`-th executed line; returns how many lines ran."""
     lines, was = [], sys.gettrace()
 
@@ -184,62 +184,62 @@ def swap_interrupted_at(engine, number):
 
     sys.settrace(trace)
     try:
-        with contextlib.suppress(KeyboardInterrupt), engine.reference.swapped_in():
+        with contextlib.suppress(KeyboardInterrupt), offloader.reference.swapped_in():
             pass
     finally:
         sys.settrace(was)
     return len(lines)
 
 
-def test_a_ctrl_c_at_any_line_leaves_the_policy_as_it_was(engines):
-    engine, job, first = trained(engines)
+def test_a_ctrl_c_at_any_line_leaves_the_policy_as_it_was(offloaders):
+    offloader, job, first = trained(offloaders)
     own = weights(job)
-    num_lines = swap_interrupted_at(engine, None)
+    num_lines = swap_interrupted_at(offloader, None)
     assert num_lines > 20
     for number in range(1, num_lines + 1):
-        swap_interrupted_at(engine, number)
-        assert_all_works(engine, job, first, own)
+        swap_interrupted_at(offloader, number)
+        assert_all_works(offloader, job, first, own)
 
 
-def test_what_was_lost_says_what_it_failed_for(engines, monkeypatch):
-    engine, _, _ = trained(engines)
-    FailingCopies(monkeypatch, engine.context.mover, MemoryError).arm(3, lasts=True)
-    with pytest.raises(ResidencyError, match="weights are lost") as raised, engine.reference.swapped_in():
+def test_what_was_lost_says_what_it_failed_for(offloaders, monkeypatch):
+    offloader, _, _ = trained(offloaders)
+    FailingCopies(monkeypatch, offloader.context.mover, MemoryError).arm(3, lasts=True)
+    with pytest.raises(ResidencyError, match="weights are lost") as raised, offloader.reference.swapped_in():
         pass
     assert isinstance(raised.value.__cause__, MemoryError)
 
 
-def test_training_goes_on_after_a_swap_that_failed(engines, monkeypatch):
+def test_training_goes_on_after_a_swap_that_failed(offloaders, monkeypatch):
     plain = make_job(num_layers=7)
     wanted = run_steps(plain, 3)
-    engine, job, _ = trained(engines)
-    copies = FailingCopies(monkeypatch, engine.context.mover, MemoryError)
+    offloader, job, _ = trained(offloaders)
+    copies = FailingCopies(monkeypatch, offloader.context.mover, MemoryError)
     copies.arm(5, lasts=False)
-    with contextlib.suppress(MemoryError), engine.reference.swapped_in():
+    with contextlib.suppress(MemoryError), offloader.reference.swapped_in():
         pass
-    enter_and_require(engine)
+    enter_and_require(offloader)
     assert job.step(2) == wanted[2]
     assert_equal(job.everything(), plain.everything())
 
 
-def test_a_swap_inside_a_swap_is_refused_before_it_saves_over_the_policys_own(engines):
-    engine, job, first = trained(engines)
+def test_a_swap_inside_a_swap_is_refused_before_it_saves_over_the_policys_own(offloaders):
+    offloader, job, first = trained(offloaders)
     own = weights(job)
-    with engine.reference.swapped_in():
-        with pytest.raises(ResidencyError, match="are already swapped in; exit"), engine.reference.swapped_in():
+    with offloader.reference.swapped_in():
+        with pytest.raises(ResidencyError, match="are already swapped in; exit"), offloader.reference.swapped_in():
             pass
         assert_equal(weights(job), first)
-    assert_all_works(engine, job, first, own)
+    assert_all_works(offloader, job, first, own)
 
 
-def test_weights_that_have_never_moved_are_refused_too(engines, monkeypatch):
+def test_weights_that_have_never_moved_are_refused_too(offloaders, monkeypatch):
     """No move of these weights exists that could be waited for."""
     job = make_job(num_layers=7)
-    engine = engines(job, with_reference=True)
-    FailingCopies(monkeypatch, engine.context.mover, MemoryError).arm(3, lasts=True)
-    with pytest.raises(ResidencyError), engine.reference.swapped_in():
+    offloader = offloaders(job, with_reference=True)
+    FailingCopies(monkeypatch, offloader.context.mover, MemoryError).arm(3, lasts=True)
+    with pytest.raises(ResidencyError), offloader.reference.swapped_in():
         pass
-    assert_every_use_is_refused(engine, job)
+    assert_every_use_is_refused(offloader, job)
 
 
 class FullRing:

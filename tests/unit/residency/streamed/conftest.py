@@ -1,4 +1,4 @@
-"""Provides engines that stream a job's optimizer state."""
+"""Provides offloaders that stream a job's optimizer state."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,7 +9,7 @@ from support.late_streams import LateStream
 from support.ranges import small_chunks
 
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.residency.attach import Engine, attach
+from nemo_offload_rl.residency.attach import Offloader, attach
 from nemo_offload_rl.residency.context import Options
 from nemo_offload_rl.residency.streamed import host_copies
 from nemo_offload_rl.residency.table import STREAMED_TABLE
@@ -24,13 +24,13 @@ def late_copies(monkeypatch) -> None:
 
 
 @pytest.fixture
-def streaming(no_leak) -> Iterator[Callable[..., Engine]]:
-    """Attaches engines that stream; closes them when the test ends and checks that they freed everything."""
-    made: list[Engine] = []
+def streaming(no_leak) -> Iterator[Callable[..., Offloader]]:
+    """Attaches offloaders that stream; closes them when the test ends and checks that they freed everything."""
+    made: list[Offloader] = []
     torch.set_num_threads(1)
     arena = PinnedArena()
 
-    def make(job: Job, ranges: Callable = small_chunks, **options) -> Engine:
+    def make(job: Job, ranges: Callable = small_chunks, **options) -> Offloader:
         options = {"stream_window_bytes": WINDOW_BYTES} | options
         made.append(
             attach([job.model], job.optimizer, arena, table=STREAMED_TABLE, options=Options(**options), ranges=ranges)
@@ -38,8 +38,8 @@ def streaming(no_leak) -> Iterator[Callable[..., Engine]]:
         return made[-1]
 
     yield make
-    for engine in made:
-        engine.close()
-        assert engine.mapped_bytes == 0
+    for offloader in made:
+        offloader.close()
+        assert offloader.mapped_bytes == 0
     assert arena.allocated_bytes == 0
     arena.close()

@@ -11,7 +11,7 @@ from support.ranges import small_chunks
 from torch import nn
 
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.residency.attach import Engine, attach
+from nemo_offload_rl.residency.attach import Offloader, attach
 from nemo_offload_rl.residency.context import Options
 from nemo_offload_rl.residency.table import STREAMED_TABLE, Phase, Target
 
@@ -85,7 +85,7 @@ def make(*, store_param_remainders: bool = True, **keys: Any) -> tuple[nn.Module
     return model, RemainderAdam(groups, store_param_remainders=store_param_remainders, **keys)
 
 
-def train(model: nn.Module, optimizer: RemainderAdam, steps: range, engine: Engine | None = None) -> list[float]:
+def train(model: nn.Module, optimizer: RemainderAdam, steps: range, offloader: Offloader | None = None) -> list[float]:
     losses = []
     for step in steps:
         data = torch.randn(8, 300, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
@@ -95,8 +95,8 @@ def train(model: nn.Module, optimizer: RemainderAdam, steps: range, engine: Engi
             parameter.decoupled_grad, parameter.grad = parameter.grad, None
         optimizer.step()
         losses.append(loss.item())
-        for phase in () if engine is None else (Phase.REFIT, Phase.GENERATE, Phase.TRAIN):
-            engine.residency.enter(phase)
+        for phase in () if offloader is None else (Phase.REFIT, Phase.GENERATE, Phase.TRAIN):
+            offloader.residency.enter(phase)
     return losses
 
 
@@ -109,19 +109,19 @@ def test_numbers_are_those_of_resident_state(store_param_remainders, capturable)
     wanted = train(plain, plain_optimizer, range(5))
     assert wanted[-1] < wanted[0]
     options = Options(stream_window_bytes=4 * 100_000, verify=True)
-    engine = attach([model], optimizer, PinnedArena(), table=STREAMED_TABLE, options=options, ranges=small_chunks)
-    assert sum(step.num_chunks for step in engine.targets[Target.OPTIMIZER_STATE].steps) > 8
-    assert train(model, optimizer, range(1), engine) == wanted[:1]
+    offloader = attach([model], optimizer, PinnedArena(), table=STREAMED_TABLE, options=options, ranges=small_chunks)
+    assert sum(step.num_chunks for step in offloader.targets[Target.OPTIMIZER_STATE].steps) > 8
+    assert train(model, optimizer, range(1), offloader) == wanted[:1]
     counter = optimizer.param_groups[0]["step"]
-    assert train(model, optimizer, range(1, 5), engine) == wanted[1:]
+    assert train(model, optimizer, range(1, 5), offloader) == wanted[1:]
     if capturable:
         assert optimizer.param_groups[0]["step"] is counter
-    read = engine.checkpoint_reader()
+    read = offloader.checkpoint_reader()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         for key, value in plain_optimizer.state[one].items():
             assert torch.equal(read(optimizer.state[other][key]), value), key
     assert [group.get("step") for group in optimizer.param_groups] == [5, 5, None]
-    engine.close()
+    offloader.close()
 
 
 def test_moments_with_a_scale_for_the_whole_tensor_are_refused():

@@ -25,8 +25,8 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("no_leak")
 
 
-def assert_same(engine, job, plain):
-    with engine.streamed_state_on_host():
+def assert_same(offloader, job, plain):
+    with offloader.streamed_state_on_host():
         assert_equal(job.everything(), plain.everything())
 
 
@@ -35,13 +35,13 @@ def assert_same(engine, job, plain):
 def test_numbers_are_those_of_resident_state(streaming, late_copies, make_optimizer, window_bytes):
     plain, job = make_job(make_optimizer), make_job(make_optimizer)
     wanted = run_steps(plain, 4)
-    engine = streaming(job, stream_window_bytes=window_bytes)
+    offloader = streaming(job, stream_window_bytes=window_bytes)
     assert run_steps(job, 2) == wanted[:2]  # consecutive steps
     assert [job.step(2)] == wanted[2:3]
-    engine.residency.enter(Phase.GENERATE)
-    engine.residency.enter(Phase.TRAIN)
+    offloader.residency.enter(Phase.GENERATE)
+    offloader.residency.enter(Phase.TRAIN)
     assert [job.step(3)] == wanted[3:]
-    assert_same(engine, job, plain)
+    assert_same(offloader, job, plain)
 
 
 @pytest.mark.parametrize("missing", ["wait_on_current_stream", "follow"])
@@ -60,13 +60,13 @@ def test_groups_keep_their_hyperparameters_and_counters(streaming, late_copies):
         return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.3)
 
     plain, job = make_job(grouped), make_job(grouped)
-    engine = streaming(job)
+    offloader = streaming(job)
     schedules = [torch.optim.lr_scheduler.StepLR(one.optimizer, step_size=1, gamma=0.5) for one in (plain, job)]
     for step in range(3):
         assert job.step(step) == plain.step(step)
         for schedule in schedules:
             schedule.step()
-    assert_same(engine, job, plain)
+    assert_same(offloader, job, plain)
     assert {float(state["step"]) for state in job.optimizer.state.values()} == {3.0}
 
 
@@ -74,11 +74,11 @@ def test_a_parameter_without_gradient_is_left_alone(streaming):
     plain, job = make_job(), make_job()
     for one in (plain, job):
         one.model[0].weight.requires_grad_(False)
-    engine = streaming(job)
+    offloader = streaming(job)
     assert run_steps(job, 2) == run_steps(plain, 2)
     untouched = job.optimizer.state[job.model[0].weight]
     assert float(untouched["step"]) == 0
-    with engine.streamed_state_on_host():
+    with offloader.streamed_state_on_host():
         assert not untouched["exp_avg"].any()
 
 
@@ -88,17 +88,17 @@ def test_state_that_is_there_already_is_taken_over(streaming, late_copies):
     assert run_steps(job, 2) == wanted[:2]
     state = job.optimizer.state[job.model[0].weight]
     moment = state["exp_avg"]
-    engine = streaming(job)
+    offloader = streaming(job)
     assert state["exp_avg"] is moment
     assert has_no_memory(moment)
     assert [job.step(2), job.step(3)] == wanted[2:]
-    assert_same(engine, job, plain)
+    assert_same(offloader, job, plain)
 
 
 def test_what_the_device_holds_is_the_window(streaming):
     job = make_job()
-    engine = streaming(job)
-    state = engine.targets[Target.OPTIMIZER_STATE]
+    offloader = streaming(job)
+    state = offloader.targets[Target.OPTIMIZER_STATE]
     count = sum(parameter.numel() for parameter in job.model.parameters())
     assert state.host_nbytes == pytest.approx(8 * count, rel=0.01)
     again = make_job()
@@ -109,22 +109,22 @@ def test_what_the_device_holds_is_the_window(streaming):
     assert tensors
     assert all(has_no_memory(tensor) for tensor in tensors)
     assert state.mapped_bytes == state.nbytes <= 4 * 12 * 50_000
-    engine.residency.enter(Phase.GENERATE)
+    offloader.residency.enter(Phase.GENERATE)
     assert state.mapped_bytes == 0
-    assert engine.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+    assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
     with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU, but it is host"):
         job.optimizer.step()
     with pytest.raises(RuntimeError, match="single memory location"):
         tensors[0].copy_(torch.ones_like(tensors[0]))
-    metrics = engine.meter.take_metrics()
+    metrics = offloader.meter.take_metrics()
     assert metrics["train/optimizer_state/gb"] == pytest.approx(2 * state.host_nbytes / 1e9)
     assert "generate/optimizer_state/gb" not in metrics
 
 
 def test_ranges_whose_addresses_change_work_alike(streaming):
     plain, job = make_job(), make_job()
-    engine = streaming(job, ranges=lambda nbytes, device, _: TorchRange(nbytes, device))
-    assert run_steps(job, 3, engine) == run_steps(plain, 3)
+    offloader = streaming(job, ranges=lambda nbytes, device, _: TorchRange(nbytes, device))
+    assert run_steps(job, 3, offloader) == run_steps(plain, 3)
 
 
 def test_no_memory_for_the_window_is_said_at_the_start_and_later(streaming):
@@ -136,16 +136,16 @@ def test_no_memory_for_the_window_is_said_at_the_start_and_later(streaming):
 
 def test_a_window_that_does_not_come_back_harms_nothing(streaming):
     plain, job, trouble = make_job(), make_job(), Trouble()
-    engine = streaming(job, ranges=trouble)
+    offloader = streaming(job, ranges=trouble)
     wanted = run_steps(plain, 2)
     assert job.step(0) == wanted[0]
-    engine.residency.enter(Phase.REFIT)
+    offloader.residency.enter(Phase.REFIT)
     trouble.chunks_left = 0
-    engine.residency.enter(Phase.TRAIN)
+    offloader.residency.enter(Phase.TRAIN)
     with pytest.raises(NoRoomError, match="out of memory for the window"):
-        engine.residency.require(Target.OPTIMIZER_STATE)
+        offloader.residency.require(Target.OPTIMIZER_STATE)
     trouble.chunks_left = None
-    engine.residency.enter(Phase.TRAIN)
+    offloader.residency.enter(Phase.TRAIN)
     assert job.step(1) == wanted[1]
 
 
@@ -153,9 +153,9 @@ def test_copies_through_staging_buffers_give_the_same_numbers(streaming, monkeyp
     """Copies as on a GPU whose host memory could not be page-locked."""
     monkeypatch.setattr(host_copies.HostCopies, "_is_staged", lambda self, segment: True)
     plain, job = make_job(), make_job()
-    engine = streaming(job, pinned_optimizer_state=False, verify=True)
-    assert run_steps(job, 2, engine) == run_steps(plain, 2)
-    assert_same(engine, job, plain)
+    offloader = streaming(job, pinned_optimizer_state=False, verify=True)
+    assert run_steps(job, 2, offloader) == run_steps(plain, 2)
+    assert_same(offloader, job, plain)
 
 
 class FailingStream(LateStream):
@@ -171,15 +171,15 @@ class FailingStream(LateStream):
         super().copy_all(pairs)
 
 
-def assert_refused(job, engine, why="half updated"):
+def assert_refused(job, offloader, why="half updated"):
     """Checks that everything that would use model or state is refused."""
     for use in (
         lambda: job.optimizer.step(),
         lambda: job.model(torch.zeros(2, WIDTH)),
-        lambda: engine.residency.enter(Phase.TRAIN),
-        lambda: engine.checkpoint_reader(),
-        lambda: engine.residency.enter(Phase.GENERATE),
-        lambda: engine.streamed_state_on_host().__enter__(),
+        lambda: offloader.residency.enter(Phase.TRAIN),
+        lambda: offloader.checkpoint_reader(),
+        lambda: offloader.residency.enter(Phase.GENERATE),
+        lambda: offloader.streamed_state_on_host().__enter__(),
     ):
         with pytest.raises(HalfUpdatedError, match=why):
             use()
@@ -194,18 +194,18 @@ def failing(monkeypatch):
 
 def test_a_step_that_fails_in_the_middle_ends_everything(streaming, failing):
     job = make_job()
-    engine = streaming(job)
+    offloader = streaming(job)
     job.step(0)
     failing.left = 7
     with pytest.raises(HalfUpdatedError, match=r"in chunk \d+ of \d+ \(RuntimeError: the link is down\).*newest"):
         job.step(1)
     failing.left = None
-    assert_refused(job, engine)
+    assert_refused(job, offloader)
 
 
 def test_a_step_that_fails_before_it_has_updated_anything_can_be_made_again(streaming, failing):
     plain, job = make_job(), make_job()
-    engine = streaming(job)
+    offloader = streaming(job)
     run_steps(plain, 1)
     failing.left = 2
     with pytest.raises(RuntimeError, match="the link is down"):
@@ -215,7 +215,7 @@ def test_a_step_that_fails_before_it_has_updated_anything_can_be_made_again(stre
         parameter.grad = None
     job.model.load_state_dict(make_job().model.state_dict())  # restores the batch statistics
     run_steps(job, 1)
-    assert_same(engine, job, plain)
+    assert_same(offloader, job, plain)
 
 
 class Chain:
@@ -234,11 +234,11 @@ class Chain:
         second.step()
 
 
-def link_fails_in_the_second(job, engine, failing):
-    failing.left = 2 * engine.targets[Target.OPTIMIZER_STATE].steps[0].num_chunks  # out and back, first optimizer
+def link_fails_in_the_second(job, offloader, failing):
+    failing.left = 2 * offloader.targets[Target.OPTIMIZER_STATE].steps[0].num_chunks  # out and back, first optimizer
 
 
-def hook_of_the_second_fails(job, engine, failing):
+def hook_of_the_second_fails(job, offloader, failing):
     def hook(*_):
         raise RuntimeError("no step")
 
@@ -251,13 +251,13 @@ def hook_of_the_second_fails(job, engine, failing):
 )
 def test_an_error_before_the_second_optimizers_first_update_ends_everything(streaming, failing, fail, error):
     job = make_job(Chain)
-    engine = streaming(job)
+    offloader = streaming(job)
     job.step(0)
-    fail(job, engine, failing)
+    fail(job, offloader, failing)
     with pytest.raises(HalfUpdatedError, match=rf"in chunk 1 of \d+ of optimizer 2 of 2 \({error}\)"):
         job.step(1)
     failing.left = None
-    assert_refused(job, engine)
+    assert_refused(job, offloader)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
@@ -266,18 +266,18 @@ def test_an_error_between_optimizers_ends_everything(streaming, late_copies, kin
         raise kind
 
     job = make_job(Chain)
-    engine = streaming(job)
+    offloader = streaming(job)
     job.step(0)
     job.optimizer.between = fail
     with pytest.raises(kind):
         job.step(1)
     job.optimizer.between = Chain.between
-    assert_refused(job, engine, "after 1 of 2 optimizers: .*half updated")
+    assert_refused(job, offloader, "after 1 of 2 optimizers: .*half updated")
 
 
 def test_a_chain_whose_first_optimizer_fails_before_any_update_can_be_stepped_again(streaming, failing):
     plain, job = make_job(Chain), make_job(Chain)
-    engine = streaming(job)
+    offloader = streaming(job)
     wanted = run_steps(plain, 3)
     assert job.step(0) == wanted[0]
     statistics = copy.deepcopy(job.model.state_dict())
@@ -289,39 +289,39 @@ def test_a_chain_whose_first_optimizer_fails_before_any_update_can_be_stepped_ag
     for parameter in job.model.parameters():
         parameter.grad = None
     assert [job.step(1), job.step(2)] == wanted[1:]
-    assert_same(engine, job, plain)
+    assert_same(offloader, job, plain)
 
 
 def test_an_interrupt_in_the_middle_ends_everything(streaming, failing, monkeypatch):
     job = make_job()
-    engine = streaming(job)
+    offloader = streaming(job)
     job.step(0)
     monkeypatch.setattr(failing, "error", KeyboardInterrupt)
     failing.left = 7
     with pytest.raises(KeyboardInterrupt):
         job.step(1)
     failing.left = None
-    assert_refused(job, engine, "KeyboardInterrupt.*half updated")
+    assert_refused(job, offloader, "KeyboardInterrupt.*half updated")
 
 
 def test_a_window_that_was_filled_for_a_step_that_is_skipped_changes_nothing(streaming, late_copies):
     plain, job = make_job(), make_job()
-    engine = streaming(job)
+    offloader = streaming(job)
     wanted = run_steps(plain, 3)
     for step in range(3):
-        engine.prefetch_streamed_state()  # and again, for a step that never comes
-        engine.prefetch_streamed_state()
+        offloader.prefetch_streamed_state()  # and again, for a step that never comes
+        offloader.prefetch_streamed_state()
         assert job.step(step) == wanted[step]
-        engine.prefetch_streamed_state()
-    assert_same(engine, job, plain)
+        offloader.prefetch_streamed_state()
+    assert_same(offloader, job, plain)
 
 
 def test_checksums_find_what_has_changed_on_the_host(streaming):
     job = make_job()
-    engine = streaming(job, verify=True)
+    offloader = streaming(job, verify=True)
     run_steps(job, 2)
     state = job.optimizer.state[job.model[0].weight]["exp_avg"]
-    engine.checkpoint_reader()(state)[3, 5] += 1
+    offloader.checkpoint_reader()(state)[3, 5] += 1
     with pytest.raises(CorruptedTransferError, match="checksums of optimizer_state differ"):
         job.step(2)
 
@@ -330,14 +330,14 @@ def test_state_dicts_go_in_and_out(streaming, late_copies):
     plain, resident, job = make_job(), make_job(), make_job()
     wanted = run_steps(plain, 2)
     run_steps(resident, 1)
-    engine = streaming(job)
+    offloader = streaming(job)
     job.step(5)
     job.optimizer.load_state_dict(copy.deepcopy(resident.optimizer.state_dict()))
     job.model.load_state_dict(resident.model.state_dict())
     job.model[0].weight.grad = None
     assert [job.step(1)] == wanted[1:]
-    read, found = engine.checkpoint_reader(), job.optimizer.state_dict()["state"]
-    with engine.streamed_state_on_host():
+    read, found = offloader.checkpoint_reader(), job.optimizer.state_dict()["state"]
+    with offloader.streamed_state_on_host():
         exposed = copy.deepcopy(job.optimizer.state_dict()["state"])
     for index, state in plain.optimizer.state_dict()["state"].items():
         for key, value in state.items():
@@ -348,29 +348,29 @@ def test_state_dicts_go_in_and_out(streaming, late_copies):
 def test_a_state_dict_without_values_is_refused(streaming, late_copies):
     """The optimizer's tensors are NaN while their data is on the host."""
     job = make_job()
-    engine = streaming(job)
+    offloader = streaming(job)
     saved = job.model.state_dict()
     with pytest.raises(ResidencyError, match=r"optimizer_state is streamed from the host.*checkpoint_reader"):
         job.optimizer.state_dict()
-    engine.checkpoint_reader()
+    offloader.checkpoint_reader()
     job.optimizer.state_dict()
-    for after in (lambda: job.step(0), lambda: engine.residency.enter(Phase.GENERATE)):
+    for after in (lambda: job.step(0), lambda: offloader.residency.enter(Phase.GENERATE)):
         after()
         with pytest.raises(ResidencyError, match="optimizer_state is streamed from the host"):
             job.optimizer.state_dict()
     with pytest.raises(ResidencyError, match="params is needed on the GPU"):
         job.model.load_state_dict(saved)
-    engine.residency.enter(Phase.TRAIN)
+    offloader.residency.enter(Phase.TRAIN)
     job.model.load_state_dict(saved)
 
 
 def test_groups_of_another_optimizer_leave_hyperparameters_as_they_are(streaming, late_copies):
     """The CPU optimizer's groups, for instance, have no `amsgrad`."""
     plain, job = make_job(), make_job()
-    engine = streaming(job)
+    offloader = streaming(job)
     run_steps(plain, 1)
     run_steps(job, 1)
-    with engine.streamed_state_on_host():
+    with offloader.streamed_state_on_host():
         saved = copy.deepcopy(job.optimizer.state_dict())
     saved["state"] = {}
     for group in saved["param_groups"]:

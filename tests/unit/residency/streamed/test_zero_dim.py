@@ -41,11 +41,11 @@ def test_numbers_are_those_of_resident_state(streaming, start):
             init_optimizer_state(one.optimizer)
         elif start == "state of a step":
             one.step(5)
-    engine = streaming(job)
+    offloader = streaming(job)
     assert run_steps(job, 3) == run_steps(plain, 3)
     assert torch.equal(job.model[1].scale, plain.model[1].scale)
     assert job.model[1].scale.item() != pytest.approx(1.1, abs=1e-6)
-    with engine.streamed_state_on_host():
+    with offloader.streamed_state_on_host():
         assert_equal(job.everything(), plain.everything())
         for key, value in plain.optimizer.state[plain.model[1].scale].items():
             assert torch.equal(job.optimizer.state[job.model[1].scale][key].view(()), value), key
@@ -62,8 +62,8 @@ def test_a_master_keeps_its_bits_and_a_placeholder_gets_those_of_the_model(strea
     job.optimizer = SimpleNamespace(
         optimizer=adamw([master]), fp32_from_float16_groups=[[master]], float16_groups=[[shard]]
     )
-    engine = streaming(job)
-    with engine.streamed_state_on_host():
+    offloader = streaming(job)
+    with offloader.streamed_state_on_host():
         assert torch.equal(master, torch.tensor(wanted))
 
 

@@ -8,7 +8,7 @@ from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.machine import HostFacts
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.residency.table import Target
-from nemo_offload_rl.worker.engine import check_ranks, limit_threads
+from nemo_offload_rl.worker.offloader import check_ranks, limit_threads
 
 NEED = {Target.OPTIMIZER_STATE: 60 * GIB}
 

@@ -1,4 +1,4 @@
-"""Sets up the residency engine of one rank: NUMA binding, host-memory budget, pinned memory, then the engine."""
+"""Sets up the residency offloader of one rank: NUMA binding, host-memory budget, pinned memory, then the offloader."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from nemo_offload_rl.placement.gpus import torch_pci_bus_id
 from nemo_offload_rl.placement.machine import HostFacts, host_facts
 from nemo_offload_rl.plan.host_budget import CPU_OPTIMIZER, RankNeed, check_host_budget, usable_bytes
 from nemo_offload_rl.plan.plan import OffloadPlan
-from nemo_offload_rl.residency.attach import Engine, attach, needed_host_bytes
+from nemo_offload_rl.residency.attach import Offloader, attach, needed_host_bytes
 from nemo_offload_rl.residency.context import Options
 from nemo_offload_rl.residency.table import Target
 
@@ -46,7 +46,7 @@ def limit_threads(binding: Binding) -> None:
         torch.set_num_threads(min(torch.get_num_threads(), len(binding.cpus)))
 
 
-def make_engine(
+def make_offloader(
     state: TrainingState,
     plan: OffloadPlan,
     *,
@@ -54,8 +54,8 @@ def make_engine(
     with_reference: bool,
     fixed_bytes: Mapping[str, int],
     generator_bytes: int | None,
-) -> Engine:
-    """Attach the engine to a rank's model and optimizer; collective over all ranks.
+) -> Offloader:
+    """Attach the offloader to a rank's model and optimizer; collective over all ranks.
 
     Args:
         state: model and optimizer, on their device.
@@ -85,25 +85,25 @@ def make_engine(
         undo.callback(take_host_memory(state.optimizer, arena))
         for optimizer in cpu_optimizers(state.optimizer):
             logger.info("%s, %d threads", optimizer.describe(), torch.get_num_threads())
-        engine = attach(state.model, state.optimizer, arena, table=plan.table, options=options)
-        state.before_update = engine.prefetch_streamed_state
-        return dataclasses.replace(engine, hooks=[*engine.hooks, undo.pop_all().close])
+        offloader = attach(state.model, state.optimizer, arena, table=plan.table, options=options)
+        state.before_update = offloader.prefetch_streamed_state
+        return dataclasses.replace(offloader, hooks=[*offloader.hooks, undo.pop_all().close])
 
 
-def make_graphs(state: TrainingState, engine: Engine, observer: CaptureObserver | None) -> StepGraphs:
-    """Returns the training step's CUDA graphs, if the recipe has them, to be captured while the engine moves nothing.
+def make_graphs(state: TrainingState, offloader: Offloader, observer: CaptureObserver | None) -> StepGraphs:
+    """Returns the training step's CUDA graphs, if the recipe has them, captured while no state moves.
 
     Args:
         state: the model and the optimizer.
-        engine: the residency engine, which brings all state to the GPU before a capture.
+        offloader: the residency offloader, which brings all state to the GPU before a capture.
         observer: notified of captures and replays.
     """
     if state.config.cuda_graph_impl == "none" or state.optimizer is None:
         return NoCudaGraphs()
 
     def settle() -> None:
-        engine.load_all_to_gpu()
-        engine.residency.wait_until_released()
+        offloader.load_all_to_gpu()
+        offloader.residency.wait_until_released()
 
     return CudaGraphs(
         state.model,
