@@ -59,7 +59,7 @@ def activation_facts(
     num_residual_tokens = -(-num_tokens // tensor) if cfg["sequence_parallel"] else num_tokens
     top_k = model.experts_per_token or 0
     expert_ranks = cfg["expert_tensor_parallel_size"]
-    num_model_chunks = cfg.get("virtual_pipeline_model_parallel_size") or 1
+    num_model_chunks = cfg["virtual_pipeline_model_parallel_size"] or 1
     return tuple(
         ActivationFacts(
             num_tokens=num_tokens,

@@ -40,7 +40,7 @@ class MicroBatcher:
         self._divisible_by = config["make_sequence_length_divisible_by"]
         self._limit = config["max_total_sequence_length"]
         self._packing = config["sequence_packing"] if packs(config) else None
-        self._largest_first = config["sequence_packing"].get("microbatch_order") == "largest_first"
+        self._largest_first = config["sequence_packing"]["microbatch_order"] == "largest_first"
         self._row_tokens = {} if self._packing is None else _row_tokens(self._packing)
         self._device = device
         self._interleaved = _interleaved(config["megatron_cfg"])
@@ -139,7 +139,7 @@ class MicroBatcher:
 
 def _interleaved(cfg: MegatronConfig) -> tuple[int, int] | None:
     """Returns the pipeline-parallel size and the micro-batches of a group; None without virtual stages."""
-    if cfg.get("virtual_pipeline_model_parallel_size") is None:
+    if cfg["virtual_pipeline_model_parallel_size"] is None:
         return None
     num_stages = cfg["pipeline_model_parallel_size"]
     return num_stages, megatron_field(cfg, "microbatch_group_size_per_vp_stage") or num_stages

@@ -69,9 +69,7 @@ def engine_devices(vllm_cfg: Mapping[str, Any]) -> int:
 
 def is_colocated(policy: Mapping[str, Any]) -> bool:
     """Returns whether generation shares the policy's devices; also true for a policy without generation."""
-    generation = policy["generation"] if "generation" in policy else {}
-    colocated = generation["colocated"] if "colocated" in generation else None
-    return colocated is None or bool(colocated["enabled"])
+    return "generation" not in policy or bool(policy["generation"]["colocated"]["enabled"])
 
 
 def split_devices(cluster: Mapping[str, Any], policy: Mapping[str, Any]) -> DeviceSplit:
@@ -95,8 +93,7 @@ def checked_split(per_node: int, num_nodes: int, colocated: Mapping[str, Any] | 
     """
     if colocated is None or colocated["enabled"]:
         return DeviceSplit(num_nodes, per_node)
-    resources = colocated.get("resources") or {}
-    gpus, nodes = resources.get("gpus_per_node"), resources.get("num_nodes")
+    gpus, nodes = colocated["resources"]["gpus_per_node"], colocated["resources"]["num_nodes"]
     apart = "policy.generation.colocated.enabled is false"
     if num_nodes == 1:
         if nodes not in (None, 1):

@@ -12,6 +12,7 @@ from nemo_offload_rl.config.schema.value_types import (
     SEVERAL,
     STRICT,
     STRICT_WITH_FURTHER_FIELDS,
+    IfAbsent,
     NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
@@ -48,8 +49,7 @@ class ArithmeticDataset(PromptFiles):
     # Seed by which problems are drawn. 0 or more.
     seed: NonNegativeInt
     # For data.train only: share (below 1) or number of its problems to split off as validation data, drawn with `seed`.
-    # Absent: 0.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
+    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
 
 
 @with_config(STRICT)
@@ -60,15 +60,14 @@ class ResponseDataset(PromptFiles):
     dataset_name: Literal["ResponseDataset"]
     # The file, relative to the folder that the run is started in.
     data_path: NonEmptyStr
-    # Field of the prompt. Absent: input.
-    input_key: NotRequired[NonEmptyStr]
-    # Field of the answer. Absent: output.
-    output_key: NotRequired[NonEmptyStr]
+    # Field of the prompt.
+    input_key: NotRequired[Annotated[NonEmptyStr, IfAbsent("input")]]
+    # Field of the answer.
+    output_key: NotRequired[Annotated[NonEmptyStr, IfAbsent("output")]]
     # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
-    # Absent: 0.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
-    # Seed of this split. Absent: 42.
-    seed: NotRequired[NonNegativeInt]
+    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
+    # Seed of this split.
+    seed: NotRequired[Annotated[NonNegativeInt, IfAbsent(42)]]
 
 
 @with_config(STRICT)
@@ -86,8 +85,7 @@ class HFDataset(PromptFiles):
     # Column of the answer, such as output.
     output_key: NonEmptyStr
     # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
-    # Absent: 0.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
+    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
     # Seed of this split, required if there is one. Absent: no rows are split off.
     seed: NotRequired[NonNegativeInt]
 
@@ -118,7 +116,7 @@ class NamedProblems(PromptFiles):
     # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
     # Absent: 0.05 for OpenMathInstruct-2, otherwise 0. No effect on the other datasets, which are not split, as in
     # NeMo-RL.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
+    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
     # Seed of this split. Absent: 42 for OpenMathInstruct-2.
     seed: NotRequired[NonNegativeInt]
 
@@ -136,7 +134,7 @@ class NamedConversations(PromptFiles):
     split: NotRequired[NonEmptyStr]
     # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
     # Absent: 0.05 for tulu3_sft_mixture. No effect on squad, which is not split, as in NeMo-RL.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
+    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
     # Seed of this split. Absent: 42 for tulu3_sft_mixture.
     seed: NotRequired[NonNegativeInt]
 
@@ -186,15 +184,14 @@ class BinaryPreferenceDataset(PromptFiles):
     data_path: NonEmptyStr
     # Split to read from a folder that has several. Null or absent: a file, or a folder without splits.
     split: NotRequired[NonEmptyStr | None]
-    # Field of the prompt, a text or a list of messages. Absent: prompt.
-    prompt_key: NotRequired[NonEmptyStr]
-    # Field of the preferred answer: a text, or messages of which the last is the answer. Absent: chosen.
-    chosen_key: NotRequired[NonEmptyStr]
-    # Field of the other answer, in the same formats. Absent: rejected.
-    rejected_key: NotRequired[NonEmptyStr]
+    # Field of the prompt, a text or a list of messages.
+    prompt_key: NotRequired[Annotated[NonEmptyStr, IfAbsent("prompt")]]
+    # Field of the preferred answer: a text, or messages of which the last is the answer.
+    chosen_key: NotRequired[Annotated[NonEmptyStr, IfAbsent("chosen")]]
+    # Field of the other answer, in the same formats.
+    rejected_key: NotRequired[Annotated[NonEmptyStr, IfAbsent("rejected")]]
     # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
-    # Absent: 0.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
+    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
     # Seed of this split, required if there is one. Absent: no rows are split off.
     seed: NotRequired[NonNegativeInt]
 
@@ -211,8 +208,7 @@ class PreferenceDataset(PromptFiles):
     # Split to read from a folder that has several. Null or absent: a file, or a folder without splits.
     split: NotRequired[NonEmptyStr | None]
     # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
-    # Absent: 0.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
+    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
     # Seed of this split, required if there is one. Absent: no rows are split off.
     seed: NotRequired[NonNegativeInt]
 
@@ -229,8 +225,8 @@ class NamedPairs(PromptFiles):
     # Split of the dataset. Absent: the first one that [Recipes](recipes.md#named-datasets) lists for it.
     split: NotRequired[NonEmptyStr]
     # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
-    # Absent: 0. No effect on these datasets, which are not split, as in NeMo-RL.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
+    # No effect on these datasets, which are not split, as in NeMo-RL.
+    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
     # Seed of this split. Absent: none.
     seed: NotRequired[NonNegativeInt]
 
@@ -288,8 +284,8 @@ class DataOrder(TypedDict):
     # Read the training data in a new random order in each epoch. Recommended: true.
     shuffle: bool
     # A folder with local copies of named datasets; a dataset that it has as NAME/ (saved by `datasets`, parquet files,
-    # or SPLIT.jsonl) or as NAME.jsonl is not read from the hub. Null or absent: none.
-    dataset_root: NotRequired[NonEmptyStr | None]
+    # or SPLIT.jsonl) or as NAME.jsonl is not read from the hub. Null: none.
+    dataset_root: NotRequired[Annotated[NonEmptyStr | None, IfAbsent(None)]]
 
 
 @with_config(STRICT)
@@ -299,49 +295,46 @@ class DataConfig(DataOrder):
     # Training data.
     train: Dataset
     # Validation data, in addition to what is split off the training data: one dataset, or a list of several, which are
-    # read as one. Null or absent: no additional data.
-    validation: NotRequired[ValidationData]
+    # read as one. Null: no additional data.
+    validation: NotRequired[Annotated[ValidationData, IfAbsent(None)]]
     # Settings that training and validation data share. Null or absent: none.
-    default: NotRequired[DataDefaults | None]
+    default: NotRequired[Annotated[DataDefaults | None, IfAbsent({})]]
 
 
 @with_config(STRICT)
 class SFTDataConfig(DataOrder):
     """Section `data` of an SFT recipe."""
 
-    # Begin each sample with the beginning-of-sequence token. Recommended: true where the tokenizer has one. Absent:
-    # true.
-    add_bos: NotRequired[bool]
-    # End answers with the end-of-sequence token. Recommended: true. Absent: true.
-    add_eos: NotRequired[bool]
+    # Begin each sample with the beginning-of-sequence token. Recommended: true where the tokenizer has one.
+    add_bos: NotRequired[Annotated[bool, IfAbsent(True)]]
+    # End answers with the end-of-sequence token. Recommended: true.
+    add_eos: NotRequired[Annotated[bool, IfAbsent(True)]]
     # End prompts with the chat template's generation prompt. Recommended: true with a chat template, otherwise false.
-    # Absent: false.
-    add_generation_prompt: NotRequired[bool]
+    add_generation_prompt: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Training data.
     train: SFTDataset
     # Validation data, in addition to what is split off the training data: one dataset, or a list of several, which are
-    # read as one. Null or absent: no additional data.
-    validation: NotRequired[SFTValidationData]
+    # read as one. Null: no additional data.
+    validation: NotRequired[Annotated[SFTValidationData, IfAbsent(None)]]
     # Settings that training and validation data share. Null or absent: none.
-    default: NotRequired[SFTDataDefaults | None]
+    default: NotRequired[Annotated[SFTDataDefaults | None, IfAbsent({})]]
 
 
 @with_config(STRICT)
 class PreferenceDataConfig(DataOrder):
     """Section `data` of a DPO recipe."""
 
-    # Begin each sample with the beginning-of-sequence token. Recommended: true where the tokenizer has one. Absent:
-    # true.
-    add_bos: NotRequired[bool]
-    # End answers with the end-of-sequence token. Recommended: true. Absent: true.
-    add_eos: NotRequired[bool]
+    # Begin each sample with the beginning-of-sequence token. Recommended: true where the tokenizer has one.
+    add_bos: NotRequired[Annotated[bool, IfAbsent(True)]]
+    # End answers with the end-of-sequence token. Recommended: true.
+    add_eos: NotRequired[Annotated[bool, IfAbsent(True)]]
     # End prompts with the chat template's generation prompt, which is otherwise trained as a part of the answer.
-    # Recommended: true with a chat template, otherwise false. Absent: false, as in NeMo-RL.
-    add_generation_prompt: NotRequired[bool]
+    # Recommended: true with a chat template, otherwise false.
+    add_generation_prompt: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Training pairs.
     train: PairDataset
     # Validation pairs, in addition to what is split off the training pairs: one dataset, or a list of several, which
-    # are read as one. Null or absent: no additional pairs.
-    validation: NotRequired[PairValidationData]
+    # are read as one. Null: no additional pairs.
+    validation: NotRequired[Annotated[PairValidationData, IfAbsent(None)]]
     # Settings that training and validation data share. Null or absent: none.
-    default: NotRequired[PreferenceDataDefaults | None]
+    default: NotRequired[Annotated[PreferenceDataDefaults | None, IfAbsent({})]]

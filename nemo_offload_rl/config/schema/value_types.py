@@ -1,6 +1,7 @@
 """Value types that the sections of the schema share."""
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -11,6 +12,17 @@ STRICT = ConfigDict(strict=True, extra="forbid")
 # Strict too, but further keys are fields of another library's config: config.installed.megatron_fields checks those of
 # Megatron, config.model.hf_check those of Hugging Face.
 STRICT_WITH_FURTHER_FIELDS = ConfigDict(strict=True, extra="allow")
+
+
+@dataclass(frozen=True, eq=False)
+class IfAbsent:
+    """Holds the value that an optional key has in a recipe without it: the only place where this default stands.
+
+    `config.keys.absent_keys` fills it in before anybody reads the recipe. A section's own keys are filled in as well.
+    """
+
+    value: Any
+
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
