@@ -40,7 +40,7 @@ class MicroBatcher:
         self._divisible_by = config["make_sequence_length_divisible_by"]
         self._limit = config["max_total_sequence_length"]
         self._packing = config["sequence_packing"] if packs(config) else None
-        self._largest_first = config["sequence_packing"]["microbatch_order"] == "largest_first"
+        self._largest_first = config["sequence_packing"].get("microbatch_order") == "largest_first"
         self._row_tokens = {} if self._packing is None else _row_tokens(self._packing)
         self._device = device
         self._interleaved = _interleaved(config["megatron_cfg"])

@@ -2,11 +2,15 @@
 
 import ast
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.config.problems import show_choices
+
+# A class up to its first method: its fields come first, and parsing all methods takes several times as long.
+_FIELDS = r"^class {}\b.*?(?=^    (?:async |def |@)|^(?:async |def |class |@)|\Z)"
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -96,6 +100,26 @@ class Annotations:
             return [f"a list of {' or '.join(items)}" if items else "a list"]
         members = self.members(name)
         return [show_choices(members)] if members else []
+
+
+def fields_of(source: str, class_name: str) -> ast.ClassDef | None:
+    """Returns a class without its methods from a module's source; None if the module does not define it."""
+    found = re.search(_FIELDS.format(class_name), source, re.MULTILINE | re.DOTALL)
+    definition = None if found is None else ast.parse(found[0]).body[0]
+    assert definition is None or isinstance(definition, ast.ClassDef)
+    return definition
+
+
+def annotated(definition: ast.ClassDef) -> dict[str, ast.AnnAssign]:
+    """Returns the fields that a class declares, by name, without private ones and class variables."""
+    return {
+        statement.target.id: statement
+        for statement in definition.body
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and not statement.target.id.startswith("_")
+        and not ast.unparse(statement.annotation).startswith("ClassVar")
+    }
 
 
 def declared_choices(annotation: ast.expr) -> tuple[Any, ...] | None:

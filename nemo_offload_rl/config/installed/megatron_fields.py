@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.config.installed.annotations import Annotations, declared_choices
+from nemo_offload_rl.config.installed.annotations import Annotations, annotated, declared_choices, fields_of
 from nemo_offload_rl.config.problems import is_number, nearest, show, show_choices
 
 
@@ -106,11 +106,10 @@ def megatron_fields(section: str) -> dict[str, MegatronField]:
     """Returns the fields of the Megatron config behind a section of `policy`, a key of `SECTIONS`."""
     fields: dict[str, MegatronField] = {}
     for file, class_name in SECTIONS[section].classes:
-        for statement in _class_body(file, class_name):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                name = statement.target.id
-                if not name.startswith("_"):
-                    fields[name] = _field(section, name, statement, fields[name] if name in fields else None)
+        definition = fields_of(_source(file), class_name)
+        assert definition is not None, f"{file} of the installed Megatron has no class {class_name}"
+        for name, statement in annotated(definition).items():
+            fields[name] = _field(section, name, statement, fields[name] if name in fields else None)
     return fields
 
 
@@ -159,24 +158,17 @@ def megatron_root() -> Path:
 
 
 @cache
-def _module(file: str) -> ast.Module:
-    return ast.parse((megatron_root() / file).read_text(encoding="utf-8"))
-
-
-def _class_body(file: str, class_name: str) -> list[ast.stmt]:
-    for statement in _module(file).body:
-        if isinstance(statement, ast.ClassDef) and statement.name == class_name:
-            return statement.body
-    raise AssertionError(f"{file} of the installed Megatron has no class {class_name}")
+def _source(file: str) -> str:
+    return (megatron_root() / file).read_text(encoding="utf-8")
 
 
 @cache
 def _enum_members(class_name: str) -> tuple[str, ...] | None:
-    for statement in _module(_ENUMS).body:
-        if isinstance(statement, ast.ClassDef) and statement.name == class_name:
-            targets = [item.targets[0] for item in statement.body if isinstance(item, ast.Assign)]
-            return tuple(target.id for target in targets if isinstance(target, ast.Name))
-    return None
+    definition = fields_of(_source(_ENUMS), class_name)
+    if definition is None:
+        return None
+    targets = [item.targets[0] for item in definition.body if isinstance(item, ast.Assign)]
+    return tuple(target.id for target in targets if isinstance(target, ast.Name))
 
 
 _ANNOTATIONS = Annotations(_enum_members, finite=True)

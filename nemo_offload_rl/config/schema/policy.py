@@ -57,8 +57,8 @@ class SequencePackingConfig(TypedDict):
     # NeMo-RL's recipes have it. Absent: allowed while enabled is false.
     algorithm: NotRequired[Literal["modified_first_fit_decreasing", "modified_ffd"]]
     # The order in which a rank runs its packed rows: packer (as they were packed), or largest_first, with which smaller
-    # rows reuse the memory of the largest. Recommended: packer. Null: packer.
-    microbatch_order: NotRequired[Annotated[Literal["packer", "largest_first"] | None, IfAbsent("packer")]]
+    # rows reuse the memory of the largest. Recommended: packer. Null or absent: packer.
+    microbatch_order: NotRequired[Literal["packer", "largest_first"] | None]
     # The length of a packed row is rounded up to a multiple of this many tokens. 1 or more; recommended 64. Absent:
     # allowed while enabled is false.
     sequence_length_round: NotRequired[PositiveInt]

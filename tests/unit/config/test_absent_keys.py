@@ -65,7 +65,6 @@ SECTIONS = {
     },
     "policy.generation.colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
     "policy.generation.colocated.resources": {"gpus_per_node": None, "num_nodes": None},
-    "policy.sequence_packing": {"enabled": False, "microbatch_order": "packer"},
     "logger.gpu_monitoring": {"collection_interval": 10, "flush_interval": 10},
 }
 
