@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from omegaconf.errors import OmegaConfBaseException
-
 from nemo_offload_rl.config.problems import show
 
 # NeMo-RL's arithmetic in recipes: "${mul:${a}, 2}".
@@ -107,7 +105,8 @@ class Resolver:
             raise InterpolationError("must be given a value; it is ???", f"{path} is ???")
         if _REFERENCE.fullmatch(text):
             return self._refer(path, text[2:-1])
-        # The grammar's tables take 0.1 s to import.
+        # OmegaConf takes 0.1 s to import.
+        from omegaconf.errors import OmegaConfBaseException
         from omegaconf.grammar_visitor import GrammarVisitor
 
         try:
