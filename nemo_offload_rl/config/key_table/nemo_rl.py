@@ -44,6 +44,21 @@ _LORA = (
     "lora_B_init_method lora_dtype match_all_linear target_modules use_triton"
 )
 
+# Key of policy.generation.vllm_cfg: the only value that it may have, and what another one would turn on.
+_VLLM_ONLY: dict[str, tuple[Any, str]] = {
+    "pipeline_parallel_size": (1, "pipeline parallelism in vLLM"),
+    "load_format": ("dummy", "weights of an engine from elsewhere than the first refit"),
+    "kv_cache_dtype": ("auto", "a quantised KV cache"),
+    "skip_tokenizer_init": (True, "texts instead of token ids as an engine's prompts and answers"),
+    "logprobs_mode": ("processed_logprobs", "log-probs of another distribution than the one that vLLM samples from"),
+    "num_first_layers_in_bf16": (0, "fp8 generation"),
+    "num_last_layers_in_bf16": (0, "fp8 generation"),
+    "use_deep_gemm": (False, "fp8 generation"),
+    "http_refit_server_port": (None, "refits over HTTP"),
+    "zmq_refit_server_port": (None, "refits over ZeroMQ"),
+    "reset_encoder_cache_after_weight_update": (False, "multimodal models"),
+}
+
 NEMO_RL_ROWS: tuple[Row, ...] = (
     # The rest of the vLLM backend's rows then find nothing.
     Row("policy.generation.vllm_cfg", Kind.NOT_IN_USE, _OTHER_BACKEND, unless=_VLLM),
@@ -101,6 +116,7 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
     _off("loss_fn.use_kl_in_reward", "the KL penalty as part of the reward", remedy="use reference_policy_kl_penalty"),
     _off("policy.generation.quant_cfg", _QUANTISED, _NULL, _NOT_QUANTISED),
     _off("policy.generation.real_quant", _QUANTISED, remedy=_NOT_QUANTISED),
+    *(_off(f"policy.generation.vllm_cfg.{name}", what, (only,)) for name, (only, what) in _VLLM_ONLY.items()),
     _off("policy.generation.vllm_cfg.enable_return_routed_experts", "router replay"),
     _off(
         "policy.generation.vllm_cfg.expose_http_server",

@@ -154,5 +154,4 @@ def _resolve_environments(environments: Mapping[str, Any]) -> None:
 def _resolve_vllm(policy: Mapping[str, Any]) -> None:
     generation = policy["generation"] if isinstance(policy.get("generation"), dict) else {}
     if generation.get("backend") == "vllm" and isinstance(generation.get("vllm_kwargs") or {}, dict):
-        kwargs = generation.get("vllm_kwargs") or {}
-        generation["vllm_kwargs"] = kwargs | {"max_num_seqs": kwargs.get("max_num_seqs") or MAX_NUM_SEQS}
+        generation["vllm_kwargs"] = {"max_num_seqs": MAX_NUM_SEQS} | (generation.get("vllm_kwargs") or {})

@@ -145,23 +145,6 @@ def is_valid_key(path: str) -> bool:
     return any(find_key(spec.schema, path) for spec in ALGORITHMS.values())
 
 
-def short_section(root: type, path: str, longest: int = 4) -> list[str]:
-    """Returns the keys of a short section.
-
-    Args:
-        root: the algorithm's schema.
-        path: the section's path.
-        longest: the largest number of keys of a short section.
-
-    Returns:
-        The names of the keys; empty if there are more than `longest`, if the user chooses the names, or if the section
-        also takes Megatron's fields.
-    """
-    pattern = _with_any_name(root, path)
-    names = [key.name for key in schema_keys(root).values() if key.path.rpartition(".")[0] == pattern]
-    return names if path not in SECTIONS and ANY_NAME not in names and len(names) <= longest else []
-
-
 def nearest_key(root: type, path: str, also: tuple[str, ...] = ()) -> str | None:
     """Returns the full path of the valid key that an unknown one most likely means; never one that is refused.
 

@@ -1,6 +1,6 @@
 """The section `data`: problems and their answers, or pairs of answers."""
 
-from typing import Annotated, Literal, NotRequired, TypedDict
+from typing import Annotated, Literal, NotRequired, TypedDict, TypeVar
 
 from pydantic import Discriminator, Field, Tag, with_config
 
@@ -148,29 +148,22 @@ class ImportedDataset(PromptFiles):
     dataset_name: NonEmptyStr
 
 
-BuiltInDataset = Annotated[
-    ArithmeticDataset | ResponseDataset | HFDataset | NamedProblems, Field(discriminator="dataset_name")
+_Kind = TypeVar("_Kind")
+_OrImported = Annotated[
+    Annotated[ImportedDataset, Tag(IMPORTED)] | Annotated[_Kind, Tag(BUILT_IN)], Discriminator(imported_or_built_in)
 ]
+_OneOrSeveral = Annotated[
+    Annotated[_Kind, Tag(ONE)] | Annotated[list[_Kind], Tag(SEVERAL)] | Annotated[None, Tag(NONE)],
+    Discriminator(how_many),
+]
+_BY_NAME = Field(discriminator="dataset_name")
+
+BuiltInDataset = Annotated[ArithmeticDataset | ResponseDataset | HFDataset | NamedProblems, _BY_NAME]
 BuiltInSFTDataset = Annotated[
-    ArithmeticDataset | ResponseDataset | HFDataset | NamedProblems | NamedConversations,
-    Field(discriminator="dataset_name"),
+    ArithmeticDataset | ResponseDataset | HFDataset | NamedProblems | NamedConversations, _BY_NAME
 ]
-Dataset = Annotated[
-    Annotated[ImportedDataset, Tag(IMPORTED)] | Annotated[BuiltInDataset, Tag(BUILT_IN)],
-    Discriminator(imported_or_built_in),
-]
-SFTDataset = Annotated[
-    Annotated[ImportedDataset, Tag(IMPORTED)] | Annotated[BuiltInSFTDataset, Tag(BUILT_IN)],
-    Discriminator(imported_or_built_in),
-]
-ValidationData = Annotated[
-    Annotated[Dataset, Tag(ONE)] | Annotated[list[Dataset], Tag(SEVERAL)] | Annotated[None, Tag(NONE)],
-    Discriminator(how_many),
-]
-SFTValidationData = Annotated[
-    Annotated[SFTDataset, Tag(ONE)] | Annotated[list[SFTDataset], Tag(SEVERAL)] | Annotated[None, Tag(NONE)],
-    Discriminator(how_many),
-]
+Dataset = _OrImported[BuiltInDataset]
+SFTDataset = _OrImported[BuiltInSFTDataset]
 
 
 @with_config(STRICT)
@@ -231,17 +224,8 @@ class NamedPairs(PromptFiles):
     seed: NotRequired[NonNegativeInt]
 
 
-BuiltInPairDataset = Annotated[
-    ArithmeticDataset | BinaryPreferenceDataset | PreferenceDataset | NamedPairs, Field(discriminator="dataset_name")
-]
-PairDataset = Annotated[
-    Annotated[ImportedDataset, Tag(IMPORTED)] | Annotated[BuiltInPairDataset, Tag(BUILT_IN)],
-    Discriminator(imported_or_built_in),
-]
-PairValidationData = Annotated[
-    Annotated[PairDataset, Tag(ONE)] | Annotated[list[PairDataset], Tag(SEVERAL)] | Annotated[None, Tag(NONE)],
-    Discriminator(how_many),
-]
+BuiltInPairDataset = Annotated[ArithmeticDataset | BinaryPreferenceDataset | PreferenceDataset | NamedPairs, _BY_NAME]
+PairDataset = _OrImported[BuiltInPairDataset]
 
 
 @with_config(STRICT)
@@ -296,7 +280,7 @@ class DataConfig(DataOrder):
     train: Dataset
     # Validation data, in addition to what is split off the training data: one dataset, or a list of several, which are
     # read as one. Null: no additional data.
-    validation: NotRequired[Annotated[ValidationData, IfAbsent(None)]]
+    validation: NotRequired[Annotated[_OneOrSeveral[Dataset], IfAbsent(None)]]
     # Settings that training and validation data share. Null or absent: none.
     default: NotRequired[Annotated[DataDefaults | None, IfAbsent({})]]
 
@@ -315,7 +299,7 @@ class SFTDataConfig(DataOrder):
     train: SFTDataset
     # Validation data, in addition to what is split off the training data: one dataset, or a list of several, which are
     # read as one. Null: no additional data.
-    validation: NotRequired[Annotated[SFTValidationData, IfAbsent(None)]]
+    validation: NotRequired[Annotated[_OneOrSeveral[SFTDataset], IfAbsent(None)]]
     # Settings that training and validation data share. Null or absent: none.
     default: NotRequired[Annotated[SFTDataDefaults | None, IfAbsent({})]]
 
@@ -335,6 +319,6 @@ class PreferenceDataConfig(DataOrder):
     train: PairDataset
     # Validation pairs, in addition to what is split off the training pairs: one dataset, or a list of several, which
     # are read as one. Null: no additional pairs.
-    validation: NotRequired[Annotated[PairValidationData, IfAbsent(None)]]
+    validation: NotRequired[Annotated[_OneOrSeveral[PairDataset], IfAbsent(None)]]
     # Settings that training and validation data share. Null or absent: none.
     default: NotRequired[Annotated[PreferenceDataDefaults | None, IfAbsent({})]]

@@ -28,8 +28,6 @@ class VllmConfig(TypedDict):
     # GPUs that generation has on each node (cluster.gpus_per_node, unless colocated gives it fewer) or, for an engine
     # on several whole nodes, a multiple of it. Recommended: 1, or as many as the weights need, on one node.
     tensor_parallel_size: PositiveInt
-    # Number of GPUs that an engine's layers are divided among; only 1 is supported.
-    pipeline_parallel_size: PositiveInt
     # Number of GPUs that an engine's experts are divided among: 1 splits each expert, tensor_parallel_size gives whole
     # experts to each GPU, and a multiple of it divides them among that many GPUs of several replicas, which share
     # nothing else. Recommended: 1, or more if the experts do not fit.
@@ -55,31 +53,9 @@ class VllmConfig(TypedDict):
     # Environment variables of the engines' processes, set before they import anything; null or {} for none. Numbers and
     # booleans are read as text.
     env_vars: NotRequired[Annotated[dict[str, str] | None, IfAbsent(None)]]
-    # Where vLLM loads the initial weights from; only dummy, as the first refit brings them. Absent: dummy.
-    load_format: NotRequired[str]
-    # Dtype of the KV cache; only auto, which is the dtype of the weights. Absent: auto.
-    kv_cache_dtype: NotRequired[str]
     # Use vLLM's asynchronous engine, for asynchronous GRPO and multi-turn rollouts. Here all requests of a step are
     # submitted at once, so true is read as false, and a note says so. Recommended: false. Absent: false.
     async_engine: NotRequired[bool]
-    # Build the engine without a tokenizer; only true, as prompts and answers are token ids. With
-    # policy.generation.stop_strings or bad_words the engine has a tokenizer all the same. Absent: true.
-    skip_tokenizer_init: NotRequired[bool]
-    # Which log-probs the engine reports; only processed_logprobs: those of the sampled distribution, after temperature,
-    # top_k and top_p. Absent: processed_logprobs.
-    logprobs_mode: NotRequired[str]
-    # Number of first layers of an fp8 engine that stay in bfloat16; only 0. Absent: 0.
-    num_first_layers_in_bf16: NotRequired[NonNegativeInt]
-    # Number of last layers of an fp8 engine that stay in bfloat16; only 0. Absent: 0.
-    num_last_layers_in_bf16: NotRequired[NonNegativeInt]
-    # Use DeepGEMM's fp8 kernels; only false. Absent: false.
-    use_deep_gemm: NotRequired[bool]
-    # Port of a server that receives weights over HTTP; only null. Absent: null.
-    http_refit_server_port: NotRequired[int | None]
-    # Port of a server that receives weights over ZeroMQ; only null. Absent: null.
-    zmq_refit_server_port: NotRequired[int | None]
-    # Reset the cache of image encodings after a refit; only false. Absent: false.
-    reset_encoder_cache_after_weight_update: NotRequired[bool]
 
 
 @with_config(STRICT)

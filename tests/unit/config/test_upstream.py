@@ -196,7 +196,6 @@ NULLABLE = {
     "policy": "logprob_chunk_size max_grad_norm",
     "policy.generation": "bad_words refit_transport stop_strings stop_token_ids top_k val_top_k",
     "policy.generation.colocated.resources": "gpus_per_node num_nodes",
-    "policy.generation.vllm_cfg": "http_refit_server_port zmq_refit_server_port",
     "policy.megatron_cfg": "env_vars moe_router_group_topk moe_router_num_groups num_layers_in_first_pipeline_stage "
     "num_layers_in_last_pipeline_stage offload_modules recompute_modules",
     "policy.megatron_cfg.scheduler": "lr_decay_iters",
