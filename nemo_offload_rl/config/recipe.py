@@ -175,7 +175,7 @@ def _resolve(root: Node) -> tuple[dict[str, Any], dict[str, str], list[Problem]]
         try:
             _put(plain, path, resolver.resolve(path))
         except InterpolationError as error:
-            problems.append(Problem(path, origins[path], str(error)))
+            problems.append(Problem(path, origins[path], error.message))
             if len(problems) > MAX_PROBLEMS:
                 break
     return plain, written, problems

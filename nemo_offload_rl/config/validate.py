@@ -1,5 +1,6 @@
 """Checks a recipe: upstream's other features, the schema, Megatron's fields, and the rules between keys."""
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -33,7 +34,7 @@ from nemo_offload_rl.config.rules import ADAPTATIONS, NOTES, RULES, Rule
 from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, SECTION, SPEC
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.source.interpolation import leaves
-from nemo_offload_rl.config.upstream.split import split_upstream_keys
+from nemo_offload_rl.config.upstream.split import remove_upstream_keys
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
 
 _OVERRIDES = "warm_start.overrides"
@@ -76,33 +77,29 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     algorithm, problem = _algorithm_of(recipe)
     if algorithm is None:
         raise RecipeError(show_file(recipe.path), [*recipe.problems, *([problem] if problem else [])])
-    upstream_keys = split_upstream_keys(recipe.config)
+    config = copy.deepcopy(recipe.config)
+    upstream_problems, notes = remove_upstream_keys(config)
     spec = ALGORITHMS[algorithm]
-    moved = move_model_overrides(upstream_keys.config, spec.schema)
-    found = _Findings(recipe, moved.written_as | share_dataset_keys(upstream_keys.config))
-    for path, message in (*upstream_keys.problems, *moved.problems):
-        found.add(path, message)
-    for path, message in islice(schema_problems(upstream_keys.config, spec.schema), MAX_PROBLEMS + 1):
-        found.add(path, message)
-    for path, message in islice(megatron_problems(upstream_keys.config, spec.schema), MAX_PROBLEMS + 1):
-        found.add(path, message)
-    if isinstance(upstream_keys.config.get("policy"), dict):
-        for path, message in islice(hf_config_problems(upstream_keys.config["policy"]), MAX_PROBLEMS + 1):
+    written_as, override_problems = move_model_overrides(config, spec.schema)
+    found = _Findings(recipe, written_as | share_dataset_keys(config))
+    policy = config["policy"] if isinstance(config.get("policy"), dict) else {}
+    checks = (schema_problems(config, spec.schema), megatron_problems(config, spec.schema), hf_config_problems(policy))
+    for problems in (upstream_problems, override_problems, *(islice(check, MAX_PROBLEMS + 1) for check in checks)):
+        for path, message in problems:
             found.add(path, message)
-    resolve_absent_keys(upstream_keys.config)
-    adapted = _adapt(spec, upstream_keys.config, found)
-    found.add_broken(_broken(RULES, spec, upstream_keys.config, found))
-    warm_start, of_warm_start = _warm_start(recipe, upstream_keys.config, found)
+    resolve_absent_keys(config)
+    notes += _adapt(spec, config, found)
+    found.add_broken(_broken(RULES, spec, config, found))
+    warm_start, of_warm_start = _warm_start(recipe, config, found)
     if found.problems or of_warm_start:
         raise RecipeError(show_file(recipe.path), [*found.without_consequences(), *of_warm_start])
-    notes = [*upstream_keys.notes, *adapted]
     notes += [
         f"{found.in_recipe(path)} is passed on to Megatron unchecked"
-        for path, _ in unchecked_fields(upstream_keys.config, spec.schema)
+        for path, _ in unchecked_fields(config, spec.schema)
     ]
-    notes += [f"{path} {message}" for path, message in _broken(NOTES, spec, upstream_keys.config, found)]
+    notes += [f"{path} {message}" for path, message in _broken(NOTES, spec, config, found)]
     resolve_absent_keys(recipe.config)  # the command `validate` prints them
-    return ValidatedRecipe(algorithm, cast(MasterConfig, upstream_keys.config), notes, recipe, warm_start)
+    return ValidatedRecipe(algorithm, cast(MasterConfig, config), notes, recipe, warm_start)
 
 
 class _Findings:

@@ -14,17 +14,6 @@ _FIELDS = r"^class {}\b.*?(?=^    (?:async |def |@)|^(?:async |def |class |@)|\Z
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-_PLAIN_WORDS = {
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "none": "null",
-    "any": "any value",
-    "dict": "a mapping",
-}
-_PLURALS = {"an integer": "integers", "a number": "numbers", "text": "texts", "a mapping": "mappings"}
-
 
 @dataclass(frozen=True)
 class Annotations:
@@ -81,25 +70,11 @@ class Annotations:
             return len(value) == len(items) and all(map(self.accepts, items, value))
         return all(self.accepts(items[0], item) for item in value)
 
-    def words(self, annotation: ast.expr) -> list[str]:
-        """Returns the type in words, one entry for each member of a union; leaves out types that no YAML value has."""
-        name, arguments = _parts(annotation)
-        kind = name.lower()
-        if kind in _PLAIN_WORDS:
-            return [_PLAIN_WORDS[kind]]
-        if kind == "torch.dtype":
-            return [show_choices(DTYPES)]
-        if kind == "literal":
-            return [show_choices(_literals(arguments))]
-        if kind in ("union", "optional"):
-            words = [word for argument in arguments for word in self.words(argument)]
-            return [*words, "null"] if kind == "optional" and words else words
-        if kind in ("list", "tuple", "sequence"):
-            inner = [word for argument in arguments if not _is_ellipsis(argument) for word in self.words(argument)]
-            items = dict.fromkeys(_PLURALS[word] if word in _PLURALS else word for word in inner)
-            return [f"a list of {' or '.join(items)}" if items else "a list"]
-        members = self.members(name)
-        return [show_choices(members)] if members else []
+    def words(self, annotation: ast.expr) -> str:
+        """Returns the type as its library writes it, with the members of enumerations."""
+        text = ast.unparse(annotation).strip("'").replace("typing.", "").replace("torch.dtype", show_choices(DTYPES))
+        enums = {name: found for name in re.findall(r"\w+", text) if (found := self.members(name)) is not None}
+        return text + "".join(f" ({name}: {show_choices(found)})" for name, found in enums.items())
 
 
 def fields_of(source: str, class_name: str) -> ast.ClassDef | None:
@@ -120,14 +95,6 @@ def annotated(definition: ast.ClassDef) -> dict[str, ast.AnnAssign]:
         and not statement.target.id.startswith("_")
         and not ast.unparse(statement.annotation).startswith("ClassVar")
     }
-
-
-def declared_choices(annotation: ast.expr) -> tuple[Any, ...] | None:
-    """Returns the values of a Literal, or of an Optional of one; None for any other annotation."""
-    name, arguments = _parts(annotation)
-    if name == "Literal":
-        return tuple(_literals(arguments))
-    return declared_choices(arguments[0]) if name == "Optional" else None
 
 
 def _parts(annotation: ast.expr) -> tuple[str, list[ast.expr]]:

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.config.installed.annotations import Annotations, annotated, declared_choices, fields_of
+from nemo_offload_rl.config.installed.annotations import Annotations, annotated, fields_of
 from nemo_offload_rl.config.problems import is_number, nearest, show, show_choices
 
 
@@ -90,16 +90,6 @@ class MegatronField:
                 return False
         return _ANNOTATIONS.accepts(self.annotation, value)
 
-    def expected(self) -> str:
-        """Returns the field's type in words; empty if no YAML value has that type."""
-        words = _ANNOTATIONS.words(self.annotation)
-        if self.choices is not None:
-            listed = "a list of them" if any(word.startswith("a list") for word in words) else None
-            words = [show_choices(self.choices), *([listed] if listed else [])]
-        if self.nullable and words:
-            words.append("null")
-        return " or ".join(dict.fromkeys(words))
-
 
 @cache
 def megatron_fields(section: str) -> dict[str, MegatronField]:
@@ -114,16 +104,16 @@ def megatron_fields(section: str) -> dict[str, MegatronField]:
 
 
 def _field(section: str, name: str, declared: ast.AnnAssign, inherited: MegatronField | None) -> MegatronField:
-    choices = CHOICES[section][name] if name in CHOICES[section] else None
-    if choices is None and inherited is not None and ast.unparse(declared.annotation) == "str":
+    annotation = declared.annotation
+    if ast.unparse(annotation) == "str" and inherited is not None and "Literal" in ast.unparse(inherited.annotation):
         # A subclass that changes the default may annotate text where its base lists the words.
-        choices = declared_choices(inherited.annotation) or inherited.choices
+        annotation = inherited.annotation
     return MegatronField(
         name,
-        declared.annotation,
+        annotation,
         nullable=isinstance(declared.value, ast.Constant) and declared.value.value is None,
         may_be_infinite=declared.value is not None and ast.unparse(declared.value) == "float('inf')",
-        choices=choices,
+        choices=CHOICES[section].get(name),
     )
 
 
@@ -132,9 +122,9 @@ def check_field(section: str, name: str, value: Any) -> str | None:
     field = megatron_fields(section)[name]
     if field.accepts(value):
         return None
-    expected = field.expected()
-    if not expected:
-        return f"cannot be set in a recipe: no YAML value has the type that it has in {SECTIONS[section].title}"
+    expected = _ANNOTATIONS.words(field.annotation) if field.choices is None else show_choices(field.choices)
+    if "Callable" in expected:
+        return f"cannot be set in a recipe: it is a function in {SECTIONS[section].title}"
     hint = "; write it without quotes" if isinstance(value, str) and is_number(value) else ""
     if field.choices is not None and isinstance(value, str) and (close := nearest(value, field.choices)):
         hint = f"; did you mean {close}?"

@@ -231,9 +231,10 @@ def _bases_first(class_name: str, classes: Mapping[str, ast.ClassDef]) -> list[a
 
 @cache
 def _is_read(folder: Path, name: str) -> bool:
-    """Returns whether a family's model reads a field that its config does not declare, such as qwen3_moe's head_dim."""
-    pattern = re.compile(rf"config(\.|,\s*[\"']){re.escape(name)}\b")
-    return any(pattern.search(path.read_text(encoding="utf-8")) for path in folder.glob("modeling_*.py"))
+    """Returns whether a family reads a field that its config does not declare, such as qwen3_moe's head_dim."""
+    pattern = re.compile(rf"(?:config|self)\.{re.escape(name)}\b|[\"']{re.escape(name)}[\"']|def {re.escape(name)}\(")
+    sources = [*folder.glob("configuration_*.py"), *folder.glob("modeling_*.py")]
+    return any(pattern.search(path.read_text(encoding="utf-8")) for path in sources)
 
 
 def _family(class_name: str, folder: Path, definitions: list[ast.ClassDef]) -> HfFamily:
@@ -249,8 +250,6 @@ def _family(class_name: str, folder: Path, definitions: list[ast.ClassDef]) -> H
                     aliases |= ast.literal_eval(statement.value)
                 elif name == "ignore_keys_at_rope_validation":
                     rope_keys |= set(ast.literal_eval(statement.value))
-        for name in _names_in_methods(definition):
-            fields.setdefault(name, None)
     if "rope_parameters" in fields or "rope_theta" in fields:
         fields.setdefault("rope_parameters", _parsed("dict | None"))
         for name, words in _ROPE_TYPES.items():
@@ -265,40 +264,6 @@ def _common_fields() -> Mapping[str, ast.expr]:
     assert definition is not None, f"{_COMMON} of the installed transformers has no class {_BASE}"
     declared = {name: found.annotation for name, found in annotated(definition).items()}
     return declared | {name: _parsed(annotation) for name, annotation in _FURTHER.items()}
-
-
-def _names_in_methods(definition: ast.ClassDef) -> set[str]:
-    """Returns the names that a class accepts without declaring them: keyword arguments, setters, attributes."""
-    names: set[str] = set()
-    for method in definition.body:
-        if not isinstance(method, ast.FunctionDef):
-            continue
-        names |= {
-            method.name
-            for decorator in method.decorator_list
-            if isinstance(decorator, ast.Attribute) and decorator.attr == "setter"
-        }
-        if method.name in ("__init__", "__post_init__"):
-            names |= {argument.arg for argument in (*method.args.args, *method.args.kwonlyargs)} - {"self"}
-        names |= {name for node in ast.walk(method) for name in _names_of(node)}
-    return {name for name in names if not name.startswith("_")}
-
-
-def _names_of(node: ast.AST) -> list[str]:
-    match node:
-        case ast.Call(
-            func=ast.Attribute(value=ast.Name("kwargs"), attr="pop" | "get" | "setdefault"),
-            args=[ast.Constant(str(name)), *_],
-        ):
-            return [name]
-        case ast.Subscript(value=ast.Name("kwargs"), slice=ast.Constant(str(name))):
-            return [name]
-        case ast.Compare(left=ast.Constant(str(name)), comparators=[ast.Name("kwargs")]):
-            return [name]
-        case ast.Assign(targets=[ast.Attribute(value=ast.Name("self"), attr=name)]):
-            return [name]
-        case _:
-            return []
 
 
 @cache

@@ -57,5 +57,4 @@ def why_refused(name: str, value: Any, never: Container[str]) -> str | None:
         return f"is not an argument of the installed vLLM{f'; did you mean {close}?' if close else '; delete it'}"
     if value is None or _ANNOTATIONS.accepts(declared[name], value):
         return None
-    words = " or ".join(_ANNOTATIONS.words(declared[name]))
-    return f"is {show(value)}, but must be {words} for the installed vLLM"
+    return f"is {show(value)}, but must be {_ANNOTATIONS.words(declared[name])} for the installed vLLM"

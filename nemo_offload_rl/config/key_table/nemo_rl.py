@@ -127,6 +127,10 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
     _off("policy.generation.vllm_cfg.limit_mm_per_prompt", _MEDIA, _NO_SECTION, _NO_MEDIA),
     _off("policy.generation.vllm_cfg.video", _MEDIA, _NO_SECTION, _NO_MEDIA),
     _off("policy.is_vlm", "a vision or audio model", remedy="set policy.model_name to a text-only model"),
+    _off(
+        f"{_MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable",
+        "the fully reshardable format, from which megatron-core 0.19.2 restores wrong optimizer state",
+    ),
     _off(f"{_MEGATRON}.clear_memory_caches_before_refit", "clearing Megatron's caches before a refit"),
     *(
         _off(f"{_MEGATRON}.freeze_{part}", "a frozen part of the model", remedy=_ALL_WEIGHTS)

@@ -10,8 +10,8 @@ from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, check_fie
 from nemo_offload_rl.config.key_table.nemo_rl import OTHER_ALGORITHMS, OTHER_DATASETS
 from nemo_offload_rl.config.key_table.row import PASSES, Kind
 from nemo_offload_rl.config.key_table.table import accepted_paths, nemo_rl_paths, row_of
-from nemo_offload_rl.config.keys.section_kinds import kinds_of, meaning_in_kind, unknown_in_kind
-from nemo_offload_rl.config.keys.tree import find_key, nearest_key, schema_keys
+from nemo_offload_rl.config.keys.section_kinds import kind_of, kinds_of, unknown_in_kind
+from nemo_offload_rl.config.keys.tree import find_key, key_comments, nearest_key, schema_keys
 from nemo_offload_rl.config.problems import is_number, nearest, show, show_choices
 from nemo_offload_rl.config.schema.value_types import TAGS
 
@@ -96,8 +96,8 @@ def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error
     kind, context = error["type"], error.get("ctx", {})
     if kind == "missing":
         section, _, name = path.rpartition(".")
-        key = find_key(schema, path)
-        meaning = meaning_in_kind(schema, section, value_at(config, section), name) or (key.comment if key else "")
+        kind, key = kind_of(schema, section, value_at(config, section)), find_key(schema, path)
+        meaning = key_comments(kind).get(name) if kind is not None else key.comment if key is not None else ""
         return f"missing (its meaning: {meaning})" if meaning else "missing"
     if kind == "union_tag_not_found":
         return f"missing; it is {show_choices(kinds_of(schema, path.rpartition('.')[0]))}"

@@ -49,12 +49,6 @@ def kinds_of(root: type, section: str) -> dict[str, type]:
     return {mark: kind for kind in kinds for mark in _marks(kind)}
 
 
-def meaning_in_kind(root: type, section: str, value: Any, name: str) -> str | None:
-    """Returns a key's comment in the schema of the section's kind; None if there is no kind or no such key."""
-    kind = kind_of(root, section, value)
-    return None if kind is None else key_comments(kind).get(name)
-
-
 def unknown_in_kind(root: type, section: str, value: Any, name: str) -> str | None:
     """Returns the message about a key that the section's kind lacks; None for a section without kinds.
 

@@ -96,7 +96,7 @@ def _field_problem(path: str, name: str, value: Any, known: HfFamily | None) -> 
         return f"unknown key: {which} such field{hint}"
     annotation = None if known is None or name in ROPE_KEYS else known.annotation(name)
     if annotation is not None and not _ANNOTATIONS.accepts(annotation, value):
-        words = " or ".join(dict.fromkeys(_ANNOTATIONS.words(annotation)))
+        words = _ANNOTATIONS.words(annotation)
         quoted = "; write it without quotes" if isinstance(value, str) and is_number(value) else ""
         return f"must be {words}, as transformers says; found {show(value)}{quoted}"
     if name in _ACTIVATION_KEYS and isinstance(value, str) and value not in activations():
@@ -136,7 +136,7 @@ def _rope_problems(path: str, value: Any, known: HfFamily | None) -> Iterator[Fo
             hint = f"; nearest valid key: {close}" if close else ""
             yield f"{path}.{name}", f"unknown key{hint}; rope_type {rope_type} has {', '.join(sorted(names))}"
         elif annotation is not None and not _ANNOTATIONS.accepts(annotation, item):
-            yield f"{path}.{name}", f"must be {' or '.join(_ANNOTATIONS.words(annotation))}; found {show(item)}"
+            yield f"{path}.{name}", f"must be {_ANNOTATIONS.words(annotation)}; found {show(item)}"
     for name in sorted(
         required - {name for name in value if value[name] is not None} - {*_EVERY_ROPE, _ORIGINAL_LENGTH}
     ):

@@ -129,9 +129,6 @@ class MegatronCheckpointConfig(TypedDict):
     # rank; the values are always the current ones. Recommended: false; true saves planning time with thousands of
     # tensors on many ranks.
     ckpt_assume_constant_structure: NotRequired[Annotated[bool, IfAbsent(False)]]
-    # Save optimizer state in the format that loads at any parallel size. Must be false: megatron-core 0.19.2 restores
-    # wrong values from it when a model has several gradient buckets.
-    dist_ckpt_optim_fully_reshardable: NotRequired[Annotated[bool, IfAbsent(False)]]
 
 
 @with_config(STRICT_WITH_FURTHER_FIELDS)

@@ -61,7 +61,6 @@ SECTIONS = {
     "policy.megatron_cfg.checkpoint": {
         "async_save": False,
         "ckpt_assume_constant_structure": False,
-        "dist_ckpt_optim_fully_reshardable": False,
     },
     "policy.generation.colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
     "policy.generation.colocated.resources": {"gpus_per_node": None, "num_nodes": None},

@@ -82,7 +82,7 @@ BROKEN = {
         ([f"+{KWARGS}.max_num_seq=5"], "max_num_seq: is not an argument of the installed vLLM; did you mean max_num_s"),
         (
             [f"+{KWARGS}.enable_chunked_prefill=nein"],
-            "enable_chunked_prefill: is 'nein', but must be true or false or null for the installed vLLM",
+            "enable_chunked_prefill: is 'nein', but must be bool | None for the installed vLLM",
         ),
         ([f"+{KWARGS}.max_num_seqs=many"], "max_num_seqs: is 'many', but must be an integer of 1 or more"),
     ],
