@@ -12,6 +12,7 @@ from nemo_offload_rl.config.problems import show_choices
 # A class up to its first method: its fields come first, and parsing all methods takes several times as long.
 _FIELDS = r"^class {}\b.*?(?=^    (?:async |def |@)|^(?:async |def |class |@)|\Z)"
 
+_PLAIN: dict[str, type] = {"bool": bool, "str": str, "dict": dict, "none": type(None)}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -38,31 +39,25 @@ class Annotations:
                 return is_int
             case "float":
                 return is_int or (isinstance(value, float) and (math.isfinite(value) or not self.finite))
-            case "bool":
-                return isinstance(value, bool)
-            case "str":
-                return isinstance(value, str)
-            case "none":
-                return value is None
+            case "bool" | "str" | "dict" | "none" as plain:
+                return isinstance(value, _PLAIN[plain])
             case "any":
                 return True
             case "torch.dtype":
                 return value in DTYPES
             case "literal":
-                return any(type(value) is type(choice) and value == choice for choice in _literals(arguments))
+                return any(type(value) is type(one) and value == one for one in map(ast.literal_eval, arguments))
             case "union" | "optional":
                 is_null = name == "Optional" and value is None
                 return is_null or any(self.accepts(argument, value) for argument in arguments)
             case "list" | "tuple" | "sequence":
                 return self._accepts_items(name.lower(), arguments, value)
-            case "dict":
-                return isinstance(value, dict)
             case _:
                 members = self.members(name)
                 return self.accepts_unknown if members is None else value in members
 
     def _accepts_items(self, kind: str, arguments: list[ast.expr], value: Any) -> bool:
-        items = [argument for argument in arguments if not _is_ellipsis(argument)]
+        items = [argument for argument in arguments if ast.unparse(argument) != "..."]
         if not isinstance(value, list) or not items:
             return isinstance(value, list)
         # Some libraries annotate a list of two as list[float, float].
@@ -109,11 +104,3 @@ def _parts(annotation: ast.expr) -> tuple[str, list[ast.expr]]:
         arguments = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
         return ast.unparse(annotation.value).removeprefix("typing."), list(arguments)
     return ast.unparse(annotation), []
-
-
-def _literals(arguments: list[ast.expr]) -> list[Any]:
-    return [ast.literal_eval(argument) for argument in arguments]
-
-
-def _is_ellipsis(annotation: ast.expr) -> bool:
-    return isinstance(annotation, ast.Constant) and annotation.value is ...

@@ -65,14 +65,12 @@ class MegatronField:
     """Describes a field of a Megatron config, as its source declares it.
 
     Attributes:
-        name: the field's name.
         annotation: the field's type.
         nullable: whether its default is None, even if the annotation does not allow it.
         may_be_infinite: whether its default is infinite, and so means "no bound".
         choices: the words allowed for a text, or for each text of a list; None for any.
     """
 
-    name: str
     annotation: ast.expr
     nullable: bool
     may_be_infinite: bool = False
@@ -109,7 +107,6 @@ def _field(section: str, name: str, declared: ast.AnnAssign, inherited: Megatron
         # A subclass that changes the default may annotate text where its base lists the words.
         annotation = inherited.annotation
     return MegatronField(
-        name,
         annotation,
         nullable=isinstance(declared.value, ast.Constant) and declared.value.value is None,
         may_be_infinite=declared.value is not None and ast.unparse(declared.value) == "float('inf')",

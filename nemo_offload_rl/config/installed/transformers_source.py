@@ -117,16 +117,13 @@ def known_family(fields: Mapping[str, Any]) -> HfFamily | None:
 def with_floats(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields with 1.0 instead of 1 wherever transformers declares a float and rejects integers."""
     known = known_family(fields)
-    return {name: _as_float(value) if _is_float(known, name) else value for name, value in fields.items()}
+    return {name: float(value) if _needs_float(known, name, value) else value for name, value in fields.items()}
 
 
-def _is_float(known: HfFamily | None, name: str) -> bool:
-    annotation = None if known is None else known.annotation(name)
+def _needs_float(known: HfFamily | None, name: str, value: Any) -> bool:
+    is_int = known is not None and isinstance(value, int) and not isinstance(value, bool)
+    annotation = known.annotation(name) if known is not None and is_int else None
     return annotation is not None and ast.unparse(annotation) in _FLOATS
-
-
-def _as_float(value: Any) -> Any:
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 @cache

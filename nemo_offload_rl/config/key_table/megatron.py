@@ -163,10 +163,8 @@ _FIXED = (
         _OFF,
         f"leave it at {{off}} ({MEGATRON}.cuda_graph_modules lists the parts that are)",
     ),
-    *_fixed("optimizer.overlap_param_gather", f"is set in {DDP}", remedy="delete it here"),
-    *_fixed(
-        "distributed_data_parallel_config.use_distributed_optimizer", f"is set in {OPTIMIZER}", remedy="delete it here"
-    ),
+    *_fixed("optimizer.overlap_param_gather", f"is set in {DDP}"),
+    *_fixed("distributed_data_parallel_config.use_distributed_optimizer", f"is set in {OPTIMIZER}"),
     *_fixed(
         "distributed_data_parallel_config.use_custom_fsdp distributed_data_parallel_config.use_megatron_fsdp",
         "Megatron-FSDP is not supported here",

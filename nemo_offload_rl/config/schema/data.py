@@ -71,7 +71,17 @@ class ResponseDataset(PromptFiles):
 
 
 @with_config(STRICT)
-class HFDataset(PromptFiles):
+class SplitRows(PromptFiles):
+    """Rows of files, of which some may be split off."""
+
+    # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
+    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
+    # Seed of this split, required if there is one. Absent: no rows are split off.
+    seed: NotRequired[NonNegativeInt]
+
+
+@with_config(STRICT)
+class HFDataset(SplitRows):
     """`data.train` or `data.validation` with `dataset_name: HFDataset`: a folder written by `datasets`."""
 
     # Selects a folder that `datasets` has saved.
@@ -84,10 +94,6 @@ class HFDataset(PromptFiles):
     input_key: NonEmptyStr
     # Column of the answer, such as output.
     output_key: NonEmptyStr
-    # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
-    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
-    # Seed of this split, required if there is one. Absent: no rows are split off.
-    seed: NotRequired[NonNegativeInt]
 
 
 @with_config(STRICT)
@@ -167,7 +173,7 @@ SFTDataset = _OrImported[BuiltInSFTDataset]
 
 
 @with_config(STRICT)
-class BinaryPreferenceDataset(PromptFiles):
+class BinaryPreferenceDataset(SplitRows):
     """`data.train` or `data.validation` of DPO with `dataset_name: BinaryPreferenceDataset`: rows of two answers."""
 
     # Selects a JSONL file, or a folder that `datasets` has saved, whose rows have a prompt, a chosen and a rejected
@@ -183,14 +189,10 @@ class BinaryPreferenceDataset(PromptFiles):
     chosen_key: NotRequired[Annotated[NonEmptyStr, IfAbsent("chosen")]]
     # Field of the other answer, in the same formats.
     rejected_key: NotRequired[Annotated[NonEmptyStr, IfAbsent("rejected")]]
-    # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
-    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
-    # Seed of this split, required if there is one. Absent: no rows are split off.
-    seed: NotRequired[NonNegativeInt]
 
 
 @with_config(STRICT)
-class PreferenceDataset(PromptFiles):
+class PreferenceDataset(SplitRows):
     """`data.train` or `data.validation` of DPO with `dataset_name: PreferenceDataset`: rows of ranked completions."""
 
     # Selects a JSONL file, or a folder that `datasets` has saved, whose rows have a `context` and two ranked
@@ -200,10 +202,6 @@ class PreferenceDataset(PromptFiles):
     data_path: NonEmptyStr
     # Split to read from a folder that has several. Null or absent: a file, or a folder without splits.
     split: NotRequired[NonEmptyStr | None]
-    # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
-    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
-    # Seed of this split, required if there is one. Absent: no rows are split off.
-    seed: NotRequired[NonNegativeInt]
 
 
 @with_config(STRICT)

@@ -4,7 +4,10 @@ from typing import Any
 
 from nemo_offload_rl.config.key_table.nemo_rl import NEMO_RL_ROWS, NEMO_RL_SECTIONS
 from nemo_offload_rl.config.key_table.row import Kind, matches
-from nemo_offload_rl.config.upstream.env_vars import ENV_VARS, values_as_text
+from nemo_offload_rl.config.problems import show
+
+# Sections of environment variables, whose values are text: 1 and true without quotes are read as such.
+ENV_VARS = ("policy.generation.vllm_cfg.env_vars", "policy.megatron_cfg.env_vars")
 
 # Section from which an algorithm reads further keys, or nothing at all; an empty one is a problem.
 _NEVER_EMPTY = "policy.generation"
@@ -33,7 +36,11 @@ def remove_upstream_keys(config: dict[str, Any]) -> tuple[list[tuple[str, str]],
             _remove(config, path)
     for section in ENV_VARS:
         for path, values in matches(config, section):
-            notes.extend(values_as_text(path, values))
+            for name, value in values.items() if isinstance(values, dict) else ():
+                if isinstance(value, bool | int | float):
+                    values[name] = show(value)
+                    text = f'is read as the text "{values[name]}"; writing it in quotes means the same'
+                    notes.append(f"{path}.{name} {text}")
     for section in NEMO_RL_SECTIONS:
         for path, value in matches(config, section):
             if value in ({}, None):
