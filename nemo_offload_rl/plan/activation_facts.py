@@ -82,6 +82,7 @@ def activation_facts(
                 num_model_chunks=num_model_chunks,
                 group_size=megatron_field(cfg, "microbatch_group_size_per_vp_stage") or stages,
             ),
+            num_layers_of_segment=megatron_field(cfg, "recompute_num_layers") or 1,
         )
         for stage in range(stages)
     )

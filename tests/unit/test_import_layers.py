@@ -89,7 +89,8 @@ LAYERS = {
     "mcore.log_filters": layer(never="ray"),
     "mcore.optimizer": layer("memory", "residency", never="ray"),
     "mcore.patches": layer(
-        "activation_offload", "residency.streamed", "config.installed", "mcore.optimizer", never="ray"
+        "activation_offload", "residency.streamed", "config.installed", "config.megatron", "mcore.optimizer",
+        never="ray"
     ),
     "mcore.architectures": layer(
         "mcore.patches", "config.megatron", "config.model", "config.schema", never="ray"

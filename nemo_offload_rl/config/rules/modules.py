@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_offload_rl.config.installed.libraries import untested_megatron_core
-from nemo_offload_rl.config.megatron.activation_modules import ACTIVATION_MODULES
+from nemo_offload_rl.config.megatron.activation_modules import ACTIVATION_MODULES, LAYER_INPUT
 from nemo_offload_rl.config.megatron.activation_modules import OFFLOAD_MODULES_KEY as OFFLOADED
 from nemo_offload_rl.config.megatron.graph_modules import GRAPH_IMPL_KEY as GRAPHS
 from nemo_offload_rl.config.megatron.graph_modules import GRAPH_MODULES
@@ -39,6 +39,8 @@ NOT_OFFLOADED_BESIDE = {
     "mla_up_proj": ("core_attn",),  # it recomputes the queries, keys and values that core_attn moves
     "moe": ("expert_fc1", "moe_act", "fused_group_mlp"),
 }
+KEPT_ATTENTION = "core_attn"
+"""The module whose activations may be offloaded beside layer_input, instead of being recomputed."""
 NOT_CAPTURED_BESIDE = {"moe": ("moe_router",)}
 
 
@@ -102,7 +104,26 @@ def offload_modules_recomputed(modules: list[str] | None, enabled: bool, *recomp
 
     A recomputed norm or activation keeps its input, which is what attn_norm, mlp_norm and moe_act move.
     """
-    return _beside(OFFLOADING, NOT_OFFLOADED_BESIDE, listed(modules, enabled), *recomputation)
+    moved = listed(modules, enabled)
+    if LAYER_INPUT not in moved:
+        return _beside(OFFLOADING, NOT_OFFLOADED_BESIDE, moved, *recomputation)
+    if not recomputes_layers(*recomputation[:2]):
+        return f"has {LAYER_INPUT}, which needs {RECOMPUTING} true and {GRANULARITY} full; set both, or take it out"
+    inside = [name for name in moved if name not in (LAYER_INPUT, KEPT_ATTENTION)]
+    if not inside:
+        return None
+    return (
+        f"has {LAYER_INPUT} and {' and '.join(inside)}, but whole layers are recomputed; beside {LAYER_INPUT} only "
+        f"{KEPT_ATTENTION} can be kept"
+    )
+
+
+@rule(f"{MEGATRON}.recompute_method?", *_OFFLOADS)
+def recompute_method_layer_input(method: str | None, modules: list[str] | None, enabled: bool) -> RuleResult:
+    """Refuses layer_input where some layers keep all of their tensors."""
+    if method != "block" or LAYER_INPUT not in listed(modules, enabled):
+        return None
+    return f"is block, which keeps all tensors of some layers, but {OFFLOADED} has {LAYER_INPUT}; set it to uniform"
 
 
 @rule(*_CAPTURES, *RECOMPUTATION)

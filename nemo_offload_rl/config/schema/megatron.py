@@ -180,9 +180,12 @@ class MegatronConfig(TypedDict):
     fine_grained_activation_offloading: NotRequired[bool]
     # Parts of a layer whose activations are offloaded; read only with fine_grained_activation_offloading: attn_norm,
     # qkv_linear, core_attn, attn_proj (with core_attn), mlp_norm; for a mixture of experts also expert_fc1 and moe_act,
-    # or fused_group_mlp (with use_transformer_engine_op_fuser). May be null while fine_grained_activation_offloading is
-    # false. Recommended: [qkv_linear, core_attn, attn_proj] for dense models, [moe_act, expert_fc1] for mixtures of
-    # experts. Absent: null.
+    # or fused_group_mlp (with use_transformer_engine_op_fuser). With full recomputation (recompute_granularity)
+    # instead: layer_input, the input of each recomputed segment of recompute_num_layers layers, alone or with
+    # core_attn, whose attention is then not recomputed. May be null while fine_grained_activation_offloading is false.
+    # Recommended: [qkv_linear, core_attn, attn_proj] for dense models, [moe_act, expert_fc1] for mixtures of experts,
+    # [layer_input, core_attn] for rows that do not fit otherwise, [layer_input] where the host is too small for that.
+    # Absent: null.
     offload_modules: NotRequired[list[str] | None]
     # Largest share of a micro-batch's eligible bytes that is offloaded; the bytes that stay are spread over the layers.
     # 0 to 1; recommended 1.0, less where the link is the bottleneck. Absent: 1.0.

@@ -12,7 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
-from nemo_offload_rl.config.megatron.activation_modules import check_modules_fit_model
+from nemo_offload_rl.config.megatron.activation_modules import LAYER_INPUT, check_modules_fit_model
 from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.megatron.graph_modules import check_graphs_fit_model
 from nemo_offload_rl.config.megatron.microbatches import gathers_different_rows
@@ -339,7 +339,12 @@ def make_provider(policy: PolicyConfig, bridge: Any) -> Any:
     corrected = bridges.is_corrected(config)
     if corrected:
         dense_layers.check_layers(policy["megatron_cfg"], provider)
+    recomputes_from_host = LAYER_INPUT in (overrides.get("offload_modules") or ())
+    if recomputes_from_host:  # megatron-core does not know the module, and refuses an empty list
+        overrides["offload_modules"] = ["core_attn"]
     provider.apply_overrides_and_finalize(overrides=overrides)
+    if recomputes_from_host:
+        provider.offload_modules = []  # layers that run twice offload nothing themselves
     if corrected:
         biases.add_biases(config, provider)
     return provider
