@@ -92,6 +92,7 @@ def test_names_of_parameters_and_what_they_are_stay(rank):
 
 
 def test_only_the_input_is_saved_and_no_tile_is_larger_than_asked(rank):
+    """These bytes are what the plan counts (`plan.training_memory`)."""
     layer, (hidden, grad) = layer_of(7), inputs(1)
     saved: list[int] = []
     lengths: list[int] = []
