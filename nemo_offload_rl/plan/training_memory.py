@@ -75,10 +75,8 @@ def training_pass_bytes(
         if recomputes_layers(cfg["activation_checkpointing"], cfg["recompute_granularity"]):
             layer_input = facts.num_residual_tokens * facts.hidden_size * facts.element_size
             kept = -(-in_flight // facts.num_layers_of_segment) * layer_input - _moved_bytes(facts, offloaded)
-            if offloaded is None:  # megatron-core recomputes all layers of a segment before their backward pass
-                layer *= facts.num_layers_of_segment
-            else:
-                layer += (facts.num_layers_of_segment - 1) * layer_input
+            # megatron-core recomputes all layers of a segment before their backward pass; layer_input their inputs.
+            working += (facts.num_layers_of_segment - 1) * (layer if offloaded is None else layer_input)
         else:
             kept = in_flight * layer - _moved_bytes(facts, offloaded)
         # Logits are freed before the last layer's gradients are computed.

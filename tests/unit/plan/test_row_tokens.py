@@ -87,6 +87,11 @@ def test_in_tiles_an_mlp_saves_its_input_and_its_intermediates_are_those_of_a_ti
 def test_a_recomputed_layer_in_tiles_takes_what_a_prototype_did(tokens, gib):
     """torch's peak on an H100, without the layers' inputs, which were offloaded."""
     recomputed = pass_bytes(tokens, TILES, f"{MEGATRON}.activation_checkpointing=true")[1]
+    in_pairs = pass_bytes(
+        tokens, TILES, f"{MEGATRON}.activation_checkpointing=true", f"+{MEGATRON}.recompute_num_layers=2"
+    )
+    layer = tokens * 2 * (4 * 1536 + 2 * 256 + 1536)
+    assert in_pairs[1] - recomputed == pytest.approx(layer - 14 * tokens * 1536 * 2, rel=0.01)
     assert recomputed - 28 * tokens * 1536 * 2 == pytest.approx(gib * GIB, rel=0.06)
 
 
