@@ -1,4 +1,7 @@
-"""Tests that MLPs computed in tiles have the outputs and gradients of whole ones, and save their input alone."""
+"""Tests that MLPs computed in tiles have the outputs and gradients of whole ones, and save their input alone.
+
+test_two_ranks has the parallel layouts.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from support.ranks import free_port, run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, packed_rows, random_batch, tiny_policy, with_plain_sgd
 from support.tiny_megatron import one_rank
 
@@ -191,49 +193,6 @@ def test_training_changes_no_number(make_worker, config, megatron, packed):
             policy["sequence_packing"] = packed_rows(32)
         found.append(numbers(make_worker(policy)))
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
-
-
-# Two data-parallel ranks, each with its own part of the rows; or tensor-parallel ones, each with all rows.
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {},
-    "dp2, overlap, recomputed": {"overlap_grad_reduce": True, **FULL},
-    "tp2": {"tensor_model_parallel_size": 2},
-    "tp2, sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-}
-
-
-def trained(tile_tokens: int | None, rank: int, world_size: int, port: int, **megatron: Any) -> dict[str, Any]:
-    overlap = megatron.pop("overlap_grad_reduce", False)
-    policy = with_plain_sgd(tiny_policy(BIASED_LLAMA, **megatron, mlp_tile_tokens=tile_tokens), rate=0.1)
-    policy["megatron_cfg"]["distributed_data_parallel_config"]["overlap_grad_reduce"] = overlap
-    worker = worker_of_rank(policy, rank, world_size, port)
-    torch.set_num_threads(1)
-    ranks = worker.parallel_ranks()
-    share = 8 // ranks["dp_size"]
-    first = ranks["dp_rank"] * share
-    data = [random_batch(8, seed=seed).slice(first, first + share) for seed in range(2)]
-    steps = [worker.train(batch, NLLLoss(), gbs=8, mbs=2) for batch in data]
-    out = {
-        "steps": [number for step in steps for number in (step["loss"], step["grad_norm"])],
-        "weights": {name: float(weight.double().sum()) for name, weight in worker.hf_weights()},
-    }
-    worker.shutdown()
-    return out
-
-
-def two_ranks(rank: int, world_size: int, ports: list[int]) -> dict[str, dict[str, Any]]:
-    return {
-        name: trained(7, rank, world_size, port, **LAYOUTS[name]) for name, port in zip(LAYOUTS, ports, strict=True)
-    }
-
-
-@pytest.mark.slow
-def test_two_ranks_in_tiles_compute_what_one_does_without():
-    want = trained(None, 0, 1, free_port())
-    for of_rank in run_ranks(two_ranks, 2, num_ports=len(LAYOUTS)):
-        for layout, got in of_rank.items():
-            assert got["steps"] == pytest.approx(want["steps"], rel=1e-5), layout
-            assert got["weights"] == pytest.approx(want["weights"], rel=1e-4, abs=1e-4), layout
 
 
 def test_experts_are_refused_by_name(make_worker):
