@@ -93,9 +93,10 @@ def test_names_of_parameters_and_what_they_are_stay(rank):
     assert plain.mlp.sharded_state_dict().keys() == tiled.mlp.sharded_state_dict().keys()
 
 
-def test_only_the_input_is_saved_and_no_tile_is_larger_than_asked(rank):
+@pytest.mark.parametrize(("rows", "tiles"), [(1, [7, 7, 7, 3]), (2, [3] * 8), (9, [1] * 24)])
+def test_only_the_input_is_saved_and_no_tile_is_larger_than_asked(rank, rows, tiles):
     """These bytes are what the plan counts (`plan.training_memory`)."""
-    layer, (hidden, grad) = layer_of(7), inputs(1)
+    layer, (hidden, grad) = layer_of(7), inputs(rows)
     saved: list[int] = []
     lengths: list[int] = []
     layer.mlp.linear_fc1.register_forward_pre_hook(lambda _, args: lengths.append(len(args[0])))
@@ -108,10 +109,17 @@ def test_only_the_input_is_saved_and_no_tile_is_larger_than_asked(rank):
         output, _ = layer.mlp(hidden)
     assert saved == [hidden.nbytes]
     output.backward(grad)
-    assert lengths == [7, 7, 7, 3] * 2
+    assert lengths == tiles * 2
     with torch.no_grad():
         assert not layer.mlp(hidden)[0].requires_grad
-    assert lengths == [7, 7, 7, 3] * 3
+    assert lengths == tiles * 3
+
+
+def test_the_ranks_of_a_sequence_parallel_group_share_a_tile(rank):
+    layer = layer_of(None)
+    layer.mlp.config.sequence_parallel, layer.mlp.tp_group = True, SimpleNamespace(size=lambda: 2)
+    tile_mlps([layer], 8)
+    assert [len(tile) for tile in layer.mlp.forward.tiles(inputs(1)[0])] == [4] * 6
 
 
 @pytest.mark.parametrize("again", [False, True])
