@@ -4,7 +4,7 @@ from typing import Literal
 
 MLP_TILES_KEY = "policy.megatron_cfg.mlp_tile_tokens"
 # The least tile of `auto`. A tile's weight gradients are added up in float32, which moves as many bytes for a small
-# tile as for a large one: on an H100 about 2% of the time of the tile's products at this size, 20% at 1,536 tokens.
+# tile as for a large one: by calculation, on an H100 2% of the time of its products at this size, 20% at 1,536 tokens.
 _LEAST_AUTO_TOKENS = 16_384
 
 
