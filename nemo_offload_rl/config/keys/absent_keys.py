@@ -32,6 +32,7 @@ IF_ABSENT: Mapping[str, Any] = {
     "policy.megatron_cfg.moe_per_layer_logging": False,
     "policy.megatron_cfg.recompute_granularity": "full",
     "policy.megatron_cfg.recompute_modules": None,
+    "policy.megatron_cfg.mlp_tile_tokens": None,
     "policy.megatron_cfg.fine_grained_activation_offloading": False,
     "policy.megatron_cfg.offload_modules": None,
     "policy.megatron_cfg.cuda_graph_impl": "none",

@@ -1,4 +1,4 @@
-"""Rules for the lists of a layer's modules: those that are recomputed, offloaded, or captured in CUDA graphs."""
+"""Rules for the lists of a layer's modules: those that are recomputed, offloaded, or captured, and for tiled MLPs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from nemo_offload_rl.config.megatron.activation_modules import OFFLOAD_MODULES_K
 from nemo_offload_rl.config.megatron.graph_modules import GRAPH_IMPL_KEY as GRAPHS
 from nemo_offload_rl.config.megatron.graph_modules import GRAPH_MODULES
 from nemo_offload_rl.config.megatron.graph_modules import GRAPH_MODULES_KEY as CAPTURED
+from nemo_offload_rl.config.megatron.mlp_tiles import MLP_TILES_KEY as TILES
 from nemo_offload_rl.config.problems import show, show_choices, unknown_names
 from nemo_offload_rl.config.rules.base import (
     DIVISOR,
@@ -156,6 +157,22 @@ def recompute_modules_fused_residual(fused: bool | None, *recomputation: Any) ->
     if not fused or "layernorm" not in recomputed_modules(*recomputation):
         return None
     return f"is true, but {RECOMPUTED} has layernorm, which would discard a fused norm's residual; change either"
+
+
+@rule(TILES, *RECOMPUTATION)
+def mlp_tiles_recomputed(tile: int | str | None, *recomputation: Any) -> RuleResult:
+    """Refuses to recompute MLPs twice: tiles are recomputed anyway."""
+    if tile is None or "mlp" not in recomputed_modules(*recomputation):
+        return None
+    return f"is {tile}, which recomputes MLPs, but {RECOMPUTED} has mlp, which would do so again; take that out"
+
+
+@rule(TILES, *_CAPTURES)
+def mlp_tiles_captured(tile: int | str | None, modules: list[str], impl: str) -> RuleResult:
+    """Refuses to capture MLPs in tiles, which was never compared with eager steps."""
+    if tile is None or "mlp" not in listed(modules, impl):
+        return None
+    return f"is {tile}, but {CAPTURED} has mlp, and graphs of MLPs in tiles are not supported; take that out"
 
 
 @rule(OFFLOADING)

@@ -19,6 +19,7 @@ from nemo_offload_rl.config.schema.value_types import (
     PositiveFloat,
     PositiveInt,
     Precision,
+    RowTokens,
 )
 
 
@@ -174,6 +175,12 @@ class MegatronConfig(TypedDict):
     # Modules recomputed with selective granularity: core_attn, moe_act, layernorm, mla_up_proj, mlp, moe,
     # shared_experts; null for megatron-core's default, core_attn. Absent: null.
     recompute_modules: NotRequired[list[str] | None]
+    # Compute the MLPs of a dense model this many tokens of a micro-batch at a time, and again in the backward pass, so
+    # that a layer's MLP saves only its input, and the intermediates of a whole micro-batch are never in memory at once,
+    # also with recompute_granularity full. 1 or more; auto: 16,384, or the hidden size if that is larger, since smaller
+    # tiles spend more time on adding up gradients; null: all tokens at once, and saved. Recommended: auto if long rows
+    # run out of memory without it. Absent: null.
+    mlp_tile_tokens: NotRequired[RowTokens | None]
     # Offload the activations of offload_modules to pinned host memory between their forward and backward pass; not in
     # log-prob passes and validation. Needs Transformer Engine on a GPU, switched off on a CPU; cannot be combined with
     # the CPU optimizer (optimizer_cpu_offload). Recommended: false while they fit. Absent: false.

@@ -39,7 +39,7 @@ NumaSetting = Annotated[int | str, BeforeValidator(_numa_setting)]
 
 
 def _row_tokens(value: Any) -> Any:
-    """Validates the tokens of a packed row as a whole, for the same reason."""
+    """Validates a number of tokens as a whole, for the same reason."""
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
     raise PydanticCustomError("row_tokens", "must be auto or a number of tokens (1 or more)")

@@ -34,6 +34,9 @@ BF16 = ["policy.precision=bfloat16", f"{MEGATRON}.optimizer.bf16=true"]
 CAPACITY = f"+{MEGATRON}.moe_expert_capacity_factor=1.5"
 
 
+TILES = f"{MEGATRON}.mlp_tile_tokens"
+
+
 def offload(*names):
     return [f"{OFFLOADING}=true", f"{OFFLOADED}=[{','.join(names)}]"]
 
@@ -83,6 +86,10 @@ BROKEN = {
             f"{MEGATRON}.fused_residual_rmsnorm: is true, but {MEGATRON}.recompute_modules has layernorm",
         ),
     ],
+    "mlp_tiles_recomputed": [
+        ([f"{TILES}=auto", *recompute("layernorm", "mlp")], f"{TILES}: is auto, which recomputes MLPs, but"),
+    ],
+    "mlp_tiles_captured": [([f"{TILES}=64", *capture("attn", "mlp")], f"{TILES}: is 64, but {CAPTURED} has mlp")],
     "offload_modules_attn_proj": [(offload("attn_proj"), f"{OFFLOADED}: has attn_proj, whose input is")],
     "offloading_env_vars": [
         (
@@ -157,6 +164,10 @@ def test_fields_that_would_go_round_the_rules_are_refused(field, value, remedy, 
         offload("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
         [*EXPERTS, *offload("qkv_linear", "expert_fc1", "moe_act")],
         [*EXPERTS, FUSER, *offload("fused_group_mlp", "core_attn")],
+        [f"{TILES}=64", *offload("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")],
+        [f"{TILES}=64", *recompute("layernorm")],
+        [f"{TILES}=auto", FULL],
+        [f"{TILES}=auto", *capture("attn")],
         # With recomputation that does not count, or that discards outputs while inputs move.
         [*offload("core_attn"), f"{MEGATRON}.recompute_modules=[core_attn]"],
         [*offload("qkv_linear"), *SELECTIVE],

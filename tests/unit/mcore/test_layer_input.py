@@ -56,15 +56,16 @@ def plain() -> dict[str, Any]:
         (TINY_QWEN3, BOTH, 1, {}),
         (TINY_QWEN3, BOTH, 2, {"activation_offload_fraction": 0.5}),
         (TINY_QWEN3, BOTH, 1, {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+        (TINY_QWEN3, BOTH, 2, {"mlp_tile_tokens": 7}),
         (TINY_QWEN3_MOE, INPUT, 2, {"fine_grained_offloading_max_inflight_offloads": 0}),
         (TINY_QWEN3_MOE, BOTH, 1, {}),
     ],
 )
 def test_numbers_are_those_of_plain_recomputation(make_worker, plain, config, modules, num_layers, megatron):
-    dropout = {name: value for name, value in megatron.items() if name.endswith("dropout")}
-    kind = f"{config['model_type']} {dropout}"
+    model = {name: value for name, value in megatron.items() if name.endswith(("dropout", "tile_tokens"))}
+    kind = f"{config['model_type']} {model}"
     if kind not in plain:
-        plain[kind] = steps(make_worker(tiny_policy(config, **FULL, recompute_num_layers=1, **dropout)))
+        plain[kind] = steps(make_worker(tiny_policy(config, **FULL, recompute_num_layers=1, **model)))
     again = FULL | {"recompute_num_layers": num_layers}
     worker = make_worker(offloading_activations(tiny_policy(config), modules, **again, **megatron))
     assert steps(worker) == plain[kind]
