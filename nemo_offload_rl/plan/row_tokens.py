@@ -9,6 +9,7 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.megatron.device_split import split_devices
 from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
 from nemo_offload_rl.config.schema import MasterConfig
+from nemo_offload_rl.config.schema.policy import row_multiple, sequence_multiple
 from nemo_offload_rl.memory.units import round_up, show_gib
 from nemo_offload_rl.plan.activation_facts import (
     AUTO,
@@ -120,10 +121,10 @@ class _Limits:
     @classmethod
     def of(cls, config: MasterConfig, group_size: int) -> "_Limits":
         policy = config["policy"]
-        cfg, packing = policy["megatron_cfg"], policy["sequence_packing"]
+        cfg = policy["megatron_cfg"]
         tensor = cfg["tensor_model_parallel_size"]
-        multiple = math.lcm(packing["sequence_length_round"], tensor if cfg["sequence_parallel"] else 1)
-        sample = group_size * round_up(policy["max_total_sequence_length"], policy["make_sequence_length_divisible_by"])
+        multiple = math.lcm(row_multiple(policy), tensor if cfg["sequence_parallel"] else 1)
+        sample = group_size * round_up(policy["max_total_sequence_length"], sequence_multiple(policy))
         ranks = split_devices(config["cluster"], policy).policy_ranks
         shared = tensor * cfg["pipeline_model_parallel_size"] * cfg["context_parallel_size"]
         samples = policy["train_global_batch_size"] // (data_parallel_size(ranks, shared) or 1)
