@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from nemo_offload_rl.config.megatron.mlp_tiles import MLP_TILES_KEY
+from nemo_offload_rl.mcore.patches import layer_input
 
 
 def tile_mlps(chunks: Iterable[torch.nn.Module], tile_tokens: int | None) -> None:
@@ -36,14 +37,15 @@ def tile_mlps(chunks: Iterable[torch.nn.Module], tile_tokens: int | None) -> Non
                 f"{MLP_TILES_KEY} is set, but layer {layer.layer_number} has a {type(layer.mlp).__name__}, and only "
                 "megatron-core's dense MLP is computed in tiles; set it to null."
             )
-        layer.mlp.forward = _TiledForward(layer.mlp, tile_tokens)
+        layer.mlp.forward = _TiledForward(layer, tile_tokens)
 
 
 class _TiledForward:
     """Takes the place of an MLP's `forward`."""
 
-    def __init__(self, mlp: MLP, tile_tokens: int) -> None:
-        self._mlp = mlp
+    def __init__(self, layer: TransformerLayer, tile_tokens: int) -> None:
+        self._layer = layer
+        self._mlp = mlp = layer.mlp
         self._whole: Callable[[Tensor], tuple[Tensor, Tensor | None]] = mlp.forward
         self.dtype = mlp.config.params_dtype
         # With sequence parallelism the MLP gathers a tile's rows from all ranks.
@@ -68,6 +70,11 @@ class _TiledForward:
         """Returns views of [S, B, H], each of a tile's rows; on each rank the same number, since S is the same."""
         return tensor.split(max(1, self._tokens // tensor.shape[1]))
 
+    @property
+    def output_is_unused(self) -> bool:
+        """Whether nothing reads the output's values: the layer only adds them to its residual, and is thrown away."""
+        return type(self._layer) is TransformerLayer and layer_input.output_is_unused(self._layer)
+
     def output_of(self, tile: Tensor) -> Tensor:
         """Returns the MLP's output without its bias, which is not part of the tile: the layer adds it to all rows."""
         output, bias = self._whole(tile)
@@ -83,6 +90,8 @@ class _Tiles(torch.autograd.Function):
         ctx.save_for_backward(hidden)
         ctx.of, ctx.trained = of, trained  # not saved: hooks that offload saved tensors would move weights
         output = torch.empty_like(hidden, dtype=of.dtype)
+        if of.output_is_unused:  # the backward pass computes each tile in any case
+            return output
         for rows, tile in zip(of.tiles(output), of.tiles(hidden), strict=True):
             rows.copy_(of.output_of(tile))
         return output

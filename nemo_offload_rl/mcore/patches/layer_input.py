@@ -27,6 +27,14 @@ from nemo_offload_rl.config.megatron.activation_modules import LAYER_INPUT
 CORE_ATTN = "core_attn"
 
 
+_differentiated: Any = None
+
+
+def output_is_unused(layer: torch.nn.Module) -> bool:
+    """Returns whether a layer is being computed only for its gradients: nothing reads the values of its output."""
+    return _differentiated is layer
+
+
 def checkpointed_forward(
     block: Any,
     hidden_states: torch.Tensor,
@@ -65,6 +73,16 @@ def checkpointed_forward(
 def _run(layer: torch.nn.Module, hidden_states: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
     hidden_states, _ = layer(hidden_states=hidden_states, inference_context=None, **inputs)
     return hidden_states
+
+
+@contextmanager
+def _differentiating(layer: torch.nn.Module) -> Iterator[None]:
+    global _differentiated
+    _differentiated = layer
+    try:
+        yield
+    finally:
+        _differentiated = None
 
 
 class SegmentPass:
@@ -118,7 +136,8 @@ class SegmentPass:
             for index in reversed(range(len(self._layers))):
                 _set_all_rng_states(*self._rng_states[index])
                 hidden_states = inputs.pop().detach().requires_grad_()
-                with torch.enable_grad():  # the output itself is not needed: that is a tensor of hidden states less
+                with torch.enable_grad(), _differentiating(self._layers[index]):
+                    # The output is freed: only its edge of the graph is needed.
                     edge = get_gradient_edge(self._run(index, hidden_states))
                 torch.autograd.backward([edge], [gradient])
                 assert hidden_states.grad is not None
