@@ -19,6 +19,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 FULL = {"activation_checkpointing": True, "recompute_granularity": "full", "recompute_num_layers": 2}
 RECOMPUTED: dict[str, tuple[list[str], dict[str, Any]]] = {
     "tp2, recomputed": (["layer_input", "core_attn"], LAYOUTS["tp2"]),
+    "cp2, recomputed": (["layer_input", "core_attn"], {"context_parallel_size": 2}),
     "pp2_vpp2, recomputed": (["layer_input"], LAYOUTS["pp2_vpp2"]),
     "moe_ep2, recomputed": (["layer_input", "core_attn"], LAYOUTS["moe_ep2"]),
 }
