@@ -13,7 +13,7 @@ from typing import Any
 from nemo_offload_rl.config.rules.base import TABLE
 from nemo_offload_rl.config.rules.residency import AUTO
 from nemo_offload_rl.config.schema import MasterConfig
-from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig, has_generation
+from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig, SequencePackingConfig, has_generation
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.engine_targets import GENERATION_WEIGHTS_KEY, colocates_vllm
@@ -252,7 +252,7 @@ def _with_the_same_rows(config: MasterConfig, awake: MasterConfig, planner: Plan
     return awake_rows if _packing(asleep_rows) == _packing(awake_rows) else None
 
 
-def _packing(config: MasterConfig) -> Any:
+def _packing(config: MasterConfig) -> SequencePackingConfig:
     return config["policy"]["sequence_packing"]
 
 
@@ -286,24 +286,26 @@ def with_engine_build(config: MasterConfig, planner: Planner) -> tuple[MasterCon
         planner: plans it.
 
     Returns:
-        The config with `policy.generation.vllm_cfg.build_beside_policy` set, and a line for the user; the config itself
-        if the recipe decides it, the sizes are not known, or vLLM measures free memory.
+        The config with `policy.generation.vllm_cfg.build_beside_policy` true or false, and a line for the user if the
+        plan knows both sizes and vLLM does not measure free memory; the config itself if the recipe decides it.
     """
-    policy, gpu_bytes = config["policy"], planner.gpu_bytes
-    if not colocates_vllm(policy) or gpu_bytes is None or _kv_cache_bytes(policy) is None:
-        return config, []
-    if policy["generation"]["vllm_cfg"]["build_beside_policy"] != AUTO:
-        return config, []
-    planned = planner.plan(config)
-    if planned is None or planned.engine is None:
-        return config, []
-    reason = why_not_at_once(planned, planner, gpu_bytes)
     decided = copy.deepcopy(config)
-    assert has_generation(decided["policy"])
-    section: Any = decided["policy"]["generation"]["vllm_cfg"]  # true is the plan's alone: no recipe may say it
-    section["build_beside_policy"] = reason is None
+    policy, gpu_bytes = decided["policy"], planner.gpu_bytes
+    if not has_generation(policy) or policy["generation"]["backend"] != "vllm":
+        return config, []
+    section: Any = policy["generation"]["vllm_cfg"]  # true is the plan's alone: no recipe may say it
+    if section["build_beside_policy"] != AUTO:
+        return config, []
+    section["build_beside_policy"] = False
+    if not colocates_vllm(policy) or gpu_bytes is None or _kv_cache_bytes(policy) is None:
+        return decided, []
+    planned = planner.plan(config)
+    if planned is None:
+        return decided, []
+    reason = why_not_at_once(planned, planner, gpu_bytes)
     if reason is not None:
         return decided, [f"the policy is built after vLLM, not at the same time: {reason}"]
+    section["build_beside_policy"] = True
     return decided, [
         "the policy and vLLM are built at the same time, since the GPU has room for both; "
         "policy.generation.vllm_cfg.build_beside_policy=false builds the policy after vLLM"

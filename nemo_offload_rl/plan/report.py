@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from nemo_offload_rl.config.schema.policy import SequencePackingConfig
 from nemo_offload_rl.memory.units import KIB, MIB, show_gib
 from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
 from nemo_offload_rl.plan.cpu_optimizer import COPIED_SIZE
@@ -44,7 +45,7 @@ def print_plan(
     cpu_speed: CpuSpeed,
     written_at: Callable[[str], str],
     host: Host,
-    packing: Mapping[str, Any],
+    packing: SequencePackingConfig,
     row_lines: Sequence[str],
     as_json: bool,
     console: Console | None = None,

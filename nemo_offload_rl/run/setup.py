@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_offload_rl.config.chat_template import JOINED_CONTENTS, is_default_template, is_template_file
 from nemo_offload_rl.config.keys.absent_keys import datasets_of, splits_validation_data
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 
     from nemo_offload_rl.placement.cluster import Cluster
 
+_Data = DataConfig | SFTDataConfig | PreferenceDataConfig
+_PromptFile = Literal["prompt_file", "system_prompt_file"]
+
 
 @dataclass(frozen=True)
 class Preparation:
@@ -97,7 +100,7 @@ def read_data(
 
 
 def _read_parts(
-    data: Mapping[str, Any], read: Callable[[Role, str, Any, str | None], Sequence[Any]], form: RowForm[Any]
+    data: _Data, read: Callable[[Role, str, Any, str | None], Sequence[Any]], form: RowForm[Any]
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     """Reads the training and the validation data of a section, and applies each dataset's prompt files.
 
@@ -128,7 +131,7 @@ def _read_parts(
     return train, validation
 
 
-def _in_texts(samples: Sequence[Any], data: Mapping[str, Any], path: str) -> Sequence[Any]:
+def _in_texts(samples: Sequence[Any], data: _Data, path: str) -> Sequence[Any]:
     """Returns a dataset's samples with its prompt file and system prompt applied, or those of ``data.default``."""
     prompt_file, prompt_key = _prompt_file(data, path, "prompt_file")
     system_file, system_key = _prompt_file(data, path, "system_prompt_file")
@@ -138,7 +141,7 @@ def _in_texts(samples: Sequence[Any], data: Mapping[str, Any], path: str) -> Seq
     return PromptedSamples(samples, PromptTexts(read_prompt_file(prompt_file, prompt_key), system))
 
 
-def _prompt_file(data: Mapping[str, Any], path: str, name: str) -> tuple[str | None, str]:
+def _prompt_file(data: _Data, path: str, name: _PromptFile) -> tuple[str | None, str]:
     """Returns the path of a dataset's prompt file, None for a null in the dataset's section, and the file's key."""
     for section, values in ((path, datasets_of(data, path.split(".")[1])[path]), ("data.default", data.get("default"))):
         if values and name in values:
@@ -259,7 +262,7 @@ def read_tokenizer(config: TokenizerConfig, *, trust_remote_code: bool = False) 
 
 
 def make_prompt_format(
-    data: DataConfig | SFTDataConfig | PreferenceDataConfig,
+    data: _Data,
     tokenizer: PreTrainedTokenizerFast,
     policy: PolicyConfig,
     **special_tokens: bool,
