@@ -1,34 +1,43 @@
 """Chooses the length of packed rows where the recipe says `auto`: as many tokens as fit on a GPU."""
 
 import bisect
+import copy
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.megatron.device_split import split_devices
 from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
 from nemo_offload_rl.config.schema import MasterConfig
-from nemo_offload_rl.config.schema.policy import row_multiple, sequence_multiple
+from nemo_offload_rl.config.schema.policy import has_generation, row_multiple, sequence_multiple
 from nemo_offload_rl.memory.units import round_up, show_gib
 from nemo_offload_rl.plan.activation_facts import (
     AUTO,
     LOGPROB_TOKENS,
     TRAIN_TOKENS,
     RowTokensKey,
+    activation_facts,
     stated_row_tokens,
     with_tokens,
 )
+from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, engine_bytes_beside_policy
 from nemo_offload_rl.plan.host_budget import HostBudgetError
-from nemo_offload_rl.plan.phase_memory import MARGIN, logprob_bytes, training_bytes
+from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import PlannedRun, Planner, plan_run
+from nemo_offload_rl.plan.saved_tensors import ActivationFacts
+from nemo_offload_rl.plan.training_memory import forward_pass_bytes, training_pass_bytes
 from nemo_offload_rl.residency.table import Phase
 
 MOST_TOKENS = 32768
 """Longer rows do not train faster: rows of 8,192 tokens of a 1.5 B model trained at 94% of the speed of 16,384 on an
 H200."""
+
+MARGIN = 1.15
+"""Factor on the estimate of a pass, for temporary tensors and fragmentation; an H200 took 1.02 to 1.08 times the
+estimate with rows of 65,536 to 118,784 tokens (docs/results/activation_offload.md)."""
 
 # The number chosen is a multiple of this, unless it is one of the two limits.
 _STEP = 1024
@@ -104,7 +113,7 @@ def _chosen(
     return with_tokens(config, tokens), lines
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Limits:
     """Bounds the number of tokens of a row.
 
@@ -138,7 +147,7 @@ class _Limits:
         return sorted({self.least, *between, self.most})
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Room:
     """Finds the longest rows that fit on a GPU, and whose offloaded activations fit on its host.
 
@@ -216,6 +225,39 @@ class _Room:
 
     def _pass_bytes(self, key: RowTokensKey, tokens: int) -> tuple[int, ...]:
         pass_bytes = logprob_bytes if key == LOGPROB_TOKENS else training_bytes
-        return pass_bytes(
-            with_tokens(self.config, {key: tokens}), self.planner.hf_config, algorithm=self.planner.algorithm
-        )
+        return pass_bytes(with_tokens(self.config, {key: tokens}), self.planner)
+
+
+def training_bytes(config: MasterConfig, planner: Planner) -> tuple[int, ...]:
+    """Returns the GPU memory of a training step's longest micro-batch, for one rank of each pipeline stage.
+
+    Args:
+        config: a validated recipe, with numbers for packed rows.
+        planner: knows the model and the algorithm.
+    """
+    policy = config["policy"]
+    facts = _busy_facts(config, planner)
+    return training_pass_bytes(planner.hf_config, policy, facts, settings(policy).activations)
+
+
+def logprob_bytes(config: MasterConfig, planner: Planner) -> tuple[int, ...]:
+    """Returns the GPU memory of a log-prob pass's longest micro-batch; takes the arguments of `training_bytes`."""
+    policy = config["policy"]
+    if policy["sequence_packing"]["enabled"]:
+        passes = with_tokens(config, {TRAIN_TOKENS: policy["sequence_packing"][LOGPROB_TOKENS]})
+    else:
+        passes = copy.deepcopy(config)
+        if has_generation(policy):
+            passes["policy"]["train_micro_batch_size"] = policy["logprob_batch_size"]
+    return forward_pass_bytes(planner.hf_config, passes["policy"], _busy_facts(passes, planner))
+
+
+def _busy_facts(config: MasterConfig, planner: Planner) -> list[ActivationFacts]:
+    """Returns the activation sizes of each pipeline stage, with `EXPERT_LOAD_FACTOR` times the average expert load."""
+    world_size = split_devices(config["cluster"], config["policy"]).policy_ranks
+    group_size = ALGORITHMS[planner.algorithm].group_size
+    stages = activation_facts(planner.hf_config, config["policy"], world_size=world_size, group_size=group_size)
+    return [
+        dataclasses.replace(facts, num_expert_tokens=math.ceil(EXPERT_LOAD_FACTOR * facts.num_expert_tokens))
+        for facts in stages
+    ]
