@@ -13,7 +13,7 @@ from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.engine_targets import GENERATION_WEIGHTS_KEY
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory, asleep_bytes
-from nemo_offload_rl.plan.host_budget import HostMemory, RankNeed, usable_bytes
+from nemo_offload_rl.plan.host_budget import HostMemory, usable_bytes
 from nemo_offload_rl.plan.plan import TWO_WAY_SHARE, RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
 from nemo_offload_rl.residency.table import Phase, Target
@@ -184,24 +184,6 @@ def measured_cpu_params_per_s(steps: Sequence[Mapping[str, float | None]]) -> fl
     return statistics.median(speeds) if speeds else None
 
 
-def per_host_bytes(needs: Sequence[RankNeed]) -> dict[str, int]:
-    """Returns the host memory that all ranks of a host need together, by host."""
-    totals: dict[str, int] = {}
-    for need in needs:
-        totals[need.host] = totals.get(need.host, 0) + need.total_bytes
-    return totals
-
-
-def most_host_bytes(needs: Sequence[RankNeed]) -> int:
-    """Returns the host memory that all ranks of a host need together, for the host that needs most."""
-    return max(per_host_bytes(needs).values())
-
-
-def num_ranks_of_a_host(needs: Sequence[RankNeed]) -> int:
-    """Returns the number of ranks of the first host."""
-    return len([need for need in needs if need.host == needs[0].host])
-
-
 def ways(policy: PolicyConfig) -> tuple[Way, ...]:
     """Returns every way to keep optimizer state: on the GPU, streamed, and by the share that the CPU optimizer steps.
 
@@ -332,7 +314,7 @@ def _planned(way: Way, plan_with: Callable[[Sequence[str]], PlannedRun], cpu_par
         generation_bytes=_most_bytes(ranks, Phase.GENERATE),
         engine=run.engine,
         host_bytes=max(rank.total_host_bytes for rank in ranks),
-        all_ranks_host_bytes=most_host_bytes(run.needs),
+        all_ranks_host_bytes=run.most_host_bytes,
         transfer_s=max(_transfer_s(rank, run.plan.link_bytes_per_s) for rank in ranks),
         wait_s=max(_wait_s(rank, run.plan.link_bytes_per_s, cpu_params_per_s) for rank in ranks),
     )
@@ -348,8 +330,7 @@ def _state_bytes(rank: RankPlan) -> int:
 
 
 def _transfer_s(rank: RankPlan, link_bytes_per_s: float) -> float:
-    moves = [move for transition in rank.transitions for move in transition.traffic] + [*rank.step_traffic]
-    return sum(move.seconds for move in moves) + _cpu_copies_s(rank, link_bytes_per_s)
+    return sum(move.seconds for move in rank.all_traffic) + _cpu_copies_s(rank, link_bytes_per_s)
 
 
 def _wait_s(rank: RankPlan, link_bytes_per_s: float, cpu_params_per_s: float) -> float:

@@ -99,6 +99,11 @@ class RankPlan:
     least_activation_bytes: int = 0
 
     @property
+    def all_traffic(self) -> list[Traffic]:
+        """Returns all traffic of a step, with that within its optimizer step."""
+        return [move for transition in self.transitions for move in transition.traffic] + [*self.step_traffic]
+
+    @property
     def total_host_bytes(self) -> int:
         """Returns all host memory that the rank needs."""
         return sum(self.host_bytes.values()) + sum(self.fixed_bytes.values())

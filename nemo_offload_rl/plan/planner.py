@@ -1,6 +1,7 @@
 """Makes an `OffloadPlan` from a recipe and model sizes: bytes of each target in each phase, host memory, link time."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -139,6 +140,24 @@ class PlannedRun:
         """
         names = dict.fromkeys(need.host for need in self.needs)
         check_host_budget(self.needs, dict(zip(names, hosts, strict=False)), self.plan.host_memory_limit_bytes)
+
+    @property
+    def bytes_by_host(self) -> Mapping[str, int]:
+        """Host memory that all ranks of a host need together, by host."""
+        totals: Counter[str] = Counter()
+        for need in self.needs:
+            totals[need.host] += need.total_bytes
+        return totals
+
+    @property
+    def most_host_bytes(self) -> int:
+        """Host memory that all ranks of a host need together, for the host that needs most."""
+        return max(self.bytes_by_host.values())
+
+    @property
+    def ranks_of_a_host(self) -> int:
+        """The number of ranks of the first host."""
+        return len([need for need in self.needs if need.host == self.needs[0].host])
 
     @property
     def first_host_state_bytes(self) -> int:
