@@ -16,7 +16,6 @@ from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig, SequencePackingConfig, has_generation
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-from nemo_offload_rl.plan.engine_targets import GENERATION_WEIGHTS_KEY, colocates_vllm
 from nemo_offload_rl.plan.generation import (
     POLICY_OVERHEAD_BYTES,
     EngineMemory,
@@ -26,7 +25,7 @@ from nemo_offload_rl.plan.generation import (
     refit_fits,
     share_beside_policy,
 )
-from nemo_offload_rl.plan.plan import OffloadPlan, RankPlan
+from nemo_offload_rl.plan.plan import GENERATION_WEIGHTS_KEY, OffloadPlan, RankPlan, colocates_vllm
 from nemo_offload_rl.plan.planner import PlannedRun, Planner
 from nemo_offload_rl.plan.row_tokens import MARGIN, logprob_bytes, open_keys, training_bytes, with_row_tokens
 from nemo_offload_rl.residency.table import Phase, Placement, Target

@@ -9,9 +9,8 @@ from nemo_offload_rl.config.schema.generation import VllmConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan.architecture import Architecture, UnknownArchitectureError, read_architecture
-from nemo_offload_rl.plan.engine_targets import colocates_vllm, stays_awake
 from nemo_offload_rl.plan.model_facts import DTYPE_BYTES, num_model_params
-from nemo_offload_rl.plan.plan import OffloadPlan
+from nemo_offload_rl.plan.plan import OffloadPlan, colocates_vllm, stays_awake
 from nemo_offload_rl.plan.refit_graphs import refit_graph_bytes
 from nemo_offload_rl.residency.table import Phase
 

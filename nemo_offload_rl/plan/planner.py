@@ -16,7 +16,6 @@ from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import limit_where_unknown, module_bytes, needed_slab_bytes, slab_bytes
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-from nemo_offload_rl.plan.engine_targets import keeps_generation_weights
 from nemo_offload_rl.plan.generation import EngineMemory, engine_memory, free_bytes_for_refit
 from nemo_offload_rl.plan.host_budget import (
     ACTIVATIONS,
@@ -34,6 +33,7 @@ from nemo_offload_rl.plan.plan import (
     RankPlan,
     Traffic,
     Transition,
+    keeps_generation_weights,
     settings,
 )
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts

@@ -15,7 +15,6 @@ from nemo_offload_rl.config.schema.policy import SequencePackingConfig
 from nemo_offload_rl.memory.units import KIB, MIB, show_gib
 from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
 from nemo_offload_rl.plan.cpu_optimizer import COPIED_SIZE
-from nemo_offload_rl.plan.engine_targets import EngineTarget
 from nemo_offload_rl.plan.generation import EngineMemory
 from nemo_offload_rl.plan.host_budget import margin_bytes
 from nemo_offload_rl.plan.optimizer_ways import (
@@ -26,7 +25,7 @@ from nemo_offload_rl.plan.optimizer_ways import (
     fastest_that_fits,
     reason,
 )
-from nemo_offload_rl.plan.plan import OffloadPlan, RankActivations, RankPlan
+from nemo_offload_rl.plan.plan import EngineTarget, OffloadPlan, RankActivations, RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
 from nemo_offload_rl.residency.table import Phase, Target
 

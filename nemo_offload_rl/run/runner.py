@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from nemo_offload_rl.config import ValidatedRecipe
     from nemo_offload_rl.placement.cluster import Cluster
+    from nemo_offload_rl.run.failures import Restarts
     from nemo_offload_rl.run.job import Ending, Job, Session
-    from nemo_offload_rl.run.restarts import Restarts
     from nemo_offload_rl.run.train_loop import TimeLimit
 
 EXIT_DONE = 0
@@ -81,7 +81,7 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
         interrupt.check()
 
         from nemo_offload_rl.generation.interface import GenerationError
-        from nemo_offload_rl.run.restarts import Restarts
+        from nemo_offload_rl.run.failures import Restarts
         from nemo_offload_rl.run.train_loop import TimeLimit
         from nemo_offload_rl.worker.errors import WorkerError
 
@@ -123,7 +123,7 @@ def _attempt(
     from nemo_offload_rl.data.errors import DataError
     from nemo_offload_rl.environments import RewardError
     from nemo_offload_rl.generation.interface import GenerationError
-    from nemo_offload_rl.run.failure_summary import add_failure_summary, gcs_failure
+    from nemo_offload_rl.run.failures import add_failure_summary, gcs_failure
     from nemo_offload_rl.run.job import Session
     from nemo_offload_rl.run.train_loop import StopReason
     from nemo_offload_rl.storage.disk import DiskFullError
@@ -234,8 +234,8 @@ def _start_cluster(jobs: Sequence[Job], restarts: Restarts) -> Iterator[tuple[Cl
     """
     from nemo_offload_rl.config.megatron.device_split import split_devices
     from nemo_offload_rl.placement.cluster import Cluster, starts_ray_here
+    from nemo_offload_rl.run.failures import NODE_REPLACEMENT_S
     from nemo_offload_rl.run.preflight import check_environment, machine_here, machine_of
-    from nemo_offload_rl.run.restarts import NODE_REPLACEMENT_S
 
     starts_here = starts_ray_here()
     if starts_here:

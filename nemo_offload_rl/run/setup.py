@@ -351,14 +351,8 @@ def make_schedule(
     if metric is not None and threshold is not None:
         target = StopTarget(logged_name(validation_name(metric)), threshold)
     return Schedule(
-        max_num_steps=section["max_num_steps"],
-        max_num_epochs=section["max_num_epochs"],
+        **fields_from(Schedule, section, checkpointing),
         steps_per_epoch=steps_per_epoch,
-        val_period=section["val_period"],
-        val_at_start=section["val_at_start"],
-        val_at_end=section["val_at_end"],
-        save_period=checkpointing["save_period"],
-        ft_save_period=checkpointing["ft_save_period"],
         must_save_by_s=None if limit is None else duration_s(limit),
         target=target,
     )

@@ -11,7 +11,7 @@ import ray
 from support.toy_group import pids_of, processes, toy_batch, toy_group
 
 from nemo_offload_rl.placement.local_ray import handlers_kept
-from nemo_offload_rl.run.failure_summary import add_failure_summary
+from nemo_offload_rl.run.failures import add_failure_summary
 from nemo_offload_rl.worker import gather
 from nemo_offload_rl.worker.actor import WorkerActor
 from nemo_offload_rl.worker.errors import WorkerError
