@@ -13,7 +13,7 @@ from typing import Any
 from nemo_offload_rl.config.rules.base import TABLE
 from nemo_offload_rl.config.rules.residency import AUTO
 from nemo_offload_rl.config.schema import MasterConfig
-from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig, SequencePackingConfig, has_generation
+from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig, has_generation
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.generation import (
@@ -248,11 +248,8 @@ def _with_the_same_rows(config: MasterConfig, awake: MasterConfig, planner: Plan
         asleep_rows, awake_rows = (with_row_tokens(one, without_hosts)[0] for one in (config, awake))
     except ValueError:  # the longest sample does not fit; the rows' own decision raises the error for the user
         return None
-    return awake_rows if _packing(asleep_rows) == _packing(awake_rows) else None
-
-
-def _packing(config: MasterConfig) -> SequencePackingConfig:
-    return config["policy"]["sequence_packing"]
+    are_the_same = asleep_rows["policy"]["sequence_packing"] == awake_rows["policy"]["sequence_packing"]
+    return awake_rows if are_the_same else None
 
 
 def _most_bytes(config: MasterConfig, planner: Planner, gpu_bytes: int) -> tuple[Phase, int, int] | None:

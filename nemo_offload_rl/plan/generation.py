@@ -167,9 +167,6 @@ def free_bytes_for_refit(policy: PolicyConfig, hf_config: Mapping[str, Any]) -> 
         return 0
     if not has_generation(policy) or not colocates_vllm(policy):
         return None
-    # The driver writes the KV cache's bytes into the section that workers get, if it knows them.
-    if not stays_awake(policy) and not (policy["generation"].get("vllm_kwargs") or {}).get("kv_cache_memory_bytes"):
-        return None
     try:
         engine = engine_memory(policy, hf_config)
     except UnknownArchitectureError:

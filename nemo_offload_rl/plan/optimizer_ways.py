@@ -1,8 +1,8 @@
 """Compares the ways to keep optimizer state: resident, page-locked around refit, streamed, or CPU optimizer."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.config import RecipeError
@@ -231,12 +231,7 @@ def plan_ways(
         plan_with: plans the recipe with further overrides; raises a ValueError where the recipe does not allow them.
         cpu_params_per_s: parameters that a rank's CPU optimizer steps in a second.
     """
-    planned = (_planned(way, plan_with, cpu_params_per_s) for way in ways(policy))
-    # An engine on GPUs of its own takes no memory of the policy's GPUs.
-    asleep = asleep_bytes(policy)
-    return tuple(
-        replace(one, asleep_bytes=asleep, engine=one.engine if is_colocated(policy) else None) for one in planned
-    )
+    return tuple(_planned(policy, way, plan_with, cpu_params_per_s) for way in ways(policy))
 
 
 def fastest_that_fits(planned: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> PlannedWay | None:
@@ -295,7 +290,9 @@ def _obstacles(unfit: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str:
     return "; ".join([*([f"{lacks} GiB"] if lacks else []), *needs])
 
 
-def _planned(way: Way, plan_with: Callable[[Sequence[str]], PlannedRun], cpu_params_per_s: float) -> PlannedWay:
+def _planned(
+    policy: PolicyConfig, way: Way, plan_with: Callable[[Sequence[str]], PlannedRun], cpu_params_per_s: float
+) -> PlannedWay:
     try:
         run = plan_with(way.overrides)
     except RecipeError as error:
@@ -311,7 +308,9 @@ def _planned(way: Way, plan_with: Callable[[Sequence[str]], PlannedRun], cpu_par
         activation_bytes=fullest.least_activation_bytes,
         refit_bytes=_most_bytes(ranks, Phase.REFIT),
         generation_bytes=_most_bytes(ranks, Phase.GENERATE),
-        engine=run.engine,
+        # An engine on GPUs of its own takes no memory of the policy's GPUs.
+        engine=run.engine if is_colocated(policy) else None,
+        asleep_bytes=asleep_bytes(policy),
         host_bytes=max(rank.total_host_bytes for rank in ranks),
         all_ranks_host_bytes=run.most_host_bytes,
         transfer_s=max(_transfer_s(rank, run.plan.link_bytes_per_s) for rank in ranks),
@@ -361,10 +360,7 @@ def _state_cells(policy: PolicyConfig, **wanted: str) -> dict[str, str]:
 
 
 def _way(policy: PolicyConfig, name: str, wanted: Mapping[str, Any]) -> Way:
-    return Way(name, tuple(_differing(policy, wanted)))
-
-
-def _differing(policy: PolicyConfig, wanted: Mapping[str, Any]) -> Iterator[str]:
+    overrides = []
     for key, value in wanted.items():
         found: Any = policy
         for part in key.split(".")[1:]:
@@ -372,4 +368,5 @@ def _differing(policy: PolicyConfig, wanted: Mapping[str, Any]) -> Iterator[str]
         is_off = found is None and value == "false" and key != FOR_REFIT  # a null flag is neither true nor false
         same = str(found).lower() == str(value).lower() or is_off
         if not same:
-            yield f"{'++' if found is None or '.table.' in key else ''}{key}={value}"
+            overrides.append(f"{'++' if found is None or '.table.' in key else ''}{key}={value}")
+    return Way(name, tuple(overrides))

@@ -103,48 +103,33 @@ def restore_auto(written: MasterConfig, config: MasterConfig) -> MasterConfig:
 def _chosen(
     config: MasterConfig, keys: Sequence[RowTokensKey], planner: Planner, gpu_bytes: int
 ) -> tuple[MasterConfig, list[str]]:
-    limits = _Limits.of(config, ALGORITHMS[planner.algorithm].group_size)
-    tokens, lines = dict.fromkeys(keys, limits.least), []
+    candidates = _candidates(config, ALGORITHMS[planner.algorithm].group_size)
+    tokens, lines = dict.fromkeys(keys, candidates[0]), []
     run = plan_run(with_tokens(config, tokens), planner.hf_config, algorithm=planner.algorithm)
     room = _Room(config, planner, gpu_bytes, run)
     for key in keys:
-        tokens[key] = room.most_tokens(key, limits)
+        tokens[key] = room.most_tokens(key, candidates)
         lines.append(room.line(key, tokens[key]))
     return with_tokens(config, tokens), lines
 
 
-@dataclasses.dataclass(frozen=True)
-class _Limits:
-    """Bounds the number of tokens of a row.
+def _candidates(config: MasterConfig, group_size: int) -> list[int]:
+    """Returns the numbers of tokens of a row to choose from, in ascending order.
 
-    Attributes:
-        least: tokens of the longest sample.
-        most: the largest useful number: `MOST_TOKENS`, or all of a rank's samples of an optimizer step.
-        multiple: every number is a multiple of this.
+    The least is that of the longest sample, the largest `MOST_TOKENS`, or all of a rank's samples of an optimizer step.
     """
-
-    least: int
-    most: int
-    multiple: int
-
-    @classmethod
-    def of(cls, config: MasterConfig, group_size: int) -> "_Limits":
-        policy = config["policy"]
-        cfg = policy["megatron_cfg"]
-        tensor = cfg["tensor_model_parallel_size"]
-        multiple = math.lcm(row_multiple(policy), tensor if cfg["sequence_parallel"] else 1)
-        sample = group_size * round_up(policy["max_total_sequence_length"], sequence_multiple(policy))
-        ranks = split_devices(config["cluster"], policy).policy_ranks
-        shared = tensor * cfg["pipeline_model_parallel_size"] * cfg["context_parallel_size"]
-        samples = policy["train_global_batch_size"] // (data_parallel_size(ranks, shared) or 1)
-        least = round_up(sample, multiple)
-        return cls(least, max(least, min(MOST_TOKENS, round_up(sample * samples, multiple))), multiple)
-
-    def candidates(self) -> list[int]:
-        """Returns the numbers to choose from, in ascending order."""
-        step = math.lcm(self.multiple, _STEP)
-        between = range(round_up(self.least + 1, step), self.most, step)
-        return sorted({self.least, *between, self.most})
+    policy = config["policy"]
+    cfg = policy["megatron_cfg"]
+    tensor = cfg["tensor_model_parallel_size"]
+    multiple = math.lcm(row_multiple(policy), tensor if cfg["sequence_parallel"] else 1)
+    sample = group_size * round_up(policy["max_total_sequence_length"], sequence_multiple(policy))
+    ranks = split_devices(config["cluster"], policy).policy_ranks
+    shared = tensor * cfg["pipeline_model_parallel_size"] * cfg["context_parallel_size"]
+    samples = policy["train_global_batch_size"] // (data_parallel_size(ranks, shared) or 1)
+    least = round_up(sample, multiple)
+    most = max(least, min(MOST_TOKENS, round_up(sample * samples, multiple)))
+    step = math.lcm(multiple, _STEP)
+    return sorted({least, *range(round_up(least + 1, step), most, step), most})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,22 +148,21 @@ class _Room:
     gpu_bytes: int
     run: PlannedRun
 
-    def most_tokens(self, key: RowTokensKey, limits: _Limits) -> int:
+    def most_tokens(self, key: RowTokensKey, candidates: Sequence[int]) -> int:
         """Returns the largest number of tokens per row that fits.
 
         Raises:
             ValueError: the longest sample does not fit.
         """
-        candidates = limits.candidates()
         first_too_long = bisect.bisect_left(candidates, True, key=lambda tokens: not self._fits(key, tokens))
         if first_too_long:
             return candidates[first_too_long - 1]
-        missing = self._missing_bytes(key, limits.least, margin=1.0)
+        missing = self._missing_bytes(key, candidates[0], margin=1.0)
         if missing <= 0:
-            return limits.least
+            return candidates[0]
         raise ValueError(
             f"{_SECTION}.{key} is auto, but a GPU of {show_gib(self.gpu_bytes)} GiB lacks an estimated "
-            f"{show_gib(missing)} GiB for rows of {limits.least:,} tokens, as long as the longest sample, in "
+            f"{show_gib(missing)} GiB for rows of {candidates[0]:,} tokens, as long as the longest sample, in "
             f"{_PASSES[key][1]}; take an option that nemo-offload-rl plan prints, or give a number of tokens if the "
             "estimate is too high."
         )

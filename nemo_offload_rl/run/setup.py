@@ -121,7 +121,10 @@ def _read_parts(
                     f"{section['dataset_name']} has no val_dataset: let it split its rows, or delete the key."
                 )
             return rows, split_off or []
-        return _split_off(section, read(role, path, section, root))
+        samples = read(role, path, section, root)
+        if not splits_validation_data(section):
+            return samples, []
+        return split_validation(samples, section["split_validation_size"], section["seed"])
 
     [(path, section)] = datasets_of(data, "train").items()
     train, validation = (_in_texts(part, data, path) for part in parts("train", path, section))
@@ -147,14 +150,6 @@ def _prompt_file(data: _Data, path: str, name: _PromptFile) -> tuple[str | None,
         if values and name in values:
             return values[name], f"{section}.{name}"
     return None, f"{path}.{name}"
-
-
-def _split_off[Sample](
-    dataset: Mapping[str, Any], samples: Sequence[Sample]
-) -> tuple[Sequence[Sample], Sequence[Sample]]:
-    if not splits_validation_data(dataset):
-        return samples, []
-    return split_validation(samples, dataset["split_validation_size"], dataset["seed"])
 
 
 def _read_problems(role: Role, path: str, dataset: BuiltInSFTDataset, root: str | None) -> Sequence[Conversation]:
