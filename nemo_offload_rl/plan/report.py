@@ -46,7 +46,6 @@ def print_plan(
     packing: SequencePackingConfig,
     row_lines: Sequence[str],
     as_json: bool,
-    console: Console | None = None,
 ) -> None:
     """Prints a plan as tables or as JSON.
 
@@ -61,7 +60,6 @@ def print_plan(
         packing: the recipe's policy.sequence_packing, with numbers where they are known.
         row_lines: lines for the user on the row lengths that the recipe left open.
         as_json: print JSON instead of tables.
-        console: where to print; None for the standard output.
     """
     if as_json:
         in_json = {
@@ -69,22 +67,15 @@ def print_plan(
             "sequence_packing": packing,
             "optimizer_state_ways": _ways_json(ways, gpu_bytes, host, cpu_speed=cpu_speed),
         }
-        _print_json(_plan_json(run, host) | in_json, console)
+        _print_json(_plan_json(run, host) | in_json)
     else:
         link = f"{run.plan.link_bytes_per_s / GB:g} GB/s, {link_source}"
         of_ways = _ways_tables(ways, gpu_bytes, host, link=link, cpu_speed=cpu_speed)
         rows = (Text(f"  {line}", style="dim") for line in row_lines)
-        _print_tables(itertools.chain(_plan_tables(run, written_at, host, gpu_bytes), rows, of_ways), console)
+        _print_tables(itertools.chain(_plan_tables(run, written_at, host, gpu_bytes), rows, of_ways))
 
 
-def print_residency(
-    plan: OffloadPlan,
-    *,
-    has_reference: bool,
-    written_at: Callable[[str], str],
-    as_json: bool,
-    console: Console | None = None,
-) -> None:
+def print_residency(plan: OffloadPlan, *, has_reference: bool, written_at: Callable[[str], str], as_json: bool) -> None:
     """Prints a plan without sizes: where each target lives, and which key of the recipe says so.
 
     Args:
@@ -92,22 +83,19 @@ def print_residency(
         has_reference: whether reference weights are swapped in.
         written_at: as in `print_plan`.
         as_json: as in `print_plan`.
-        console: as in `print_plan`.
     """
     if as_json:
-        _print_json(_settings_json(plan), console)
+        _print_json(_settings_json(plan))
     else:
-        _print_tables(_residency_and_sources(plan, has_reference, written_at), console)
+        _print_tables(_residency_and_sources(plan, has_reference, written_at))
 
 
-def _print_json(values: Mapping[str, Any], console: Console | None) -> None:
-    stream = sys.stdout if console is None else console.file
-    stream.write(json.dumps(values, indent=2) + "\n")
+def _print_json(values: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(values, indent=2) + "\n")
 
 
-def _print_tables(tables: Iterator[RenderableType], console: Console | None) -> None:
-    if console is None:
-        console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_WITHOUT_TERMINAL)
+def _print_tables(tables: Iterator[RenderableType]) -> None:
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_WITHOUT_TERMINAL)
     console.print(Group(*tables))
 
 
