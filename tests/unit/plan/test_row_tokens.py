@@ -11,10 +11,9 @@ from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.activation_facts import activation_facts
-from nemo_offload_rl.plan.phase_memory import MARGIN
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import Planner
-from nemo_offload_rl.plan.row_tokens import MOST_TOKENS, with_row_tokens
+from nemo_offload_rl.plan.row_tokens import MARGIN, MOST_TOKENS, with_row_tokens
 from nemo_offload_rl.plan.training_memory import forward_pass_bytes, least_activation_bytes, training_pass_bytes
 from tests.unit.config.conftest import CONFIGS
 
