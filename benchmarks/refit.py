@@ -111,6 +111,7 @@ def measure(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Tabl
         "policy.generation.vllm_cfg.enforce_eager=true",  # starts without compiling, and loads weights in the same way
         "policy.max_total_sequence_length=512",
         "policy.sequence_packing.enabled=false",
+        "++policy.generation.vllm_cfg.build_beside_policy=false",  # which a run decides for its machine
         *(_APART_KEYS if arguments.apart else (key.format(arguments.tensor_parallel) for key in _TENSOR_PARALLEL_KEYS)),
     ]
     ways = APART if arguments.apart else {name: WAYS[name] for name in arguments.ways}

@@ -318,14 +318,14 @@ def _run_source(options: argparse.Namespace) -> str:
 
 def _cpu_speed(options: argparse.Namespace, earlier: Sequence["MetricRow"], run: "PlannedRun") -> "CpuSpeed":
     """Returns the CPU optimizer's speed: from a run, or assumed for this machine or that of --host-memory."""
-    from nemo_offload_rl.plan.optimizer_ways import CpuSpeed, cpu_speed, measured_cpu_params_per_s, num_ranks_of_a_host
+    from nemo_offload_rl.plan.optimizer_ways import CpuSpeed, cpu_speed, measured_cpu_params_per_s
 
     measured = measured_cpu_params_per_s(earlier)
     if measured is not None:
         return CpuSpeed(measured, _run_source(options))
     if options.host_memory is not None:
         return cpu_speed()
-    return cpu_speed(max(1, len(os.sched_getaffinity(0)) // num_ranks_of_a_host(run.needs)))
+    return cpu_speed(max(1, len(os.sched_getaffinity(0)) // run.ranks_of_a_host))
 
 
 def _planned_host(options: argparse.Namespace) -> "Host":

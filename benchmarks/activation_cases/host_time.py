@@ -66,7 +66,7 @@ def seconds_inside(
             with suspended(active), instead(active, **_forward(active, taken["forward plain"])):
                 step()
             calls = {name: _timed(getattr(active, name), taken[name]) for name in ("commit", "begin_backward")}
-            hooks = saved_tensors_hooks(_timed(active._pack, taken["pack"]), _timed(active._unpack, taken["unpack"]))
+            hooks = saved_tensors_hooks(_timed(active.save, taken["pack"]), _timed(active.unpack, taken["unpack"]))
             copies = {name: _timed(getattr(active.copies, name), taken[name]) for name in ("out", "back", "wait")}
             whole = _forward(active, taken["forward offloaded"])
             with instead(active, _hooks=hooks, **calls, **whole), instead(active.copies, **copies):

@@ -2,7 +2,8 @@
 
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.phase_memory import phase_bytes
+from nemo_offload_rl.plan.colocation import phase_bytes
+from nemo_offload_rl.plan.planner import Planner
 from nemo_offload_rl.plan.resolve import Resolved
 from nemo_offload_rl.residency.table import Phase
 
@@ -26,6 +27,6 @@ def planned_gib(resolved: Resolved, gpu_bytes: int) -> dict[str, float]:
     run, config = resolved.run, resolved.config
     if run is None or run.engine is None:
         return {}
-    fields = hf_config(config["policy"]).to_dict()
-    planned = phase_bytes(config, fields, run, run.engine, algorithm="grpo", gpu_bytes=gpu_bytes)
+    planner = Planner(hf_config(config["policy"]).to_dict(), "grpo", gpu_bytes)
+    planned = phase_bytes(config, planner, run, gpu_bytes)
     return {name: planned[phase] / GIB for name, phase in _TIMED.items()}

@@ -10,13 +10,13 @@ from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.model_check.check import ModelCheck
 from nemo_offload_rl.worker import worker as worker_module
-from nemo_offload_rl.worker.checked import CheckedPolicyWorker
+from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 _PARTS = ("read_hf_config", "bind_to_gpu", "build", "make_offloader", "make_graphs")
 """Functions of the worker's module that build a worker."""
 
 
-class MarkedWorker(CheckedPolicyWorker):
+class MarkedWorker(MegatronPolicyWorker):
     """Runs the worker of a run and records its moments.
 
     It records `first_training_kernel` and `last_optimizer_kernel` of each training, how long each refit takes (from the

@@ -15,6 +15,7 @@ from nemo_offload_rl.activation_offload.report import ModuleReport
 from nemo_offload_rl.activation_offload.schedule import Pace
 from nemo_offload_rl.activation_offload.storage import (
     InPlaceError,
+    ResidentTensor,
     SavedStorage,
     changed_in_place,
     offload,
@@ -136,6 +137,10 @@ class PackedTensor:
         offset, size, stride, dtype = self._view
         storage = self.stored.fetch()
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+
+
+Saved = ResidentTensor | PackedTensor
+"""What a saved tensor is kept as until the backward pass."""
 
 
 def _view_of(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:

@@ -29,13 +29,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_offload_rl.activation_offload.copies import CopyEngine
 from nemo_offload_rl.activation_offload.graphs import Captures
-from nemo_offload_rl.activation_offload.groups import Chunk, Group, InflightOffloads, PackedTensor, PendingOffload
+from nemo_offload_rl.activation_offload.groups import (
+    Chunk,
+    Group,
+    InflightOffloads,
+    PackedTensor,
+    PendingOffload,
+    Saved,
+)
 from nemo_offload_rl.activation_offload.host_pool import OffloadPath, PinnedHostPool
 from nemo_offload_rl.activation_offload.report import StepReport, Tally
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions, Profile
 from nemo_offload_rl.activation_offload.storage import (
     ExcludedStorages,
-    ResidentTensor,
     SavedStorage,
     as_resident,
     may_move,
@@ -81,7 +87,7 @@ class ActivationOffloader:
         self._inflight = InflightOffloads(copies)
         self._profiles: dict[int, Profile] = {}
         self._resident: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks = saved_tensors_hooks(self.save, self.unpack)
         self._delayed: list[Callable[[], None]] = []
         self._saves_aliases = False
         self._in_replay = False  # megatron-core sets it
@@ -305,7 +311,18 @@ class ActivationOffloader:
                 self._profiles[chunk.stage] = profile
         chunk.lead = profile.lead
 
-    def _pack(self, tensor: torch.Tensor) -> ResidentTensor | PackedTensor:
+    @contextmanager
+    def group(self, name: str) -> Iterator[None]:
+        """Treat the tensors that autograd saves inside, or `save` is given, as one module's; gradients are on."""
+        chunk = self.cur_forward_chunk()
+        assert chunk is not None
+        chunk.start_group(name)
+        with self:
+            yield
+        self.end_group(chunk, name, delay=False)
+
+    def save(self, tensor: torch.Tensor) -> Saved:
+        """Returns what `unpack` needs to return this tensor in the backward pass, from the GPU or the host."""
         # Cheap checks first: most tensors that modules save are small or parameters.
         active = self._active[-1]
         assert active is not None
@@ -382,7 +399,12 @@ class ActivationOffloader:
                 stored.report.count_prefetch(stored.nbytes, is_late=is_late)
         chunk.num_not_prefetched = requests[-1][-1].index
 
-    def _unpack(self, packed: ResidentTensor | PackedTensor) -> torch.Tensor:
+    def unpack(self, packed: Saved) -> torch.Tensor:
+        """Returns a saved tensor; the first one of a group requests the copies of those that follow.
+
+        Raises:
+            InPlaceError: it was never offloaded, and has changed.
+        """
         if not isinstance(packed, PackedTensor):
             return unpack_resident(packed)
         group = packed.group

@@ -31,12 +31,12 @@ _SHARE_BESIDE_POLICY = 0.001
 def is_built_beside_policy(policy: GRPOPolicyConfig) -> bool:
     """Returns whether the engine is built at the same time as the policy, for which the driver found room on the GPU.
 
-    `plan.colocation` decides; a remaining `auto` means that it did not look for room.
-
     Args:
-        policy: The recipe's `policy`, validated, with `backend: vllm`.
+        policy: The recipe's `policy` with `backend: vllm`, resolved for the machine: `plan.colocation` decides `auto`.
     """
-    return policy["generation"]["vllm_cfg"]["build_beside_policy"] is True
+    decided = policy["generation"]["vllm_cfg"]["build_beside_policy"]
+    assert decided != "auto", "plan.resolve replaces auto by true or false"
+    return decided
 
 
 def engine_environment(policy: GRPOPolicyConfig, *, num_threads: int) -> dict[str, str]:

@@ -62,13 +62,14 @@ class AuxLosses:
         sums = torch.cat([self._sums.flatten(), self._sums.new_tensor([self._num_microbatches])])
         # A rank has the losses of its own layers; those of load balancing over its shard of the sequence are a part.
         torch.distributed.all_reduce(sums, group=mpu.get_model_parallel_group())
-        torch.distributed.all_reduce(sums, group=mpu.get_data_parallel_group())
+        torch.distributed.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
         *totals, num_microbatches = sums.tolist()
-        num_layers, tp = self._sums.shape[1], mpu.get_tensor_model_parallel_world_size()
-        microbatches = num_microbatches / (tp * mpu.get_pipeline_model_parallel_world_size())
+        num_layers = self._sums.shape[1]
+        shards = mpu.get_tensor_model_parallel_world_size() * mpu.get_context_parallel_world_size()
+        microbatches = num_microbatches / (shards * mpu.get_pipeline_model_parallel_world_size())
         counts = dict.fromkeys(self._names, microbatches)
-        # The sum over ranks has the mean of each tensor-parallel rank; and the parts of one loss from each replica.
-        counts |= {_Z_LOSS: microbatches * tp, _GLOBAL: microbatches / mpu.get_data_parallel_world_size()}
+        # The sum over ranks has the mean of each shard's rank; and the parts of one loss from each replica.
+        counts |= {_Z_LOSS: microbatches * shards, _GLOBAL: microbatches / mpu.get_data_parallel_world_size()}
         metrics = {}
         for index, name in enumerate(self._names):
             values = totals[index * num_layers : (index + 1) * num_layers]

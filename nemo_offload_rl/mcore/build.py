@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 from torch.utils.hooks import RemovableHandle
 
 from nemo_offload_rl.config.megatron.further_fields import megatron_field
+from nemo_offload_rl.config.megatron.mlp_tiles import tokens_of_tile
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.hf_config import generation_config
 from nemo_offload_rl.mcore.model.model_config import (
@@ -25,6 +26,7 @@ from nemo_offload_rl.mcore.model.model_config import (
     make_optimizer_config,
     make_provider,
 )
+from nemo_offload_rl.mcore.model.tiled_mlp import tile_mlps
 from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state
 from nemo_offload_rl.mcore.optimizer.parameter_watch import ParameterWatch
 from nemo_offload_rl.mcore.patches.cpu_optimizer import build_optimizer
@@ -114,6 +116,7 @@ def build(
     weigh_by_tokens(model)
     gradient_hooks = add_gradients_on_this_stream(model)
     config = get_model_config(model[0])
+    tile_mlps(model, tokens_of_tile(policy["megatron_cfg"]["mlp_tile_tokens"], config.hidden_size))
     optimizer = scheduler = None
     if init_optimizer:
         with masters_without_memory() if streamed else contextlib.nullcontext():

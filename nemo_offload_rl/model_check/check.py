@@ -1,10 +1,15 @@
 """Checks a run's model: takes the result from the cache, or runs the check in a process in the background."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from nemo_offload_rl.config.schema.policy import PolicyConfig
+from nemo_offload_rl.hf_config import hf_config as read_hf_config
 from nemo_offload_rl.model_check import cache
 from nemo_offload_rl.model_check.alone import alone
 from nemo_offload_rl.model_check.flags import changed_flags, show_flags
@@ -13,6 +18,20 @@ from nemo_offload_rl.model_check.result import CheckResult, describe, refusal
 from nemo_offload_rl.model_check.twin import TwinlessError, twin_config
 
 logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def checked_model(policy: PolicyConfig) -> Iterator[None]:
+    """Checks a policy's model while the `with` block builds it on this process's GPU; then waits and logs the result.
+
+    Raises:
+        ValueError: the model is refused; see `ModelCheck`.
+    """
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    with ModelCheck(policy, read_hf_config(policy), device=device) as check:
+        yield
+        message = check.finish()
+        logger.log(check.level, "%s", message)
 
 
 class ModelCheck:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
-from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
+from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation, row_multiple, sequence_multiple
 from nemo_offload_rl.config.schema.value_types import RowTokens
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.activations import chunks_in_flight
@@ -82,6 +82,7 @@ def activation_facts(
                 num_model_chunks=num_model_chunks,
                 group_size=megatron_field(cfg, "microbatch_group_size_per_vp_stage") or stages,
             ),
+            num_layers_of_segment=megatron_field(cfg, "recompute_num_layers") or 1,
         )
         for stage in range(stages)
     )
@@ -114,14 +115,14 @@ def with_tokens(config: MasterConfig, tokens: Mapping[RowTokensKey, RowTokens]) 
 
 def _num_tokens(policy: PolicyConfig, group_size: int) -> int:
     """Returns the number of tokens of the longest micro-batch, with the worker's padding."""
-    divisible_by, packing = policy["make_sequence_length_divisible_by"], policy["sequence_packing"]
+    divisible_by, packing = sequence_multiple(policy), policy["sequence_packing"]
     length = round_up(policy["max_total_sequence_length"], divisible_by)
     if not packing["enabled"]:
         return int(length * policy["train_micro_batch_size"] * group_size)
     # Padding may make a group of sequences longer than a row, which it then gets for itself.
     row_tokens = stated_row_tokens(policy, TRAIN_TOKENS, group_size)
     longest_alone = min(length, round_up(row_tokens, divisible_by)) * group_size
-    return round_up(max(row_tokens, longest_alone), packing["sequence_length_round"])
+    return round_up(max(row_tokens, longest_alone), row_multiple(policy))
 
 
 def _most_microbatches(policy: PolicyConfig, data_parallel_size: int) -> int:

@@ -5,13 +5,16 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, compress
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions, choose_in_first_pass, choose_offloaded
+from nemo_offload_rl.config.megatron.activation_modules import LAYER_INPUT
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts, SavedTensor
+from nemo_offload_rl.plan.saved_tensors import QUERIES_KEYS_VALUES, SAVED_BY, ActivationFacts, SavedTensor
 
 # Every storage in the host pool starts at a page.
 SLAB_ALIGNMENT_BYTES = 4096
@@ -125,11 +128,15 @@ def slab_bytes(facts: ActivationFacts, settings: ActivationOptions) -> int:
 
 
 def _moved(facts: ActivationFacts, settings: ActivationOptions, module: str) -> list[SavedTensor]:
-    return [tensor for tensor in SAVED_BY[module](facts) if tensor.num_elements >= max(1, settings.min_elements)]
+    recomputed = QUERIES_KEYS_VALUES if LAYER_INPUT in settings.modules else ()
+    saved = [tensor for tensor in SAVED_BY[module](facts) if tensor.name not in recomputed]
+    return [tensor for tensor in saved if tensor.num_elements >= max(1, settings.min_elements)]
 
 
 def _is_held(tensor: SavedTensor, settings: ActivationOptions) -> bool:
-    return tensor.name in _SAVED_BY_SEVERAL and not _SAVED_BY_SEVERAL[tensor.name] <= set(settings.modules)
+    """Tells whether a module that is neither offloaded nor recomputed saves the storage, too."""
+    is_alone = tensor.name in _SAVED_BY_SEVERAL and not _SAVED_BY_SEVERAL[tensor.name] <= set(settings.modules)
+    return is_alone and LAYER_INPUT not in settings.modules
 
 
 def _offloaded(facts: ActivationFacts, settings: ActivationOptions) -> dict[str, list[SavedTensor]]:
@@ -157,6 +164,10 @@ def _num_offloaded_groups(
 ) -> dict[str, int]:
     """Counts for each module the layers of a model chunk that are offloaded at the recipe's fraction."""
     sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in _offloaded(facts, settings).items()}
-    num_layers = -(-facts.num_layers // facts.num_model_chunks)
-    chosen = which([list(sizes.values())] * num_layers, settings.fraction)
-    return {name: sum(chosen[index :: len(sizes)]) for index, name in enumerate(sizes)}
+    later = [name for name in sizes if name != LAYER_INPUT]
+    layers = [
+        later if index % facts.num_layers_of_segment else list(sizes)
+        for index in range(-(-facts.num_layers // facts.num_model_chunks))
+    ]
+    chosen = which([[sizes[name] for name in layer] for layer in layers], settings.fraction)
+    return Counter(dict.fromkeys(sizes, 0)) + Counter(compress(chain(*layers), chosen))

@@ -16,19 +16,18 @@ from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig, has_generation
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-from nemo_offload_rl.plan.engine_targets import GENERATION_WEIGHTS_KEY, colocates_vllm
 from nemo_offload_rl.plan.generation import (
     POLICY_OVERHEAD_BYTES,
     EngineMemory,
     check_longest_sequence_fits,
+    engine_bytes_beside_policy,
     kept_in_refit,
     refit_fits,
     share_beside_policy,
 )
-from nemo_offload_rl.plan.phase_memory import phase_bytes
-from nemo_offload_rl.plan.plan import OffloadPlan
+from nemo_offload_rl.plan.plan import GENERATION_WEIGHTS_KEY, OffloadPlan, RankPlan, colocates_vllm
 from nemo_offload_rl.plan.planner import PlannedRun, Planner
-from nemo_offload_rl.plan.row_tokens import open_keys, with_row_tokens
+from nemo_offload_rl.plan.row_tokens import MARGIN, logprob_bytes, open_keys, training_bytes, with_row_tokens
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 
 PARAMS_CELL = f"{TABLE}.{Phase.GENERATE}.{Target.PARAMS}"
@@ -249,11 +248,8 @@ def _with_the_same_rows(config: MasterConfig, awake: MasterConfig, planner: Plan
         asleep_rows, awake_rows = (with_row_tokens(one, without_hosts)[0] for one in (config, awake))
     except ValueError:  # the longest sample does not fit; the rows' own decision raises the error for the user
         return None
-    return awake_rows if _packing(asleep_rows) == _packing(awake_rows) else None
-
-
-def _packing(config: MasterConfig) -> Any:
-    return config["policy"]["sequence_packing"]
+    are_the_same = asleep_rows["policy"]["sequence_packing"] == awake_rows["policy"]["sequence_packing"]
+    return awake_rows if are_the_same else None
 
 
 def _most_bytes(config: MasterConfig, planner: Planner, gpu_bytes: int) -> tuple[Phase, int, int] | None:
@@ -266,9 +262,7 @@ def _most_bytes(config: MasterConfig, planner: Planner, gpu_bytes: int) -> tuple
         return None
     assert run.engine is not None, "the recipe has vLLM"
     try:
-        of_phases = phase_bytes(
-            config, planner.hf_config, run, run.engine, algorithm=planner.algorithm, gpu_bytes=gpu_bytes
-        )
+        of_phases = phase_bytes(config, planner, run, gpu_bytes)
     except UnknownArchitectureError:
         return None
     phase = max(of_phases, key=lambda one: of_phases[one])
@@ -286,24 +280,26 @@ def with_engine_build(config: MasterConfig, planner: Planner) -> tuple[MasterCon
         planner: plans it.
 
     Returns:
-        The config with `policy.generation.vllm_cfg.build_beside_policy` set, and a line for the user; the config itself
-        if the recipe decides it, the sizes are not known, or vLLM measures free memory.
+        The config with `policy.generation.vllm_cfg.build_beside_policy` true or false, and a line for the user if the
+        plan knows both sizes and vLLM does not measure free memory; the config itself if the recipe decides it.
     """
-    policy, gpu_bytes = config["policy"], planner.gpu_bytes
-    if not colocates_vllm(policy) or gpu_bytes is None or _kv_cache_bytes(policy) is None:
-        return config, []
-    if policy["generation"]["vllm_cfg"]["build_beside_policy"] != AUTO:
-        return config, []
-    planned = planner.plan(config)
-    if planned is None or planned.engine is None:
-        return config, []
-    reason = why_not_at_once(planned, planner, gpu_bytes)
     decided = copy.deepcopy(config)
-    assert has_generation(decided["policy"])
-    section: Any = decided["policy"]["generation"]["vllm_cfg"]  # true is the plan's alone: no recipe may say it
-    section["build_beside_policy"] = reason is None
+    policy, gpu_bytes = decided["policy"], planner.gpu_bytes
+    if not has_generation(policy) or policy["generation"]["backend"] != "vllm":
+        return config, []
+    section: Any = policy["generation"]["vllm_cfg"]  # true is the plan's alone: no recipe may say it
+    if section["build_beside_policy"] != AUTO:
+        return config, []
+    section["build_beside_policy"] = False
+    if not colocates_vllm(policy) or gpu_bytes is None or _kv_cache_bytes(policy) is None:
+        return decided, []
+    planned = planner.plan(config)
+    if planned is None:
+        return decided, []
+    reason = why_not_at_once(planned, planner, gpu_bytes)
     if reason is not None:
         return decided, [f"the policy is built after vLLM, not at the same time: {reason}"]
+    section["build_beside_policy"] = True
     return decided, [
         "the policy and vLLM are built at the same time, since the GPU has room for both; "
         "policy.generation.vllm_cfg.build_beside_policy=false builds the policy after vLLM"
@@ -356,3 +352,60 @@ def why_not_at_once(run: PlannedRun, planner: Planner, gpu_bytes: int) -> str | 
             f"GPU's {show_gib(gpu_bytes)} GiB"
         )
     return None
+
+
+def phase_bytes(config: MasterConfig, planner: Planner, run: PlannedRun, gpu_bytes: int) -> dict[Phase, int]:
+    """Returns for each phase the GPU memory of the rank that takes most.
+
+    Passes count with the margin that `train_mb_tokens: auto` uses. An awake vLLM takes its share of the GPU; a
+    sleeping one takes its CUDA context and graphs.
+
+    Args:
+        config: as in `training_bytes`.
+        planner: as in `training_bytes`.
+        run: the plan of the recipe, which has vLLM.
+        gpu_bytes: memory of the smallest GPU.
+    """
+    assert run.engine is not None, "the recipe has vLLM"
+    beside = engine_bytes_beside_policy(config["policy"], run.engine, gpu_bytes)
+    passes = zip(run.plan.ranks, logprob_bytes(config, planner), training_bytes(config, planner), strict=True)
+    stages = [
+        _stage_bytes(rank, run.engine, beside, int(MARGIN * forward), int(MARGIN * training), gpu_bytes)
+        for rank, forward, training in passes
+    ]
+    return {phase: max(of_stage[phase] for of_stage in stages) for phase in Phase}
+
+
+def _stage_bytes(
+    rank: RankPlan, engine: EngineMemory, beside: int, forward: int, training: int, gpu_bytes: int
+) -> dict[Phase, int]:
+    process = POLICY_OVERHEAD_BYTES + engine.refit_graph_bytes
+    held = {phase: sum(rank.gpu_bytes[phase].values()) + process for phase in Phase}
+    awake = held[Phase.GENERATE] + int(engine.share_of(gpu_bytes) * gpu_bytes)
+    # Optimizer state that is offloaded at the end of training is copied during refit and generation, if there is room.
+    leaving = rank.gpu_bytes[Phase.TRAIN][Target.OPTIMIZER_STATE] - rank.gpu_bytes[Phase.REFIT][Target.OPTIMIZER_STATE]
+    cached = _cached_bytes(held[Phase.TRAIN] + beside, training, engine, gpu_bytes)
+    if engine.stays_awake:
+        refit = with_cache = held[Phase.REFIT] + beside + engine.refit_bytes + leaving + cached
+    else:
+        refit = held[Phase.REFIT] + beside + engine.weights_bytes + engine.refit_bytes
+        # The KV cache is mapped after the weights, also while optimizer state is still being copied.
+        with_cache = refit + leaving + cached + engine.kv_cache_bytes(gpu_bytes)
+    generation = awake + leaving + cached
+    return {
+        # Optimizer state is prefetched for training during the last log-prob passes, which may use torch's cache.
+        Phase.LOGPROB: max(held[Phase.LOGPROB], held[Phase.TRAIN]) + beside + max(forward, cached),
+        # Activations are freed before the optimizer step allocates its fp32 gradients.
+        Phase.TRAIN: held[Phase.TRAIN] + beside + max(training, rank.step_grad_bytes),
+        Phase.REFIT: with_cache if with_cache <= gpu_bytes else max(refit, awake),
+        Phase.GENERATE: generation if generation <= gpu_bytes else awake,
+    }
+
+
+def _cached_bytes(held: int, training: int, engine: EngineMemory, gpu_bytes: int) -> int:
+    """Returns the most memory of a training pass that torch's allocator may keep cached until the next one.
+
+    `Residency` keeps all of the cache or empties it.
+    """
+    needed = engine.free_bytes_for_refit
+    return 0 if needed is None else max(0, min(training, gpu_bytes - needed - held))

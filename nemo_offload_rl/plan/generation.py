@@ -9,9 +9,8 @@ from nemo_offload_rl.config.schema.generation import VllmConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan.architecture import Architecture, UnknownArchitectureError, read_architecture
-from nemo_offload_rl.plan.engine_targets import colocates_vllm, stays_awake
 from nemo_offload_rl.plan.model_facts import DTYPE_BYTES, num_model_params
-from nemo_offload_rl.plan.plan import OffloadPlan
+from nemo_offload_rl.plan.plan import OffloadPlan, colocates_vllm, stays_awake
 from nemo_offload_rl.plan.refit_graphs import refit_graph_bytes
 from nemo_offload_rl.residency.table import Phase
 
@@ -167,9 +166,6 @@ def free_bytes_for_refit(policy: PolicyConfig, hf_config: Mapping[str, Any]) -> 
     if has_generation(policy) and not is_colocated(policy):
         return 0
     if not has_generation(policy) or not colocates_vllm(policy):
-        return None
-    # The driver writes the KV cache's bytes into the section that workers get, if it knows them.
-    if not stays_awake(policy) and not (policy["generation"].get("vllm_kwargs") or {}).get("kv_cache_memory_bytes"):
         return None
     try:
         engine = engine_memory(policy, hf_config)

@@ -1,8 +1,8 @@
 """Compares the ways to keep optimizer state: resident, page-locked around refit, streamed, or CPU optimizer."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.config import RecipeError
@@ -11,10 +11,9 @@ from nemo_offload_rl.config.rules.residency import FOR_REFIT
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan import cpu_optimizer
-from nemo_offload_rl.plan.engine_targets import GENERATION_WEIGHTS_KEY
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory, asleep_bytes
-from nemo_offload_rl.plan.host_budget import HostMemory, RankNeed, usable_bytes
-from nemo_offload_rl.plan.plan import TWO_WAY_SHARE, RankPlan
+from nemo_offload_rl.plan.host_budget import HostMemory, usable_bytes
+from nemo_offload_rl.plan.plan import GENERATION_WEIGHTS_KEY, TWO_WAY_SHARE, RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
 from nemo_offload_rl.residency.table import Phase, Target
 
@@ -184,24 +183,6 @@ def measured_cpu_params_per_s(steps: Sequence[Mapping[str, float | None]]) -> fl
     return statistics.median(speeds) if speeds else None
 
 
-def per_host_bytes(needs: Sequence[RankNeed]) -> dict[str, int]:
-    """Returns the host memory that all ranks of a host need together, by host."""
-    totals: dict[str, int] = {}
-    for need in needs:
-        totals[need.host] = totals.get(need.host, 0) + need.total_bytes
-    return totals
-
-
-def most_host_bytes(needs: Sequence[RankNeed]) -> int:
-    """Returns the host memory that all ranks of a host need together, for the host that needs most."""
-    return max(per_host_bytes(needs).values())
-
-
-def num_ranks_of_a_host(needs: Sequence[RankNeed]) -> int:
-    """Returns the number of ranks of the first host."""
-    return len([need for need in needs if need.host == needs[0].host])
-
-
 def ways(policy: PolicyConfig) -> tuple[Way, ...]:
     """Returns every way to keep optimizer state: on the GPU, streamed, and by the share that the CPU optimizer steps.
 
@@ -250,12 +231,7 @@ def plan_ways(
         plan_with: plans the recipe with further overrides; raises a ValueError where the recipe does not allow them.
         cpu_params_per_s: parameters that a rank's CPU optimizer steps in a second.
     """
-    planned = (_planned(way, plan_with, cpu_params_per_s) for way in ways(policy))
-    # An engine on GPUs of its own takes no memory of the policy's GPUs.
-    asleep = asleep_bytes(policy)
-    return tuple(
-        replace(one, asleep_bytes=asleep, engine=one.engine if is_colocated(policy) else None) for one in planned
-    )
+    return tuple(_planned(policy, way, plan_with, cpu_params_per_s) for way in ways(policy))
 
 
 def fastest_that_fits(planned: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> PlannedWay | None:
@@ -314,7 +290,9 @@ def _obstacles(unfit: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str:
     return "; ".join([*([f"{lacks} GiB"] if lacks else []), *needs])
 
 
-def _planned(way: Way, plan_with: Callable[[Sequence[str]], PlannedRun], cpu_params_per_s: float) -> PlannedWay:
+def _planned(
+    policy: PolicyConfig, way: Way, plan_with: Callable[[Sequence[str]], PlannedRun], cpu_params_per_s: float
+) -> PlannedWay:
     try:
         run = plan_with(way.overrides)
     except RecipeError as error:
@@ -330,9 +308,11 @@ def _planned(way: Way, plan_with: Callable[[Sequence[str]], PlannedRun], cpu_par
         activation_bytes=fullest.least_activation_bytes,
         refit_bytes=_most_bytes(ranks, Phase.REFIT),
         generation_bytes=_most_bytes(ranks, Phase.GENERATE),
-        engine=run.engine,
+        # An engine on GPUs of its own takes no memory of the policy's GPUs.
+        engine=run.engine if is_colocated(policy) else None,
+        asleep_bytes=asleep_bytes(policy),
         host_bytes=max(rank.total_host_bytes for rank in ranks),
-        all_ranks_host_bytes=most_host_bytes(run.needs),
+        all_ranks_host_bytes=run.most_host_bytes,
         transfer_s=max(_transfer_s(rank, run.plan.link_bytes_per_s) for rank in ranks),
         wait_s=max(_wait_s(rank, run.plan.link_bytes_per_s, cpu_params_per_s) for rank in ranks),
     )
@@ -348,8 +328,7 @@ def _state_bytes(rank: RankPlan) -> int:
 
 
 def _transfer_s(rank: RankPlan, link_bytes_per_s: float) -> float:
-    moves = [move for transition in rank.transitions for move in transition.traffic] + [*rank.step_traffic]
-    return sum(move.seconds for move in moves) + _cpu_copies_s(rank, link_bytes_per_s)
+    return sum(move.seconds for move in rank.all_traffic) + _cpu_copies_s(rank, link_bytes_per_s)
 
 
 def _wait_s(rank: RankPlan, link_bytes_per_s: float, cpu_params_per_s: float) -> float:
@@ -381,10 +360,7 @@ def _state_cells(policy: PolicyConfig, **wanted: str) -> dict[str, str]:
 
 
 def _way(policy: PolicyConfig, name: str, wanted: Mapping[str, Any]) -> Way:
-    return Way(name, tuple(_differing(policy, wanted)))
-
-
-def _differing(policy: PolicyConfig, wanted: Mapping[str, Any]) -> Iterator[str]:
+    overrides = []
     for key, value in wanted.items():
         found: Any = policy
         for part in key.split(".")[1:]:
@@ -392,4 +368,5 @@ def _differing(policy: PolicyConfig, wanted: Mapping[str, Any]) -> Iterator[str]
         is_off = found is None and value == "false" and key != FOR_REFIT  # a null flag is neither true nor false
         same = str(found).lower() == str(value).lower() or is_off
         if not same:
-            yield f"{'++' if found is None or '.table.' in key else ''}{key}={value}"
+            overrides.append(f"{'++' if found is None or '.table.' in key else ''}{key}={value}")
+    return Way(name, tuple(overrides))

@@ -1,19 +1,25 @@
-"""Defines `OffloadPlan`: a recipe's residency settings as plain values, and which key set each cell of the table."""
+"""Defines `OffloadPlan`: a recipe's residency settings as plain values, and which key set each cell of the table.
+
+The engine's weights and KV cache have a table of their own, since the engine moves them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeGuard
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.config.rules.base import TABLE
 from nemo_offload_rl.config.rules.residency import AUTO, FLAG_PHASES, FOR_REFIT, flag_cell
-from nemo_offload_rl.config.schema.policy import PolicyConfig
+from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig, has_generation
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.activations import ModuleBytes
-from nemo_offload_rl.plan.engine_targets import EngineTable, engine_remark, engine_table
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.residency.table import DEDICATED_TABLE, DEFAULT_TABLE, Phase, Placement, ShardFacts, Table, Target
+
+GENERATION_WEIGHTS_KEY = "policy.residency.generation_weights"
+"""The recipe's key for where vLLM keeps its weights."""
 
 # Assumed speeds for a dry run; a worker measures its own link. PCIe 5.0 x16 with page-locked memory, as measured on an
 # H200 (64 GB/s less the protocol's overhead); and the CPU's copies between pageable memory and the staging buffers, at
@@ -23,6 +29,18 @@ STAGED_BYTES_PER_S = 10e9
 
 # Share of its speed that each direction keeps while the other one is busy: 50.9 of 55.4 GB/s on that H200.
 TWO_WAY_SHARE = 0.92
+
+
+class EngineTarget(StrEnum):
+    """Names a kind of state of a generation engine that shares the policy's GPUs."""
+
+    GENERATION_WEIGHTS = "generation_weights"
+    KV_CACHE = "kv_cache"
+
+
+EngineTable = Mapping[Phase, Mapping[EngineTarget, str]]
+
+_AWAKE = (Phase.REFIT, Phase.GENERATE)
 
 
 @dataclass(frozen=True)
@@ -96,6 +114,11 @@ class RankPlan:
     fixed_bytes: Mapping[str, int] = field(default_factory=dict)
     step_grad_bytes: int = 0
     least_activation_bytes: int = 0
+
+    @property
+    def all_traffic(self) -> list[Traffic]:
+        """Returns all traffic of a step, with that within its optimizer step."""
+        return [move for transition in self.transitions for move in transition.traffic] + [*self.step_traffic]
 
     @property
     def total_host_bytes(self) -> int:
@@ -214,3 +237,69 @@ def _table_and_sources(policy: PolicyConfig) -> tuple[Table, Mapping[Phase, Mapp
             table[Phase(phase)][Target(target)] = Placement(cell)
             sources[Phase(phase)][Target(target)] = f"{TABLE}.{phase}.{target}"
     return table, sources
+
+
+def colocates_vllm(policy: PolicyConfig) -> TypeGuard[GRPOPolicyConfig]:
+    """Returns whether vLLM generates on the GPUs of this policy, given the validated `policy` section."""
+    return has_generation(policy) and policy["generation"]["backend"] == "vllm" and is_colocated(policy)
+
+
+def keeps_generation_weights(policy: PolicyConfig) -> bool:
+    """Returns whether a sleeping vLLM keeps its weights in host memory, so that only a changed policy needs a refit.
+
+    Args:
+        policy: the recipe's `policy` section, validated, with its absent keys resolved.
+    """
+    return colocates_vllm(policy) and policy["residency"]["generation_weights"] == "host"
+
+
+def stays_awake(policy: PolicyConfig) -> bool:
+    """Returns whether vLLM keeps its weights and KV cache on the GPU while the policy computes there.
+
+    Args:
+        policy: as in `keeps_generation_weights`, with the decision of `plan.colocation` where the recipe leaves it
+            open.
+    """
+    return colocates_vllm(policy) and policy["residency"]["generation_weights"] == "gpu"
+
+
+def engine_table(policy: PolicyConfig) -> EngineTable:
+    """Returns where the engine has its weights and KV cache in each phase.
+
+    Empty without an engine, or where the engine has GPUs of its own.
+
+    Args:
+        policy: as in `keeps_generation_weights`.
+
+    Returns:
+        For each phase "gpu", "host", "discarded", or "gpu at its end".
+    """
+    if not has_generation(policy) or not is_colocated(policy):
+        return {}
+    if stays_awake(policy):
+        return {phase: dict.fromkeys(EngineTarget, "gpu") for phase in Phase}
+    asleep = "discarded" if colocates_vllm(policy) and not keeps_generation_weights(policy) else "host"
+    cache = dict.fromkeys(Phase, "discarded") | {Phase.GENERATE: "gpu"}
+    if colocates_vllm(policy):
+        cache[Phase.REFIT] = "gpu at its end"
+    return {
+        phase: {
+            EngineTarget.GENERATION_WEIGHTS: "gpu" if phase in _AWAKE else asleep,
+            EngineTarget.KV_CACHE: cache[phase],
+        }
+        for phase in Phase
+    }
+
+
+def engine_remark(policy: PolicyConfig) -> str:
+    """Returns a line for the user: which key changes the placements of `engine_table`."""
+    if not colocates_vllm(policy):
+        return "generation_weights and kv_cache belong to the transformers engine, and no key changes where they live"
+    if stays_awake(policy):
+        return f"vLLM does not sleep; {GENERATION_WEIGHTS_KEY}=discard makes it free its GPU memory for training"
+    if keeps_generation_weights(policy):
+        return f"generation_weights and kv_cache belong to vLLM; {GENERATION_WEIGHTS_KEY}=discard frees the host memory"
+    return (
+        "generation_weights and kv_cache belong to vLLM; the next refit resends discarded weights; "
+        f"{GENERATION_WEIGHTS_KEY}=host keeps them in host memory"
+    )

@@ -1,22 +1,25 @@
 """Makes an `OffloadPlan` from a recipe and model sizes: bytes of each target in each phase, host memory, link time."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.megatron.device_split import split_devices
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.schema import MasterConfig
+from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig
-from nemo_offload_rl.plan import checkpoint_snapshot, cpu_optimizer
+from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import limit_where_unknown, module_bytes, needed_slab_bytes, slab_bytes
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-from nemo_offload_rl.plan.engine_targets import keeps_generation_weights
 from nemo_offload_rl.plan.generation import EngineMemory, engine_memory, free_bytes_for_refit
 from nemo_offload_rl.plan.host_budget import (
     ACTIVATIONS,
+    CHECKPOINT,
     GENERATION_WEIGHTS,
     HostMemory,
     RankNeed,
@@ -30,29 +33,28 @@ from nemo_offload_rl.plan.plan import (
     RankPlan,
     Traffic,
     Transition,
+    keeps_generation_weights,
     settings,
 )
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.plan.training_memory import least_activation_bytes
 from nemo_offload_rl.residency.table import Phase, Placement, ShardFacts, Table, Target
 
+_FLOAT = 4
+
 
 def make_plan(
     policy: PolicyConfig,
     facts: Sequence[ShardFacts] = (),
     *,
-    activations: Sequence[ActivationFacts] = (),
-    fixed_bytes: Sequence[Mapping[str, int]] = (),
     cycle: Sequence[Phase] = ALGORITHMS["grpo"].phases,
     link_bytes_per_s: float | None = None,
 ) -> OffloadPlan:
-    """Returns the plan of a validated policy section.
+    """Returns the plan of a validated policy section, without activations and buffers that never move.
 
     Args:
         policy: the recipe's `policy` section.
         facts: shard sizes of one rank of each pipeline stage; if empty, the plan has no sizes.
-        activations: activation sizes of one rank of each pipeline stage; only read where activations are offloaded.
-        fixed_bytes: host memory, by name, of buffers that never move, of one rank of each pipeline stage.
         cycle: the phases of a step in their order.
         link_bytes_per_s: speed of page-locked copies in one direction; None for an assumption.
     """
@@ -60,31 +62,7 @@ def make_plan(
     if link_bytes_per_s is not None:
         plan = dataclasses.replace(plan, link_bytes_per_s=link_bytes_per_s)
     ranks = tuple(_rank_plan(plan, stage, shard, cycle) for stage, shard in enumerate(facts))
-    if fixed_bytes and ranks:
-        ranks = tuple(
-            dataclasses.replace(rank, fixed_bytes=fixed) for rank, fixed in zip(ranks, fixed_bytes, strict=True)
-        )
-    if plan.activations is not None and ranks:
-        ranks = tuple(
-            _with_activations(rank, rank_activations(shard, plan.activations))
-            for rank, shard in zip(ranks, activations, strict=True)
-        )
     return dataclasses.replace(plan, ranks=ranks)
-
-
-def rank_activations(facts: ActivationFacts, settings: ActivationOptions) -> RankActivations:
-    """Returns the bytes of the activations that one rank offloads, and the host memory for them."""
-    return RankActivations(
-        facts=facts,
-        modules=module_bytes(facts, settings),
-        needed_bytes=needed_slab_bytes(facts, settings),
-        slab_bytes=slab_bytes(facts, settings),
-    )
-
-
-def _with_activations(rank: RankPlan, activations: RankActivations) -> RankPlan:
-    fixed_bytes = {**rank.fixed_bytes, ACTIVATIONS: activations.slab_bytes}
-    return dataclasses.replace(rank, activations=activations, fixed_bytes=fixed_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +142,24 @@ class PlannedRun:
         check_host_budget(self.needs, dict(zip(names, hosts, strict=False)), self.plan.host_memory_limit_bytes)
 
     @property
+    def bytes_by_host(self) -> Mapping[str, int]:
+        """Host memory that all ranks of a host need together, by host."""
+        totals: Counter[str] = Counter()
+        for need in self.needs:
+            totals[need.host] += need.total_bytes
+        return totals
+
+    @property
+    def most_host_bytes(self) -> int:
+        """Host memory that all ranks of a host need together, for the host that needs most."""
+        return max(self.bytes_by_host.values())
+
+    @property
+    def ranks_of_a_host(self) -> int:
+        """The number of ranks of the first host."""
+        return len([need for need in self.needs if need.host == self.needs[0].host])
+
+    @property
     def first_host_state_bytes(self) -> int:
         """Bytes of the training state of all ranks of the first host, on GPUs and in host memory."""
         ranks_per_stage = len(self.needs) // len(self.plan.ranks)
@@ -223,37 +219,40 @@ def plan_run(
     spec = ALGORITHMS[algorithm]
     facts = shard_facts(hf_config, policy, world_size=world_size, has_reference=spec.has_reference(config))
     engine = engine_memory(policy, hf_config)
-    in_host = (
-        {} if engine is None or not keeps_generation_weights(policy) else {GENERATION_WEIGHTS: engine.weights_bytes}
-    )
+    plan = make_plan(policy, facts, cycle=spec.phases, link_bytes_per_s=link_bytes_per_s)
     activations = activation_facts(hf_config, policy, world_size=world_size, group_size=spec.group_size)
-    plan = make_plan(
-        policy,
-        facts,
-        activations=activations,
-        fixed_bytes=[
-            {
-                **cpu_optimizer.host_bytes(policy, shard),
-                **checkpoint_snapshot.host_bytes(config, shard, settings(policy).table),
-                **in_host,
-            }
-            for shard in facts
-        ],
-        cycle=spec.phases,
-        link_bytes_per_s=link_bytes_per_s,
-    )
     least = least_activation_bytes(hf_config, policy, activations)
-    ranks = tuple(
-        dataclasses.replace(
-            rank, step_grad_bytes=fp32_grad_bytes(policy, rank.facts), least_activation_bytes=least[rank.stage]
+    in_host = {}
+    if engine is not None and keeps_generation_weights(policy):
+        in_host = {GENERATION_WEIGHTS: engine.weights_bytes}
+    ranks = []
+    for rank, of_stage in zip(plan.ranks, activations, strict=True):
+        offloaded = None if plan.activations is None else _offloaded(of_stage, plan.activations)
+        fixed_bytes = {
+            **cpu_optimizer.host_bytes(policy, rank.facts),
+            **_snapshot_bytes(config, rank.facts, plan.table),
+            **in_host,
+            **({} if offloaded is None else {ACTIVATIONS: offloaded.slab_bytes}),
+        }
+        ranks.append(
+            dataclasses.replace(
+                rank,
+                activations=offloaded,
+                fixed_bytes=fixed_bytes,
+                step_grad_bytes=fp32_grad_bytes(policy, rank.facts),
+                least_activation_bytes=least[rank.stage],
+            )
         )
-        for rank in plan.ranks
-    )
-    plan = dataclasses.replace(plan, ranks=ranks)
+    plan = dataclasses.replace(plan, ranks=tuple(ranks))
     needs = rank_needs(plan, ranks_per_host=split.policy_per_node, num_hosts=split.policy_nodes)
-    needs = checkpoint_snapshot.without_weights_of_replicas(needs, facts, policy["megatron_cfg"])
+    needs = list(_without_weights_of_replicas(needs, facts, policy["megatron_cfg"]))
     check_host_budget(needs, {}, plan.host_memory_limit_bytes)
     return PlannedRun(plan, needs, engine)
+
+
+def _offloaded(facts: ActivationFacts, options: ActivationOptions) -> RankActivations:
+    needed, slab = needed_slab_bytes(facts, options), slab_bytes(facts, options)
+    return RankActivations(facts, module_bytes(facts, options), needed, slab)
 
 
 def rank_needs(plan: OffloadPlan, *, ranks_per_host: int, num_hosts: int) -> list[RankNeed]:
@@ -344,3 +343,75 @@ def _traffic(
             back = sizes[target]
         if out or back:
             yield Traffic(target, out, back, (out + back) / plan.bytes_per_s(target))
+
+
+def _snapshot_bytes(config: MasterConfig, facts: ShardFacts, table: Table) -> Mapping[str, int]:
+    """Returns the largest host memory of an asynchronous checkpoint's snapshot, by its name in budgets; else nothing.
+
+    The first save allocates it, on the first data-parallel rank with the weights. State that has a host copy for other
+    phases is read from that copy and not counted.
+
+    Args:
+        config: the recipe.
+        facts: the sizes of the rank's shard.
+        table: where each target lives in each phase.
+    """
+    checkpointing, policy = config["checkpointing"], config["policy"]
+    if not checkpointing["enabled"] or not policy["megatron_cfg"]["checkpoint"]["async_save"]:
+        return {}
+    nbytes = _weights_bytes(facts)
+    if checkpointing["save_optimizer"]:
+        nbytes += _optimizer_bytes(policy, facts, table)
+    return {CHECKPOINT: nbytes}
+
+
+def _weights_bytes(facts: ShardFacts) -> int:
+    """Returns the bytes of a rank's weights, including frozen ones."""
+    return (facts.num_params + facts.num_frozen_params) * facts.param_size
+
+
+def _without_weights_of_replicas(
+    needs: Sequence[RankNeed], facts: Sequence[ShardFacts], megatron_cfg: MegatronConfig
+) -> Iterator[RankNeed]:
+    """Yields the needs without the weights of ranks that write none, since another data-parallel rank has the same.
+
+    Experts are spread over `expert_model_parallel_size` x `expert_tensor_parallel_size` ranks; each of these counts
+    with all of its weights.
+
+    Args:
+        needs: the needs of every rank; those of one pipeline stage are consecutive.
+        facts: the shard sizes of one rank of each pipeline stage.
+        megatron_cfg: the recipe's `policy.megatron_cfg` section.
+    """
+    expert_ranks = megatron_cfg["expert_model_parallel_size"] * megatron_cfg["expert_tensor_parallel_size"]
+    num_writers = max(megatron_cfg["tensor_model_parallel_size"], expert_ranks)
+    ranks_per_stage = len(needs) // len(facts)
+    for number, need in enumerate(needs):
+        if CHECKPOINT in need.fixed_bytes and number % ranks_per_stage >= num_writers:
+            nbytes = need.fixed_bytes[CHECKPOINT] - _weights_bytes(facts[number // ranks_per_stage])
+            need = dataclasses.replace(need, fixed_bytes={**need.fixed_bytes, CHECKPOINT: nbytes})
+        yield need
+
+
+def _optimizer_bytes(policy: PolicyConfig, facts: ShardFacts, table: Table) -> int:
+    """Returns the bytes of optimizer state that a snapshot copies.
+
+    It copies the CPU optimizer's state, state that has no host copy for another phase, and state whose type is
+    converted on the GPU for a save.
+    """
+    section = policy["megatron_cfg"]["optimizer"]
+    num_on_gpu = facts.num_optimizer_params - facts.num_cpu_optimizer_params
+    # The CPU optimizer's state changes in the next step, wherever it is; its gradients are not saved.
+    nbytes = facts.num_cpu_optimizer_params * (_FLOAT + cpu_optimizer.moments_size(section))
+    if policy["precision"] == "float32":
+        nbytes += num_on_gpu * _FLOAT  # a float32 model's master weights are its parameters; a save writes both
+    if _is_converted(section):
+        return nbytes + num_on_gpu * 3 * _FLOAT
+    has_host = any(table[phase][Target.OPTIMIZER_STATE] in (Placement.HOST, Placement.STREAMED) for phase in Phase)
+    return nbytes if has_host else nbytes + num_on_gpu * facts.optimizer_size
+
+
+def _is_converted(optimizer: MegatronOptimizerConfig) -> bool:
+    if not optimizer["use_precision_aware_optimizer"] or cpu_optimizer.fraction(optimizer):
+        return False
+    return any(megatron_field(optimizer, name) != "float32" for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))

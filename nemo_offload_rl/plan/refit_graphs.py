@@ -10,8 +10,8 @@ from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.memory.units import GIB, MIB, round_up
 from nemo_offload_rl.plan.architecture import Architecture
-from nemo_offload_rl.plan.engine_targets import colocates_vllm
 from nemo_offload_rl.plan.model_facts import DTYPE_BYTES
+from nemo_offload_rl.plan.plan import colocates_vllm
 
 # With any of these kinds of parallelism, ranks exchange weights in an export.
 _EXCHANGED = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")

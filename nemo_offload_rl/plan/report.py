@@ -11,23 +11,22 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from nemo_offload_rl.config.schema.policy import SequencePackingConfig
 from nemo_offload_rl.memory.units import KIB, MIB, show_gib
 from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
 from nemo_offload_rl.plan.cpu_optimizer import COPIED_SIZE
-from nemo_offload_rl.plan.engine_targets import EngineTarget
 from nemo_offload_rl.plan.generation import EngineMemory
-from nemo_offload_rl.plan.host_budget import RankNeed, margin_bytes
+from nemo_offload_rl.plan.host_budget import margin_bytes
 from nemo_offload_rl.plan.optimizer_ways import (
+    OVERLAPPED_FACTOR,
     CpuSpeed,
     Host,
     PlannedWay,
-    most_host_bytes,
-    num_ranks_of_a_host,
-    per_host_bytes,
+    fastest_that_fits,
+    reason,
 )
-from nemo_offload_rl.plan.plan import OffloadPlan, RankActivations, RankPlan
+from nemo_offload_rl.plan.plan import EngineTarget, OffloadPlan, RankActivations, RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
-from nemo_offload_rl.plan.ways_report import new_table, ways_json, ways_tables
 from nemo_offload_rl.residency.table import Phase, Target
 
 GB = 1e9
@@ -44,10 +43,9 @@ def print_plan(
     cpu_speed: CpuSpeed,
     written_at: Callable[[str], str],
     host: Host,
-    packing: Mapping[str, Any],
+    packing: SequencePackingConfig,
     row_lines: Sequence[str],
     as_json: bool,
-    console: Console | None = None,
 ) -> None:
     """Prints a plan as tables or as JSON.
 
@@ -62,30 +60,22 @@ def print_plan(
         packing: the recipe's policy.sequence_packing, with numbers where they are known.
         row_lines: lines for the user on the row lengths that the recipe left open.
         as_json: print JSON instead of tables.
-        console: where to print; None for the standard output.
     """
     if as_json:
         in_json = {
             "link_source": link_source,
             "sequence_packing": packing,
-            "optimizer_state_ways": ways_json(ways, gpu_bytes, host, cpu_speed=cpu_speed),
+            "optimizer_state_ways": _ways_json(ways, gpu_bytes, host, cpu_speed=cpu_speed),
         }
-        _print_json(plan_json(run, host) | in_json, console)
+        _print_json(_plan_json(run, host) | in_json)
     else:
         link = f"{run.plan.link_bytes_per_s / GB:g} GB/s, {link_source}"
-        of_ways = ways_tables(ways, gpu_bytes, host, link=link, cpu_speed=cpu_speed)
+        of_ways = _ways_tables(ways, gpu_bytes, host, link=link, cpu_speed=cpu_speed)
         rows = (Text(f"  {line}", style="dim") for line in row_lines)
-        _print_tables(itertools.chain(plan_tables(run, written_at, host, gpu_bytes), rows, of_ways), console)
+        _print_tables(itertools.chain(_plan_tables(run, written_at, host, gpu_bytes), rows, of_ways))
 
 
-def print_residency(
-    plan: OffloadPlan,
-    *,
-    has_reference: bool,
-    written_at: Callable[[str], str],
-    as_json: bool,
-    console: Console | None = None,
-) -> None:
+def print_residency(plan: OffloadPlan, *, has_reference: bool, written_at: Callable[[str], str], as_json: bool) -> None:
     """Prints a plan without sizes: where each target lives, and which key of the recipe says so.
 
     Args:
@@ -93,26 +83,23 @@ def print_residency(
         has_reference: whether reference weights are swapped in.
         written_at: as in `print_plan`.
         as_json: as in `print_plan`.
-        console: as in `print_plan`.
     """
     if as_json:
-        _print_json(_settings_json(plan), console)
+        _print_json(_settings_json(plan))
     else:
-        _print_tables(_residency_and_sources(plan, has_reference, written_at), console)
+        _print_tables(_residency_and_sources(plan, has_reference, written_at))
 
 
-def _print_json(values: Mapping[str, Any], console: Console | None) -> None:
-    stream = sys.stdout if console is None else console.file
-    stream.write(json.dumps(values, indent=2) + "\n")
+def _print_json(values: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(values, indent=2) + "\n")
 
 
-def _print_tables(tables: Iterator[RenderableType], console: Console | None) -> None:
-    if console is None:
-        console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_WITHOUT_TERMINAL)
+def _print_tables(tables: Iterator[RenderableType]) -> None:
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_WITHOUT_TERMINAL)
     console.print(Group(*tables))
 
 
-def plan_tables(
+def _plan_tables(
     run: PlannedRun, written_at: Callable[[str], str], host: Host, gpu_bytes: int | None
 ) -> Iterator[RenderableType]:
     """Yields the residency table, the largest rank's memory and its copies in a step, then the host's memory."""
@@ -131,75 +118,58 @@ def plan_tables(
     yield _transitions(rank, plan)
     if rank.facts.num_cpu_optimizer_params:
         yield Text(f"  {_cpu_optimizer(rank, plan)}", style="dim")
-    if _moves_optimizer_state(rank) and plan.bytes_per_s(Target.OPTIMIZER_STATE) < plan.link_bytes_per_s:
+    moves_state = any(traffic.target is Target.OPTIMIZER_STATE for traffic in rank.all_traffic)
+    if moves_state and plan.bytes_per_s(Target.OPTIMIZER_STATE) < plan.link_bytes_per_s:
         remedy = "policy.use_pinned_optimizer_offload=true copies optimizer_state at the page-locked speed, too"
         yield Text(f"  {remedy}", style="dim")
     yield ""
     if rank.activations is not None:
         yield from _activations(rank.activations, plan)
         yield ""
-    yield from _hosts(run.needs, host)
+    yield from _hosts(run, host)
 
 
-def plan_json(run: PlannedRun, host: Host) -> dict[str, Any]:
-    """Returns the contents of `plan_tables` as plain values; sizes in bytes, speeds in bytes a second."""
-    needs = run.needs
+def _plan_json(run: PlannedRun, host: Host) -> dict[str, Any]:
+    """Returns the contents of `_plan_tables` as plain values; sizes in bytes, speeds in bytes a second."""
     return _settings_json(run.plan) | {
         "stages": [_stage_json(rank) for rank in run.plan.ranks],
-        "host_bytes_per_host": per_host_bytes(needs),
+        "host_bytes_per_host": run.bytes_by_host,
         "vllm_engine": None if run.engine is None else dataclasses.asdict(run.engine),
         "host": {
             "name": host.name,
             "usable_bytes": host.usable_bytes,
-            "fits": most_host_bytes(needs) <= host.usable_bytes,
+            "fits": run.most_host_bytes <= host.usable_bytes,
         },
     }
 
 
 def _settings_json(plan: OffloadPlan) -> dict[str, Any]:
-    return {
-        "table": plan.table,
-        "written_by": plan.sources,
-        "engine_table": plan.engine_table,
-        "pinned": plan.pinned,
-        "verify": plan.verify,
-        "huge_pages": plan.huge_pages,
-        "numa": plan.numa,
-        "host_memory_limit_bytes": plan.host_memory_limit_bytes,
-        "stream_window_bytes": plan.stream_window_bytes,
-        "link_bytes_per_s": plan.link_bytes_per_s,
-        "activations": None if plan.activations is None else vars(plan.activations),
-        "bytes_per_s": {target: plan.bytes_per_s(target) for target in Target},
-    }
+    values = _fields_but(plan, "ranks", "sources", "engine_remark")
+    return values | {"written_by": plan.sources, "bytes_per_s": {target: plan.bytes_per_s(target) for target in Target}}
 
 
 def _stage_json(rank: RankPlan) -> dict[str, Any]:
-    return {
-        "pipeline_stage": rank.stage,
-        "facts": vars(rank.facts),
-        "target_bytes": rank.target_bytes,
-        "gpu_bytes": rank.gpu_bytes,
-        "host_bytes": rank.host_bytes,
-        "fixed_bytes": rank.fixed_bytes,
-        "step_grad_bytes": rank.step_grad_bytes,
-        "transitions": [
-            {
-                "from": transition.source,
-                "to": transition.phase,
-                "seconds": transition.seconds,
-                "traffic": [vars(traffic) for traffic in transition.traffic],
-            }
-            for transition in rank.transitions
-        ],
-        "step_traffic": [vars(traffic) for traffic in rank.step_traffic],
-        "activations": None if rank.activations is None else dataclasses.asdict(rank.activations),
-    }
+    transitions = [
+        {
+            "from": one.source,
+            "to": one.phase,
+            "seconds": one.seconds,
+            "traffic": [vars(traffic) for traffic in one.traffic],
+        }
+        for one in rank.transitions
+    ]
+    values = _fields_but(rank, "stage", "least_activation_bytes")
+    return values | {"pipeline_stage": rank.stage, "transitions": transitions}
+
+
+def _fields_but(of: OffloadPlan | RankPlan, *others: str) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(of).items() if name not in others}
 
 
 def _residency_and_sources(
     plan: OffloadPlan, has_reference: bool, written_at: Callable[[str], str]
 ) -> Iterator[RenderableType]:
-    table = new_table("Where each target lives", "target", *Phase)
+    table = _new_table("Where each target lives", "target", *Phase)
     for target in Target:
         table.add_row(target, *(_cell(plan, phase, target, has_reference) for phase in Phase))
     if plan.engine_table:
@@ -237,7 +207,7 @@ def _memory(rank: RankPlan, of_engine: Mapping[str, Mapping[Phase, int]], of_sev
     stage = f" of pipeline stage {rank.stage}, the largest," if of_several else ""
     title = f"One rank{stage} in GiB: {facts.num_params:,} parameters"
     title += f", {facts.num_frozen_params:,} frozen" if facts.num_frozen_params else ""
-    table = new_table(title, "target", "size", *(f"GPU in {phase}" for phase in rank.gpu_bytes), "host memory")
+    table = _new_table(title, "target", "size", *(f"GPU in {phase}" for phase in rank.gpu_bytes), "host memory")
     for target in Target:
         on_gpu = [rank.gpu_bytes[phase][target] for phase in rank.gpu_bytes]
         table.add_row(target, *map(show_gib, (rank.target_bytes[target], *on_gpu, rank.host_bytes[target])))
@@ -263,7 +233,7 @@ def _transitions(rank: RankPlan, plan: OffloadPlan) -> RichTable:
     if not plan.pinned:
         speed = plan.bytes_per_s(Target.OPTIMIZER_STATE)
         title += f",\n{Target.OPTIMIZER_STATE} at {speed / GB:g} GB/s (pageable)"
-    table = new_table(title, "change of phase", "target", "to host GiB", "to GPU GiB", "seconds")
+    table = _new_table(title, "change of phase", "target", "to host GiB", "to GPU GiB", "seconds")
     for transition in rank.transitions:
         label = f"{transition.source} to {transition.phase}"
         if not transition.traffic:
@@ -275,7 +245,7 @@ def _transitions(rank: RankPlan, plan: OffloadPlan) -> RichTable:
     for traffic in rank.step_traffic:
         sizes = show_gib(traffic.d2h_bytes), show_gib(traffic.h2d_bytes)
         table.add_row("each optimizer step", f"{traffic.target}, streamed", *sizes, _seconds(traffic.seconds))
-    traffics = [traffic for transition in rank.transitions for traffic in transition.traffic] + [*rank.step_traffic]
+    traffics = rank.all_traffic
     out, back = sum(traffic.d2h_bytes for traffic in traffics), sum(traffic.h2d_bytes for traffic in traffics)
     table.add_section()
     table.add_row(
@@ -296,7 +266,7 @@ def _activations(activations: RankActivations, plan: OffloadPlan) -> Iterator[Re
         f"Activations that one rank offloads: {facts.num_layers} layers, micro-batches of {facts.num_tokens:,} tokens,"
     )
     in_flight = f"{facts.num_chunks_in_flight / facts.num_model_chunks:g} of them in flight"
-    table = new_table(
+    table = _new_table(
         f"{title}\n{in_flight}",
         "module",
         "MiB a layer",
@@ -363,13 +333,8 @@ def _cpu_optimizer(rank: RankPlan, plan: OffloadPlan) -> str:
     )
 
 
-def _moves_optimizer_state(rank: RankPlan) -> bool:
-    traffics = [traffic for transition in rank.transitions for traffic in transition.traffic] + [*rank.step_traffic]
-    return any(traffic.target is Target.OPTIMIZER_STATE for traffic in traffics)
-
-
-def _hosts(needs: Sequence[RankNeed], host: Host) -> Iterator[Text]:
-    most, num_ranks = most_host_bytes(needs), num_ranks_of_a_host(needs)
+def _hosts(run: PlannedRun, host: Host) -> Iterator[Text]:
+    most, num_ranks = run.most_host_bytes, run.ranks_of_a_host
     ranks = "one rank" if num_ranks == 1 else f"{num_ranks} ranks"
     yield Text(f"Host memory: {show_gib(most)} GiB for the {ranks} on a host.")
     verdict = "the plan fits" if most <= host.usable_bytes else "the plan does not fit"
@@ -377,6 +342,71 @@ def _hosts(needs: Sequence[RankNeed], host: Host) -> Iterator[Text]:
         f"{host.name[0].upper()}{host.name[1:]} has {show_gib(host.usable_bytes)} GiB for offloading "
         f"({host.source}, minus a margin of {show_gib(margin_bytes(host.memory))} GiB): {verdict}."
     )
+
+
+def _ways_tables(
+    planned: Sequence[PlannedWay], gpu_bytes: int | None, host: Host, *, link: str, cpu_speed: CpuSpeed
+) -> Iterator[RenderableType]:
+    """Yields a table of the ways, and for a given GPU size the recommended way and the overrides that turn it on."""
+    yield ""
+    title = f"Options for optimizer state of one rank: sizes in GiB, times in s at {link}"
+    columns = ["GPU in training", "GPU in generation", "host memory", "transfers per step, s", "wait per step, s"]
+    table = _new_table(title, "option", *columns, *([] if gpu_bytes is None else ["fits"]))
+    for one in planned:
+        if one.refusal:
+            continue
+        sizes = map(show_gib, (one.training_bytes, one.generation_bytes, one.host_bytes))
+        seconds = f"{one.transfer_s:.3f}", f"{one.wait_s:.3f}"
+        table.add_row(one.way.name, *sizes, *seconds, *([] if gpu_bytes is None else [_verdict(one, gpu_bytes, host)]))
+    yield table
+    for one in planned:
+        if one.refusal:
+            yield Text(f"  not with this recipe: {one.way.name}: {one.refusal}", style="dim")
+    yield Text(
+        "  The GPU columns leave out activations, logits and the engine that generates; an option fits only with room\n"
+        "  for the least that they take. Transfers are the seconds if nothing overlaps. For the CPU optimizer a step\n"
+        f"  waits for its kernels times {OVERLAPPED_FACTOR:g}, or for its copies in both directions at once,\n"
+        "  whichever takes longer;\n"
+        f"  its kernels step {cpu_speed.params_per_s / 1e9:.3g} G parameters per s, {cpu_speed.source}.",
+        style="dim",
+    )
+    if gpu_bytes is None:
+        yield Text("  --gpu-memory GIB recommends an option for a GPU of that size", style="dim")
+        return
+    yield Text(reason(planned, gpu_bytes, host))
+    chosen = fastest_that_fits(planned, gpu_bytes, host)
+    if chosen is not None:
+        yield Text("\n".join(f"    {line}" for line in chosen.way.overrides) or "    the recipe already sets this")
+
+
+def _ways_json(
+    planned: Sequence[PlannedWay], gpu_bytes: int | None, host: Host, *, cpu_speed: CpuSpeed
+) -> dict[str, Any]:
+    """Returns the contents of `_ways_tables` as plain values; sizes in bytes."""
+    chosen = None if gpu_bytes is None else fastest_that_fits(planned, gpu_bytes, host)
+    return {
+        "ways": [dataclasses.asdict(one) for one in planned],
+        "gpu_bytes": gpu_bytes,
+        "cpu_optimizer_speed": dataclasses.asdict(cpu_speed),
+        "chosen": None if chosen is None else chosen.way.name,
+        "reason": None if gpu_bytes is None else reason(planned, gpu_bytes, host),
+    }
+
+
+def _verdict(one: PlannedWay, gpu_bytes: int, host: Host) -> str:
+    if one.fits(gpu_bytes, host):
+        return "yes"
+    missing = one.missing_bytes(gpu_bytes)
+    return f"lacks {show_gib(missing)}" if missing > 0 else f"host lacks {show_gib(one.missing_host_bytes(host))}"
+
+
+def _new_table(title: str, first: str, *columns: str) -> RichTable:
+    """Makes a table with a left-aligned first column of words and right-aligned columns of numbers."""
+    table = RichTable(title=title, title_justify="left")
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
 
 
 def _seconds(seconds: float) -> str:

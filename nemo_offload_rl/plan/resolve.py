@@ -13,6 +13,7 @@ from typing import Any
 from nemo_offload_rl.config import for_machine
 from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.config.model.unsupported_models import check_model
+from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.plan.activations import limit_where_unknown
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.colocation import (
@@ -59,14 +60,19 @@ class Resolved:
         problems: errors of decisions that were not possible, since the machine is too small.
     """
 
-    config: Any
+    config: MasterConfig
     run: PlannedRun | None
     lines: tuple[str, ...] = ()
     problems: tuple[ValueError, ...] = ()
 
 
 def resolve(
-    config: Any, machine: Machine, hf_config: Mapping[str, Any], *, algorithm: str, has_random_weights: bool = False
+    config: MasterConfig,
+    machine: Machine,
+    hf_config: Mapping[str, Any],
+    *,
+    algorithm: str,
+    has_random_weights: bool = False,
 ) -> Resolved:
     """Decides every setting of a recipe that depends on the machine, and plans the result.
 

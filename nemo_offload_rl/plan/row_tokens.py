@@ -1,33 +1,43 @@
 """Chooses the length of packed rows where the recipe says `auto`: as many tokens as fit on a GPU."""
 
 import bisect
+import copy
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.megatron.device_split import split_devices
 from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
 from nemo_offload_rl.config.schema import MasterConfig
+from nemo_offload_rl.config.schema.policy import has_generation, row_multiple, sequence_multiple
 from nemo_offload_rl.memory.units import round_up, show_gib
 from nemo_offload_rl.plan.activation_facts import (
     AUTO,
     LOGPROB_TOKENS,
     TRAIN_TOKENS,
     RowTokensKey,
+    activation_facts,
     stated_row_tokens,
     with_tokens,
 )
+from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, engine_bytes_beside_policy
 from nemo_offload_rl.plan.host_budget import HostBudgetError
-from nemo_offload_rl.plan.phase_memory import MARGIN, logprob_bytes, training_bytes
+from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import PlannedRun, Planner, plan_run
+from nemo_offload_rl.plan.saved_tensors import ActivationFacts
+from nemo_offload_rl.plan.training_memory import forward_pass_bytes, training_pass_bytes
 from nemo_offload_rl.residency.table import Phase
 
 MOST_TOKENS = 32768
 """Longer rows do not train faster: rows of 8,192 tokens of a 1.5 B model trained at 94% of the speed of 16,384 on an
 H200."""
+
+MARGIN = 1.15
+"""Factor on the estimate of a pass, for temporary tensors and fragmentation; an H200 took 1.02 to 1.08 times the
+estimate with rows of 65,536 to 118,784 tokens (docs/results/activation_offload.md)."""
 
 # The number chosen is a multiple of this, unless it is one of the two limits.
 _STEP = 1024
@@ -93,51 +103,36 @@ def restore_auto(written: MasterConfig, config: MasterConfig) -> MasterConfig:
 def _chosen(
     config: MasterConfig, keys: Sequence[RowTokensKey], planner: Planner, gpu_bytes: int
 ) -> tuple[MasterConfig, list[str]]:
-    limits = _Limits.of(config, ALGORITHMS[planner.algorithm].group_size)
-    tokens, lines = dict.fromkeys(keys, limits.least), []
+    candidates = _candidates(config, ALGORITHMS[planner.algorithm].group_size)
+    tokens, lines = dict.fromkeys(keys, candidates[0]), []
     run = plan_run(with_tokens(config, tokens), planner.hf_config, algorithm=planner.algorithm)
     room = _Room(config, planner, gpu_bytes, run)
     for key in keys:
-        tokens[key] = room.most_tokens(key, limits)
+        tokens[key] = room.most_tokens(key, candidates)
         lines.append(room.line(key, tokens[key]))
     return with_tokens(config, tokens), lines
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """Bounds the number of tokens of a row.
+def _candidates(config: MasterConfig, group_size: int) -> list[int]:
+    """Returns the numbers of tokens of a row to choose from, in ascending order.
 
-    Attributes:
-        least: tokens of the longest sample.
-        most: the largest useful number: `MOST_TOKENS`, or all of a rank's samples of an optimizer step.
-        multiple: every number is a multiple of this.
+    The least is that of the longest sample, the largest `MOST_TOKENS`, or all of a rank's samples of an optimizer step.
     """
-
-    least: int
-    most: int
-    multiple: int
-
-    @classmethod
-    def of(cls, config: MasterConfig, group_size: int) -> "_Limits":
-        policy = config["policy"]
-        cfg, packing = policy["megatron_cfg"], policy["sequence_packing"]
-        tensor = cfg["tensor_model_parallel_size"]
-        multiple = math.lcm(packing["sequence_length_round"], tensor if cfg["sequence_parallel"] else 1)
-        sample = group_size * round_up(policy["max_total_sequence_length"], policy["make_sequence_length_divisible_by"])
-        ranks = split_devices(config["cluster"], policy).policy_ranks
-        shared = tensor * cfg["pipeline_model_parallel_size"] * cfg["context_parallel_size"]
-        samples = policy["train_global_batch_size"] // (data_parallel_size(ranks, shared) or 1)
-        least = round_up(sample, multiple)
-        return cls(least, max(least, min(MOST_TOKENS, round_up(sample * samples, multiple))), multiple)
-
-    def candidates(self) -> list[int]:
-        """Returns the numbers to choose from, in ascending order."""
-        step = math.lcm(self.multiple, _STEP)
-        between = range(round_up(self.least + 1, step), self.most, step)
-        return sorted({self.least, *between, self.most})
+    policy = config["policy"]
+    cfg = policy["megatron_cfg"]
+    tensor = cfg["tensor_model_parallel_size"]
+    multiple = math.lcm(row_multiple(policy), tensor if cfg["sequence_parallel"] else 1)
+    sample = group_size * round_up(policy["max_total_sequence_length"], sequence_multiple(policy))
+    ranks = split_devices(config["cluster"], policy).policy_ranks
+    shared = tensor * cfg["pipeline_model_parallel_size"] * cfg["context_parallel_size"]
+    samples = policy["train_global_batch_size"] // (data_parallel_size(ranks, shared) or 1)
+    least = round_up(sample, multiple)
+    most = max(least, min(MOST_TOKENS, round_up(sample * samples, multiple)))
+    step = math.lcm(multiple, _STEP)
+    return sorted({least, *range(round_up(least + 1, step), most, step), most})
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Room:
     """Finds the longest rows that fit on a GPU, and whose offloaded activations fit on its host.
 
@@ -153,22 +148,21 @@ class _Room:
     gpu_bytes: int
     run: PlannedRun
 
-    def most_tokens(self, key: RowTokensKey, limits: _Limits) -> int:
+    def most_tokens(self, key: RowTokensKey, candidates: Sequence[int]) -> int:
         """Returns the largest number of tokens per row that fits.
 
         Raises:
             ValueError: the longest sample does not fit.
         """
-        candidates = limits.candidates()
         first_too_long = bisect.bisect_left(candidates, True, key=lambda tokens: not self._fits(key, tokens))
         if first_too_long:
             return candidates[first_too_long - 1]
-        missing = self._missing_bytes(key, limits.least, margin=1.0)
+        missing = self._missing_bytes(key, candidates[0], margin=1.0)
         if missing <= 0:
-            return limits.least
+            return candidates[0]
         raise ValueError(
             f"{_SECTION}.{key} is auto, but a GPU of {show_gib(self.gpu_bytes)} GiB lacks an estimated "
-            f"{show_gib(missing)} GiB for rows of {limits.least:,} tokens, as long as the longest sample, in "
+            f"{show_gib(missing)} GiB for rows of {candidates[0]:,} tokens, as long as the longest sample, in "
             f"{_PASSES[key][1]}; take an option that nemo-offload-rl plan prints, or give a number of tokens if the "
             "estimate is too high."
         )
@@ -215,6 +209,39 @@ class _Room:
 
     def _pass_bytes(self, key: RowTokensKey, tokens: int) -> tuple[int, ...]:
         pass_bytes = logprob_bytes if key == LOGPROB_TOKENS else training_bytes
-        return pass_bytes(
-            with_tokens(self.config, {key: tokens}), self.planner.hf_config, algorithm=self.planner.algorithm
-        )
+        return pass_bytes(with_tokens(self.config, {key: tokens}), self.planner)
+
+
+def training_bytes(config: MasterConfig, planner: Planner) -> tuple[int, ...]:
+    """Returns the GPU memory of a training step's longest micro-batch, for one rank of each pipeline stage.
+
+    Args:
+        config: a validated recipe, with numbers for packed rows.
+        planner: knows the model and the algorithm.
+    """
+    policy = config["policy"]
+    facts = _busy_facts(config, planner)
+    return training_pass_bytes(planner.hf_config, policy, facts, settings(policy).activations)
+
+
+def logprob_bytes(config: MasterConfig, planner: Planner) -> tuple[int, ...]:
+    """Returns the GPU memory of a log-prob pass's longest micro-batch; takes the arguments of `training_bytes`."""
+    policy = config["policy"]
+    if policy["sequence_packing"]["enabled"]:
+        passes = with_tokens(config, {TRAIN_TOKENS: policy["sequence_packing"][LOGPROB_TOKENS]})
+    else:
+        passes = copy.deepcopy(config)
+        if has_generation(policy):
+            passes["policy"]["train_micro_batch_size"] = policy["logprob_batch_size"]
+    return forward_pass_bytes(planner.hf_config, passes["policy"], _busy_facts(passes, planner))
+
+
+def _busy_facts(config: MasterConfig, planner: Planner) -> list[ActivationFacts]:
+    """Returns the activation sizes of each pipeline stage, with `EXPERT_LOAD_FACTOR` times the average expert load."""
+    world_size = split_devices(config["cluster"], config["policy"]).policy_ranks
+    group_size = ALGORITHMS[planner.algorithm].group_size
+    stages = activation_facts(planner.hf_config, config["policy"], world_size=world_size, group_size=group_size)
+    return [
+        dataclasses.replace(facts, num_expert_tokens=math.ceil(EXPERT_LOAD_FACTOR * facts.num_expert_tokens))
+        for facts in stages
+    ]

@@ -45,6 +45,8 @@ class ActivationFacts:
     num_chunks_in_flight: int
     """The most model-chunk forward passes that wait for their backward pass: see
     `plan.activations.chunks_in_flight`."""
+    num_layers_of_segment: int = 1
+    """Layers that full recomputation takes at a time (recompute_num_layers)."""
 
     @property
     def is_moe(self) -> bool:
@@ -72,6 +74,11 @@ class SavedTensor:
         return self.num_elements * self.element_size
 
 
+def _layer_input(facts: ActivationFacts) -> Iterator[SavedTensor]:
+    """Saves the input of the first layer of each recomputed segment, and nothing of the others."""
+    yield SavedTensor("layer input", facts.num_residual_tokens * facts.hidden_size, facts.element_size)
+
+
 def _attn_norm(_: ActivationFacts) -> Iterator[SavedTensor]:
     """Saves nothing: the norm is part of the linear layer (core gpt_layer_specs.py: a LayerNormLinear `linear_qkv`)."""
     yield from ()
@@ -95,6 +102,10 @@ def _qkv_linear(facts: ActivationFacts) -> Iterator[SavedTensor]:
             yield SavedTensor(f"statistic of {name}' norm", facts.num_tokens * heads, _FP32_BYTES)
 
 
+QUERIES_KEYS_VALUES = ("queries", "keys", "values")
+"""What `core_attn` saves that is recomputed where it is offloaded beside `layer_input`."""
+
+
 def _core_attn(facts: ActivationFacts) -> Iterator[SavedTensor]:
     """Saves queries, keys, values, output, and the softmax's log-sum (TE backends.py 1812 to 1853; so does flash-attn).
 
@@ -102,9 +113,9 @@ def _core_attn(facts: ActivationFacts) -> Iterator[SavedTensor]:
     projection's output, are made contiguous since their strides are not those of the keys (TE utils.py
     `get_qkv_layout`).
     """
-    yield SavedTensor("queries", _heads(facts, facts.num_heads), facts.element_size)
-    yield SavedTensor("keys", _heads(facts, facts.num_query_groups), facts.element_size)
-    yield SavedTensor("values", _heads(facts, facts.num_query_groups), facts.element_size)
+    heads = (facts.num_heads, facts.num_query_groups, facts.num_query_groups)
+    for name, num_heads in zip(QUERIES_KEYS_VALUES, heads, strict=True):
+        yield SavedTensor(name, _heads(facts, num_heads), facts.element_size)
     yield _attention_output(facts)
     yield SavedTensor("softmax's log-sum", facts.num_tokens * facts.num_heads, _FP32_BYTES)
 
@@ -170,6 +181,7 @@ def _attention_output(facts: ActivationFacts) -> SavedTensor:
 
 # The function of each module that lists its saved tensors per layer and micro-batch, in forward order.
 SAVED_BY: Mapping[str, Callable[[ActivationFacts], Iterator[SavedTensor]]] = {
+    "layer_input": _layer_input,
     "attn_norm": _attn_norm,
     "qkv_linear": _qkv_linear,
     "core_attn": _core_attn,

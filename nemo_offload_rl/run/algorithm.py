@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.metrics.names import memory_metrics, residency_metrics, training_metrics
 from nemo_offload_rl.metrics.samples import JudgedAnswer
 from nemo_offload_rl.metrics.timer import Timer
-from nemo_offload_rl.run.model_flops import ModelFlops
+from nemo_offload_rl.metrics.utilization import bf16_peak_tflops, utilization_metrics
+from nemo_offload_rl.plan.flops import TRAINING_PASSES, FlopModel
 from nemo_offload_rl.run.policy_interface import Policy
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.manifest import Manifest
 
 POLICY_FOLDER = "policy"
+
+# FLOPs of each phase, in forward passes.
+PASSES = {"training": TRAINING_PASSES, "logprobs": 1, "reference_logprobs": 1}
 
 
 class Algorithm(ABC):
@@ -130,3 +135,40 @@ class Algorithm(ABC):
 
 def _below_policy(sums: Mapping[str, FileSum]) -> dict[str, FileSum]:
     return {f"{POLICY_FOLDER}/{name}": found for name, found in sums.items()}
+
+
+class ModelFlops:
+    """Counts a policy's FLOPs in each phase of a step.
+
+    Args:
+        policy: the policy; queried for its model and GPUs on first use, since it may still be being built before.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    @cached_property
+    def _model(self) -> FlopModel | None:
+        return self._policy.flop_model()
+
+    @cached_property
+    def _gpu_names(self) -> list[str]:
+        return self._policy.gpu_names()
+
+    def metrics(self, lengths: Sequence[int], seconds: Mapping[str, float]) -> dict[str, float]:
+        """Returns `performance/tflops_per_gpu/PHASE`, and the share of the peak where that is known.
+
+        Args:
+            lengths: tokens of each row of the batch, over all ranks, without padding.
+            seconds: seconds of the step's phases so far; only those in `PASSES` are read.
+
+        Returns:
+            Metrics by name; empty for a model whose FLOPs are not known.
+        """
+        if self._model is None:
+            return {}
+        forward = self._model.forward_flops(lengths)
+        flops = {phase: passes * forward for phase, passes in PASSES.items() if phase in seconds}
+        names = self._gpu_names
+        peak = bf16_peak_tflops(names) if self._model.precision == "bfloat16" else None
+        return utilization_metrics(flops, seconds, num_gpus=len(names), peak_tflops=peak)

@@ -165,10 +165,11 @@ class UnfinishedCheckpoint:
     writer: CheckpointWriter
 
 
+@dataclass(frozen=True)
 class CheckpointFolder:
     """Keeps the checkpoints of a run, each in a folder ``step_N``.
 
-    Args:
+    Attributes:
         folder: the folder of all checkpoints; made with the first one.
         metric: the logged metric that ranks checkpoints, such as ``validation/accuracy``; None ranks them by age.
         higher_is_better: whether a larger value of that metric is better.
@@ -179,21 +180,12 @@ class CheckpointFolder:
             all if ``keep_top_k`` is None, too.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        metric: str | None,
-        higher_is_better: bool,
-        keep_top_k: int | None,
-        save_period: int = 1,
-        ft_keep_latest_k: int | None = None,
-    ) -> None:
-        self._folder = Path(folder)
-        self._metric = metric
-        self._higher_is_better = higher_is_better
-        self._keep_top_k = keep_top_k
-        self._save_period = save_period
-        self._ft_keep_latest_k = ft_keep_latest_k
+    folder: Path
+    metric: str | None
+    higher_is_better: bool
+    keep_top_k: int | None
+    save_period: int = 1
+    ft_keep_latest_k: int | None = None
 
     def start(self, state: RunState, metrics: Mapping[str, float], writer: CheckpointWriter) -> UnfinishedCheckpoint:
         """Begins a checkpoint in a temporary folder, which ``finish`` renames.
@@ -206,7 +198,7 @@ class CheckpointFolder:
         Raises:
             DiskFullError: the disk is full; the temporary folder has been removed.
         """
-        unfinished = self._folder / f"{_UNFINISHED_PREFIX}{state.step}"
+        unfinished = self.folder / f"{_UNFINISHED_PREFIX}{state.step}"
         assert not self._finished_as(state).exists(), f"{self._finished_as(state)} was written before"
         with self._removing(unfinished), translate_disk_full(unfinished):
             unfinished.mkdir(parents=True)
@@ -230,12 +222,12 @@ class CheckpointFolder:
                 sync(path)
             write_manifest(unfinished, known)
         unfinished.rename(finished)
-        sync(self._folder)
+        sync(self.folder)
         self._remove_others()
         return finished
 
     def _finished_as(self, state: RunState) -> Path:
-        return self._folder / f"step_{state.step}"
+        return self.folder / f"step_{state.step}"
 
     @staticmethod
     @contextmanager
@@ -257,7 +249,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: a file, or a link to nothing, has.
         """
-        for path in sorted(self._folder.glob("step_*")):
+        for path in sorted(self.folder.glob("step_*")):
             if _FINISHED.fullmatch(path.name) and not path.is_dir():
                 raise CheckpointError(
                     f"{path} is no folder, but a checkpoint of step {step_of(path)} has that name; rename or remove it."
@@ -270,28 +262,28 @@ class CheckpointFolder:
             The new path.
         """
         names = (f"damaged_{checkpoint.name}" + (f"_{number}" if number else "") for number in itertools.count())
-        aside = next(path for path in map(self._folder.joinpath, names) if not path.exists())
+        aside = next(path for path in map(self.folder.joinpath, names) if not path.exists())
         checkpoint.rename(aside)
-        sync(self._folder)
+        sync(self.folder)
         return aside
 
     def remove_unfinished(self) -> None:
         """Removes temporary folders of a run that died while it saved."""
-        for leftover in self._folder.glob(f"{_UNFINISHED_PREFIX}*"):
+        for leftover in self.folder.glob(f"{_UNFINISHED_PREFIX}*"):
             logger.warning("Removing %s, which an earlier run did not finish writing.", leftover)
             shutil.rmtree(leftover)
 
     def _finished(self) -> list[Path]:
-        return [path for path in self._folder.glob("step_*") if path.is_dir() and _FINISHED.fullmatch(path.name)]
+        return [path for path in self.folder.glob("step_*") if path.is_dir() and _FINISHED.fullmatch(path.name)]
 
     def _remove_others(self) -> None:
         """Removes what neither ``keep_top_k`` nor ``ft_keep_latest_k`` keeps, except the newest."""
-        if self._keep_top_k is None and self._ft_keep_latest_k is None:
+        if self.keep_top_k is None and self.ft_keep_latest_k is None:
             return
         newest_first = self.newest_first()
-        ranked = [checkpoint for checkpoint in newest_first if step_of(checkpoint) % self._save_period == 0]
-        best = sorted(ranked, key=self._rank, reverse=True)[: self._keep_top_k]
-        newest = newest_first[: max(1, self._ft_keep_latest_k or 0)]
+        ranked = [checkpoint for checkpoint in newest_first if step_of(checkpoint) % self.save_period == 0]
+        best = sorted(ranked, key=self._rank, reverse=True)[: self.keep_top_k]
+        newest = newest_first[: max(1, self.ft_keep_latest_k or 0)]
         for other in newest_first:
             if other not in best and other not in newest:
                 logger.info("Removing the checkpoint %s, which is neither among the best nor among the newest.", other)
@@ -300,13 +292,13 @@ class CheckpointFolder:
     def _rank(self, checkpoint: Path) -> tuple[float, int]:
         """Returns a sort key, larger for better checkpoints; those whose metric is absent or NaN are the worst."""
         try:
-            value = None if self._metric is None else read_metrics_of(checkpoint).get(self._metric)
+            value = None if self.metric is None else read_metrics_of(checkpoint).get(self.metric)
         except UnreadableError as error:
             logger.warning("Checkpoint %s counts as the worst: %s.", checkpoint, error)
             value = None
         if value is None or math.isnan(value):
             return float("-inf"), step_of(checkpoint)
-        return value if self._higher_is_better else -value, step_of(checkpoint)
+        return value if self.higher_is_better else -value, step_of(checkpoint)
 
 
 class NoCheckpoints:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,24 +135,12 @@ def warm_start_folder(config: MasterConfig) -> Path:
     return Path(config["logger"]["log_dir"]) / "warm_start"
 
 
-@dataclass(frozen=True)
-class Locks:
-    """Holds the locks of a command.
-
-    Attributes:
-        warm_start: holds the warm start's lock; empty where there is no warm start.
-    """
-
-    warm_start: ExitStack = field(default_factory=ExitStack)
-
-    def release_warm_start(self) -> None:
-        """Releases the warm start's folder for other runs, once its model has been read."""
-        self.warm_start.close()
-
-
 @contextmanager
-def lock_folders(recipe: ValidatedRecipe, console: Console) -> Iterator[Locks]:
+def lock_folders(recipe: ValidatedRecipe, console: Console) -> Iterator[Callable[[], None]]:
     """Locks the folders that a recipe names, for the duration of the `with` block.
+
+    Yields:
+        Releases the warm start's folder for other runs, once its model has been read; without one it does nothing.
 
     Raises:
         LockedError: another run holds one of them.
@@ -162,27 +149,23 @@ def lock_folders(recipe: ValidatedRecipe, console: Console) -> Iterator[Locks]:
         if recipe.config["checkpointing"]["enabled"]:
             folder = Path(recipe.config["checkpointing"]["checkpoint_dir"])
             stack.enter_context(_locked(folder, "checkpointing.checkpoint_dir", console))
-        locks = Locks(stack.enter_context(ExitStack()))
+        of_warm_start = stack.enter_context(ExitStack())
         if recipe.warm_start is not None:
             folder = warm_start_folder(recipe.config)
             # The lock file is next to the folder, since `run_warm_start` may delete the folder.
-            locks.warm_start.enter_context(_locked(folder, "warm_start", console, is_beside=True))
-        yield locks
+            of_warm_start.enter_context(_locked(folder, "warm_start", console, is_beside=True))
+        yield of_warm_start.close
 
 
-@contextmanager
-def lock_run_folder(folder: Path, console: Console) -> Iterator[None]:
-    """Locks the folder of a run's metrics and log.
+def lock_run_folder(folder: Path, console: Console) -> FolderLock:
+    """Returns a context that locks the folder of a run's metrics and log.
 
     Raises:
         LockedError: another run holds it.
     """
-    with _locked(folder, "the run folder of these checkpoints", console):
-        yield
+    return _locked(folder, "the run folder of these checkpoints", console)
 
 
-@contextmanager
-def _locked(folder: Path, what: str, console: Console, *, is_beside: bool = False) -> Iterator[None]:
+def _locked(folder: Path, what: str, console: Console, *, is_beside: bool = False) -> FolderLock:
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    with FolderLock(folder, what, say, is_beside=is_beside):
-        yield
+    return FolderLock(folder, what, say, is_beside=is_beside)

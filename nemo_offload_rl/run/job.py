@@ -31,7 +31,6 @@ from nemo_offload_rl.placement.gpu_monitor import GpuMetrics, NoGpuMetrics, watc
 from nemo_offload_rl.plan.resolve import Machine, Resolved
 from nemo_offload_rl.plan.row_tokens import resolve_auto, restore_auto
 from nemo_offload_rl.run.algorithm import Algorithm
-from nemo_offload_rl.run.background_writer import WriteBesideRun
 from nemo_offload_rl.run.checkpoints import (
     CheckpointFolder,
     Checkpoints,
@@ -288,7 +287,7 @@ class Job:
             write_recipe(folder, self.config)
 
         if self.config["policy"]["megatron_cfg"]["checkpoint"]["async_save"]:
-            return WriteBesideRun(algorithm, write_beside_policy)
+            return _WriteBesideRun(algorithm, write_beside_policy)
 
         def write(folder: Path) -> Mapping[str, FileSum]:
             files = algorithm.save(folder)
@@ -381,6 +380,28 @@ class _Outputs:
         self.console.print(table)
         logger.info("%s", as_plain_text(table))
         self.metrics.log_text(step, "validation/answers", samples_markdown(answers))
+
+
+class _WriteBesideRun:
+    """Takes a snapshot of the policy, which ranks write while training goes on; see `CheckpointWriter`."""
+
+    def __init__(self, algorithm: Algorithm, write_beside_policy: Callable[[Path], None]) -> None:
+        self._algorithm = algorithm
+        self._write_beside_policy = write_beside_policy
+
+    def start(self, folder: Path) -> None:
+        """Takes a snapshot of the policy's state."""
+        self._algorithm.start_save(folder)
+
+    def is_written(self) -> bool:
+        """Returns whether all ranks have written their files."""
+        return self._algorithm.is_save_written()
+
+    def finish(self, folder: Path) -> Mapping[str, FileSum]:
+        """Waits for the ranks to write their files, then writes the other files of the checkpoint."""
+        files = self._algorithm.finish_save()
+        self._write_beside_policy(folder)
+        return files
 
 
 def run_warm_start(job: Job, folder: Path, session: Session) -> Path | None:

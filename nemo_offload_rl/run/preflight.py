@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from nemo_offload_rl.config.megatron.graph_modules import check_graph_environment
+from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement.gpus import gpu_facts
@@ -46,7 +47,7 @@ def _machine(nodes: Sequence[NodeFacts], *, has_gpus: bool) -> Machine:
     return Machine(has_gpus, min(known) if is_known else None, tuple(host for host, _ in nodes))
 
 
-def resolve_for(machine: Machine, config: Any, algorithm: str) -> Resolved:
+def resolve_for(machine: Machine, config: MasterConfig, algorithm: str) -> Resolved:
     """Reads the config of a recipe's model, resolves the recipe for a machine, and checks that it fits.
 
     Args:

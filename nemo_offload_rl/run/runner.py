@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from nemo_offload_rl.config import ValidatedRecipe
     from nemo_offload_rl.placement.cluster import Cluster
+    from nemo_offload_rl.run.failures import Restarts
     from nemo_offload_rl.run.job import Ending, Job, Session
-    from nemo_offload_rl.run.restarts import Restarts
     from nemo_offload_rl.run.train_loop import TimeLimit
 
 EXIT_DONE = 0
@@ -69,26 +69,25 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
     with ExitStack() as stack:
         try:
             recipe = _load(recipe_path, overrides, algorithm)
-            locks = stack.enter_context(lock_folders(recipe, console))
+            release_warm_start = stack.enter_context(lock_folders(recipe, console))
             job, warm_start = _prepare(recipe)
             job.check_checkpoint(console)
         except (
-            RecipeError, LockedError, DataError, RewardError, ModelFolderError, CheckpointError,
-            _WrongAlgorithmError, _RelativeFolderError,
+            RecipeError, LockedError, DataError, RewardError, ModelFolderError, CheckpointError, _CommandError,
         ) as error:  # fmt: skip
             _print_error(errors, error)
             return EXIT_WRONG_RECIPE
         interrupt.check()
 
         from nemo_offload_rl.generation.interface import GenerationError
-        from nemo_offload_rl.run.restarts import Restarts
+        from nemo_offload_rl.run.failures import Restarts
         from nemo_offload_rl.run.train_loop import TimeLimit
         from nemo_offload_rl.worker.errors import WorkerError
 
         interrupt.grace_period_s = job.config["checkpointing"]["grace_period_s"]
         restarts, limit = Restarts(job.config["cluster"]["max_restarts"]), TimeLimit()
         # A restart reads the warm start's model again.
-        release = locks.release_warm_start if restarts.at_most == 0 else lambda: None
+        release = release_warm_start if restarts.at_most == 0 else lambda: None
         while True:
             try:
                 return _attempt(job, warm_start, release, restarts, interrupt, limit, console, errors)
@@ -123,7 +122,7 @@ def _attempt(
     from nemo_offload_rl.data.errors import DataError
     from nemo_offload_rl.environments import RewardError
     from nemo_offload_rl.generation.interface import GenerationError
-    from nemo_offload_rl.run.failure_summary import add_failure_summary, gcs_failure
+    from nemo_offload_rl.run.failures import add_failure_summary, gcs_failure
     from nemo_offload_rl.run.job import Session
     from nemo_offload_rl.run.train_loop import StopReason
     from nemo_offload_rl.storage.disk import DiskFullError
@@ -167,12 +166,8 @@ def _attempt(
         return EXIT_DONE if ending.is_saved else EXIT_FAILED
 
 
-class _WrongAlgorithmError(ValueError):
-    """Says that a recipe is of another algorithm."""
-
-
-class _RelativeFolderError(ValueError):
-    """Says that a folder's relative path would differ between nodes."""
+class _CommandError(ValueError):
+    """Says that a recipe is of another algorithm, or names a folder whose relative path would differ between nodes."""
 
 
 def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> ValidatedRecipe:
@@ -181,7 +176,7 @@ def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> 
 
     recipe = load(recipe_path, overrides)
     if recipe.algorithm != algorithm:
-        raise _WrongAlgorithmError(
+        raise _CommandError(
             f"{recipe_path} is a recipe of {recipe.algorithm}, not of {algorithm}: run it with "
             f"examples/run_{recipe.algorithm}.py."
         )
@@ -201,7 +196,7 @@ def _require_absolute_folders(config: MasterConfig) -> None:
         folders["checkpointing.checkpoint_dir"] = config["checkpointing"]["checkpoint_dir"]
     for key, folder in folders.items():
         if not Path(folder).is_absolute():
-            raise _RelativeFolderError(
+            raise _CommandError(
                 f"{key} is {folder}, but a run on a Ray cluster (RAY_ADDRESS) has another working directory on each "
                 "node, and Ray deletes that of a submitted job: give an absolute path on storage that all nodes share."
             )
@@ -234,8 +229,8 @@ def _start_cluster(jobs: Sequence[Job], restarts: Restarts) -> Iterator[tuple[Cl
     """
     from nemo_offload_rl.config.megatron.device_split import split_devices
     from nemo_offload_rl.placement.cluster import Cluster, starts_ray_here
+    from nemo_offload_rl.run.failures import NODE_REPLACEMENT_S
     from nemo_offload_rl.run.preflight import check_environment, machine_here, machine_of
-    from nemo_offload_rl.run.restarts import NODE_REPLACEMENT_S
 
     starts_here = starts_ray_here()
     if starts_here:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_offload_rl.config.chat_template import JOINED_CONTENTS, is_default_template, is_template_file
 from nemo_offload_rl.config.keys.absent_keys import datasets_of, splits_validation_data
@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 
     from nemo_offload_rl.placement.cluster import Cluster
 
+_Data = DataConfig | SFTDataConfig | PreferenceDataConfig
+_PromptFile = Literal["prompt_file", "system_prompt_file"]
+
 
 @dataclass(frozen=True)
 class Preparation:
@@ -98,7 +101,7 @@ def read_data(
 
 
 def _read_parts(
-    data: Mapping[str, Any], read: Callable[[Role, str, Any, str | None], Sequence[Any]], form: RowForm[Any]
+    data: _Data, read: Callable[[Role, str, Any, str | None], Sequence[Any]], form: RowForm[Any]
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     """Reads the training and the validation data of a section, and applies each dataset's prompt files.
 
@@ -111,7 +114,7 @@ def _read_parts(
 
     def parts(role: Role, path: str, section: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         if is_import_path(section["dataset_name"]):
-            arguments = {**data["default"], **section}
+            arguments = {**(data["default"] or {}), **section}
             rows, split_off = load_imported(f"{path}.dataset_name", section["dataset_name"], arguments, form)
             if split_off is None and role == "train" and splits_validation_data(section):
                 raise DataError(
@@ -119,7 +122,10 @@ def _read_parts(
                     f"{section['dataset_name']} has no val_dataset: let it split its rows, or delete the key."
                 )
             return rows, split_off or []
-        return _split_off(section, read(role, path, section, root))
+        samples = read(role, path, section, root)
+        if not splits_validation_data(section):
+            return samples, []
+        return split_validation(samples, section["split_validation_size"], section["seed"])
 
     [(path, section)] = datasets_of(data, "train").items()
     train, validation = (_in_texts(part, data, path) for part in parts("train", path, section))
@@ -129,7 +135,7 @@ def _read_parts(
     return train, validation
 
 
-def _in_texts(samples: Sequence[Any], data: Mapping[str, Any], path: str) -> Sequence[Any]:
+def _in_texts(samples: Sequence[Any], data: _Data, path: str) -> Sequence[Any]:
     """Returns a dataset's samples with its prompt file and system prompt applied, or those of ``data.default``."""
     prompt_file, prompt_key = _prompt_file(data, path, "prompt_file")
     system_file, system_key = _prompt_file(data, path, "system_prompt_file")
@@ -139,20 +145,15 @@ def _in_texts(samples: Sequence[Any], data: Mapping[str, Any], path: str) -> Seq
     return PromptedSamples(samples, PromptTexts(read_prompt_file(prompt_file, prompt_key), system))
 
 
-def _prompt_file(data: Mapping[str, Any], path: str, name: str) -> tuple[str | None, str]:
+def _prompt_file(data: _Data, path: str, name: _PromptFile) -> tuple[str | None, str]:
     """Returns the path of a dataset's prompt file, None for a null in the dataset's section, and the file's key."""
-    for section, values in ((path, datasets_of(data, path.split(".")[1])[path]), ("data.default", data["default"])):
+    for section, values in (
+        (path, datasets_of(data, path.split(".")[1])[path]),
+        ("data.default", data["default"] or {}),
+    ):
         if name in values:
             return values[name], f"{section}.{name}"
     return None, f"{path}.{name}"
-
-
-def _split_off[Sample](
-    dataset: Mapping[str, Any], samples: Sequence[Sample]
-) -> tuple[Sequence[Sample], Sequence[Sample]]:
-    if not splits_validation_data(dataset):
-        return samples, []
-    return split_validation(samples, dataset["split_validation_size"], dataset["seed"])
 
 
 def _read_problems(role: Role, path: str, dataset: BuiltInSFTDataset, root: str | None) -> Sequence[Conversation]:
@@ -260,7 +261,7 @@ def read_tokenizer(config: TokenizerConfig, *, trust_remote_code: bool = False) 
 
 
 def make_prompt_format(
-    data: DataConfig | SFTDataConfig | PreferenceDataConfig,
+    data: _Data,
     tokenizer: PreTrainedTokenizerFast,
     policy: PolicyConfig,
     **special_tokens: bool,
@@ -349,14 +350,8 @@ def make_schedule(
     if metric is not None and threshold is not None:
         target = StopTarget(logged_name(validation_name(metric)), threshold)
     return Schedule(
-        max_num_steps=section["max_num_steps"],
-        max_num_epochs=section["max_num_epochs"],
+        **fields_from(Schedule, section, checkpointing),
         steps_per_epoch=steps_per_epoch,
-        val_period=section["val_period"],
-        val_at_start=section["val_at_start"],
-        val_at_end=section["val_at_end"],
-        save_period=checkpointing["save_period"],
-        ft_save_period=checkpointing["ft_save_period"],
         must_save_by_s=None if limit is None else duration_s(limit),
         target=target,
     )

@@ -5,6 +5,7 @@ import gc
 import importlib
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import ray
@@ -47,13 +48,20 @@ class WorkerActor:
             if hasattr(worker_class, "import_packages"):  # a user's own worker class may lack it
                 worker_class.import_packages()
 
-    def build(self, worker_cls: str, rendezvous: tuple[str, int], arguments: Mapping[str, Any]) -> dict[str, int]:
-        """Import and construct the worker.
+    def build(
+        self,
+        worker_cls: str,
+        rendezvous: tuple[str, int],
+        arguments: Mapping[str, Any],
+        beside: Callable[[], AbstractContextManager[None]],
+    ) -> dict[str, int]:
+        """Import and construct the worker; the caller ends this process if that fails.
 
         Args:
             worker_cls: "package.module:Class".
             rendezvous: Address and port where the ranks meet.
             arguments: Further keyword arguments of the worker.
+            beside: Returns a context in which the worker is constructed.
 
         Returns:
             The worker's `parallel_ranks()`.
@@ -62,7 +70,8 @@ class WorkerActor:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
         module, _, name = worker_cls.partition(":")
         worker_class = getattr(importlib.import_module(module), name)
-        self._worker = worker_class(**arguments, master_addr=address, master_port=port)
+        with beside():
+            self._worker = worker_class(**arguments, master_addr=address, master_port=port)
         exempt_from_gc()
         return self._worker.parallel_ranks()
 

@@ -8,7 +8,7 @@ import torch
 from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.megatron.microbatches import num_interleaved
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
-from nemo_offload_rl.config.schema.policy import PolicyConfig, SequencePackingConfig
+from nemo_offload_rl.config.schema.policy import PolicyConfig, SequencePackingConfig, row_multiple, sequence_multiple
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.mcore.batches.microbatches import (
     MicroBatch,
@@ -37,10 +37,12 @@ class MicroBatcher:
     """
 
     def __init__(self, config: PolicyConfig, device: torch.device) -> None:
-        self._divisible_by = config["make_sequence_length_divisible_by"]
+        self._context = config["megatron_cfg"]["context_parallel_size"]
+        self._divisible_by = sequence_multiple(config)
         self._limit = config["max_total_sequence_length"]
         self._packing = config["sequence_packing"] if packs(config) else None
         self._largest_first = config["sequence_packing"].get("microbatch_order") == "largest_first"
+        self._row_multiple = 1 if self._packing is None else row_multiple(config)
         self._row_tokens = {} if self._packing is None else _row_tokens(self._packing)
         self._device = device
         self._interleaved = _interleaved(config["megatron_cfg"])
@@ -81,7 +83,7 @@ class MicroBatcher:
             elif self._has_stages:
                 lengths = [max(lengths)] * len(lengths)
             on_device = with_length(data, max(lengths)).to(self._device)  # one copy of each field, not of each cut
-            padded = padded_microbatches(on_device, size, lengths)
+            padded = padded_microbatches(on_device, size, lengths, context_parallel_size=self._context)
             number = self._num_scheduled(len(padded), most=len(padded), forward_only=forward_only)
             return with_filler(padded, number), None
         (longest,) = self._common([int(data["input_lengths"].max())])
@@ -104,7 +106,8 @@ class MicroBatcher:
             data,
             bins,
             divisible_by=self._divisible_by,
-            row_divisible_by=row_tokens if fixed_shapes else self._packing["sequence_length_round"],
+            row_divisible_by=row_tokens if fixed_shapes else self._row_multiple,
+            context_parallel_size=self._context,
         )
         return with_filler(batches, number), bins
 

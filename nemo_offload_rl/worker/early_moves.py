@@ -1,6 +1,6 @@
 """Starts moves of a rank's state before the phase that needs them, to overlap them with other work."""
 
-from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
+from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation, sequence_multiple
 from nemo_offload_rl.mcore.model.model_config import packs
 from nemo_offload_rl.memory.units import GIB, round_up
 from nemo_offload_rl.plan.activation_facts import LOGPROB_TOKENS
@@ -72,5 +72,5 @@ def _most_tokens(config: PolicyConfig) -> int:
         return 0
     if packs(config):
         return int(config["sequence_packing"][LOGPROB_TOKENS])
-    longest = round_up(config["max_total_sequence_length"], config["make_sequence_length_divisible_by"])
+    longest = round_up(config["max_total_sequence_length"], sequence_multiple(config))
     return int(config["logprob_batch_size"]) * longest

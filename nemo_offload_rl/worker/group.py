@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,6 +16,7 @@ from nemo_offload_rl.data.batch import LOGPROB_COLUMNS, BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.metrics.memory import largest_of
+from nemo_offload_rl.model_check.check import checked_model
 from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
 from nemo_offload_rl.plan.flops import FlopModel
 from nemo_offload_rl.plan.planner import WorkerPlan, worker_plan
@@ -41,7 +44,7 @@ if TYPE_CHECKING:  # it imports megatron-core, which the driver does not need
 
 logger = logging.getLogger(__name__)
 
-MEGATRON_POLICY_WORKER = "nemo_offload_rl.worker.checked:CheckedPolicyWorker"
+MEGATRON_POLICY_WORKER = "nemo_offload_rl.worker.worker:MegatronPolicyWorker"
 
 _SHUTDOWN_TIMEOUT_S = 20.0
 
@@ -92,6 +95,7 @@ class PolicyWorkerGroup:
         group_size: int = 1,
         plan: WorkerPlan | None = None,
         worker_cls: str = MEGATRON_POLICY_WORKER,
+        checks_model: bool = True,
         before_build: Callable[[], None] | None = None,
     ) -> None:
         """Start to build every rank and return at once; `wait_until_ready`, or the first verb, waits for them.
@@ -105,6 +109,8 @@ class PolicyWorkerGroup:
             group_size: Rows of a sample that belong together, such as a chosen and a rejected answer.
             plan: The ranks' plan; None to make it from the config.
             worker_cls: "package.module:Class" of the worker, imported only in the ranks' processes.
+            checks_model: Whether rank 0 compares the model with transformers' while the ranks are built; one rank
+                suffices, since all have the same layers. A model that differs ends the ranks.
             before_build: Called while the ranks' processes import the worker, before any of them takes GPU memory. If
                 it raises, the ranks are ended.
 
@@ -161,7 +167,12 @@ class PolicyWorkerGroup:
                 raise
         rendezvous = self._actors[0].rendezvous.remote(cluster.master_port_range, on_one_node=cluster.num_nodes == 1)
         self._build_refs = [
-            actor.build.remote(worker_cls, rendezvous, arguments | {"rank": rank})
+            actor.build.remote(
+                worker_cls,
+                rendezvous,
+                arguments | {"rank": rank},
+                partial(checked_model, config) if checks_model and rank == 0 else nullcontext,
+            )
             for rank, actor in enumerate(self._actors)
         ]
 

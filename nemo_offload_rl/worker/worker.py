@@ -63,7 +63,6 @@ class MegatronPolicyWorker:
         seed: seed of random weights and of the model-parallel random states.
         init_reference_model: keep the initial weights for `get_reference_policy_logprobs`.
         init_optimizer: False for a policy that is only evaluated or exported.
-        hf_config: the model's Hugging Face config, if the caller has read it already.
 
     Attributes:
         state: the model and its optimizer, for inspection.
@@ -87,12 +86,11 @@ class MegatronPolicyWorker:
         seed: int,
         init_reference_model: bool,
         init_optimizer: bool = True,
-        hf_config: Any = None,
     ) -> None:
         self._config = config
         self._rank = rank
         self._world_size = world_size
-        hf_config = read_hf_config(config) if hf_config is None else hf_config
+        hf_config = read_hf_config(config)
         offload = plan.offload
         binding = bind_to_gpu(offload.numa, local_rank=local_rank)
         captures = config["megatron_cfg"]["cuda_graph_impl"] != "none"

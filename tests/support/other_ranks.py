@@ -22,6 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "resident": {},
     "streamed": {"table": {"train": {"optimizer_state": "streamed"}}},
     "moe cpu optimizer": {"optimizer": CPU_OPTIMIZER},
+    "context parallel": {"context": 2},
     "precision aware": {"optimizer": {"use_precision_aware_optimizer": True}},
     "undistributed": {"optimizer": {"use_distributed_optimizer": False}, "ddp": {"overlap_param_gather": False}},
 }
@@ -77,6 +78,7 @@ def run_part(
     keys = (KINDS | TWO_RANKS)[kind]
     hf_config = (TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3) | {"num_hidden_layers": 2}
     policy = tiny_policy(hf_config, "bfloat16", **keys.get("megatron", {}))
+    policy["megatron_cfg"]["context_parallel_size"] = min(world_size, keys.get("context", 1))
     policy["megatron_cfg"]["optimizer"] |= keys.get("optimizer", {})
     policy["megatron_cfg"]["distributed_data_parallel_config"] |= SEVERAL_BUCKETS | keys.get("ddp", {})
     policy["residency"] |= {"huge_pages": False, "stream_window_mib": 1, "table": keys.get("table")}

@@ -3,7 +3,7 @@
 import psutil
 import ray
 import torch
-from support.tiny import policy_without_model
+from support.tiny import policy_without_model, tiny_policy
 
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.plan.plan import settings
@@ -22,9 +22,10 @@ SIZES = {
 TOY_WORKER = "tests.unit.worker.toy_worker:ToyWorker"  # Ray's processes have the working folder on their path
 
 
-def toy_group(cluster, *, tp=1, before_build=None, **toy):
+def toy_group(cluster, *, tp=1, before_build=None, checks_model=False, **toy):
     """Starts a group of two; `toy` says which faults its workers have."""
-    config = {"megatron_cfg": SIZES | {"tensor_model_parallel_size": tp}, "toy": toy}
+    megatron = tiny_policy()["megatron_cfg"] | SIZES | {"tensor_model_parallel_size": tp}
+    config = tiny_policy() | {"skip_model_check": True, "megatron_cfg": megatron, "toy": toy}
     return PolicyWorkerGroup(
         config,
         cluster,
@@ -32,6 +33,7 @@ def toy_group(cluster, *, tp=1, before_build=None, **toy):
         init_reference_model=True,
         plan=WorkerPlan(settings(policy_without_model()), (0,), None),
         worker_cls=TOY_WORKER,
+        checks_model=checks_model,
         before_build=before_build,
     )
 

@@ -86,10 +86,12 @@ LAYERS = {
     "data": layer("hub", "named_datasets", *LEAVES, never="ray megatron transformer_engine"),
     "environments": layer("data", *LEAVES, never="megatron transformer_engine"),
     "mcore.compute_stream": layer(never="ray"),
+    "mcore.context_parallel": layer(never="ray"),
     "mcore.log_filters": layer(never="ray"),
     "mcore.optimizer": layer("memory", "residency", never="ray"),
     "mcore.patches": layer(
-        "activation_offload", "residency.streamed", "config.installed", "mcore.optimizer", never="ray"
+        "activation_offload", "residency.streamed", "config.installed", "config.megatron", "mcore.optimizer",
+        "mcore.context_parallel", never="ray"
     ),
     "mcore.architectures": layer(
         "mcore.patches", "config.megatron", "config.model", "config.schema", never="ray"
@@ -98,12 +100,14 @@ LAYERS = {
         "mcore.patches", "memory.errors", "config.megatron", "placement.network", "storage", never="ray"
     ),
     "mcore.weights": layer("mcore.patches", "mcore.distributed", "hf_config", "storage", never="ray"),
-    "mcore.batches": layer("memory.units", "data.batch", never="ray"),
+    "mcore.batches": layer("mcore.context_parallel", "memory.units", "data.batch", never="ray"),
     "mcore.model": layer(
-        "mcore.log_filters", "mcore.patches", "mcore.architectures", "mcore.distributed", "mcore.weights",
-        "config.megatron", "config.model", "config.schema", "hf_config", never="ray"
+        "mcore.context_parallel", "mcore.log_filters", "mcore.patches", "mcore.architectures", "mcore.distributed",
+        "mcore.weights", "config.megatron", "config.model", "config.schema", "hf_config", never="ray"
     ),
-    "mcore.logprob": layer("mcore.patches", "mcore.batches", "mcore.model", "memory.units", never="ray"),
+    "mcore.logprob": layer(
+        "mcore.context_parallel", "mcore.patches", "mcore.batches", "mcore.model", "memory.units", never="ray"
+    ),
     "mcore.graphs": layer("mcore.patches", "mcore.batches", "memory", "config.megatron", never="ray"),
     "mcore.build": layer(
         "mcore.patches", "mcore.optimizer", "mcore.weights", "mcore.model", "config.megatron", "config.schema",

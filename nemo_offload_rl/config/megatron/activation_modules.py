@@ -21,7 +21,13 @@ class ActivationModule:
     of_experts: bool = False
 
 
+LAYER_INPUT = "layer_input"
+"""The module that is offloaded with full recomputation, alone or with core_attn; megatron-core does not know it."""
+
 ACTIVATION_MODULES: Mapping[str, ActivationModule] = {
+    LAYER_INPUT: ActivationModule(
+        "the input of each segment of recompute_num_layers layers, with full recomputation, which keeps nothing else"
+    ),
     "attn_norm": ActivationModule(
         "the input of the norm before attention; nothing where Transformer Engine fuses it into the next linear layer"
     ),

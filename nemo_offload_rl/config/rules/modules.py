@@ -1,15 +1,16 @@
-"""Rules for the lists of a layer's modules: those that are recomputed, offloaded, or captured in CUDA graphs."""
+"""Rules for the lists of a layer's modules: those that are recomputed, offloaded, or captured, and for tiled MLPs."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_offload_rl.config.installed.libraries import untested_megatron_core
-from nemo_offload_rl.config.megatron.activation_modules import ACTIVATION_MODULES
+from nemo_offload_rl.config.megatron.activation_modules import ACTIVATION_MODULES, LAYER_INPUT
 from nemo_offload_rl.config.megatron.activation_modules import OFFLOAD_MODULES_KEY as OFFLOADED
 from nemo_offload_rl.config.megatron.graph_modules import GRAPH_IMPL_KEY as GRAPHS
 from nemo_offload_rl.config.megatron.graph_modules import GRAPH_MODULES
 from nemo_offload_rl.config.megatron.graph_modules import GRAPH_MODULES_KEY as CAPTURED
+from nemo_offload_rl.config.megatron.mlp_tiles import MLP_TILES_KEY as TILES
 from nemo_offload_rl.config.problems import show, show_choices, unknown_names
 from nemo_offload_rl.config.rules.base import (
     DIVISOR,
@@ -39,6 +40,8 @@ NOT_OFFLOADED_BESIDE = {
     "mla_up_proj": ("core_attn",),  # it recomputes the queries, keys and values that core_attn moves
     "moe": ("expert_fc1", "moe_act", "fused_group_mlp"),
 }
+KEPT_ATTENTION = "core_attn"
+"""The module whose activations may be offloaded beside layer_input, instead of being recomputed."""
 NOT_CAPTURED_BESIDE = {"moe": ("moe_router",)}
 
 
@@ -102,7 +105,26 @@ def offload_modules_recomputed(modules: list[str] | None, enabled: bool, *recomp
 
     A recomputed norm or activation keeps its input, which is what attn_norm, mlp_norm and moe_act move.
     """
-    return _beside(OFFLOADING, NOT_OFFLOADED_BESIDE, listed(modules, enabled), *recomputation)
+    moved = listed(modules, enabled)
+    if LAYER_INPUT not in moved:
+        return _beside(OFFLOADING, NOT_OFFLOADED_BESIDE, moved, *recomputation)
+    if not recomputes_layers(*recomputation[:2]):
+        return f"has {LAYER_INPUT}, which needs {RECOMPUTING} true and {GRANULARITY} full; set both, or take it out"
+    inside = [name for name in moved if name not in (LAYER_INPUT, KEPT_ATTENTION)]
+    if not inside:
+        return None
+    return (
+        f"has {LAYER_INPUT} and {' and '.join(inside)}, but whole layers are recomputed; beside {LAYER_INPUT} only "
+        f"{KEPT_ATTENTION} can be kept"
+    )
+
+
+@rule(f"{MEGATRON}.recompute_method?", *_OFFLOADS)
+def recompute_method_layer_input(method: str | None, modules: list[str] | None, enabled: bool) -> RuleResult:
+    """Refuses layer_input where some layers keep all of their tensors."""
+    if method != "block" or LAYER_INPUT not in listed(modules, enabled):
+        return None
+    return f"is block, which keeps all tensors of some layers, but {OFFLOADED} has {LAYER_INPUT}; set it to uniform"
 
 
 @rule(*_CAPTURES, *RECOMPUTATION)
@@ -135,6 +157,22 @@ def recompute_modules_fused_residual(fused: bool | None, *recomputation: Any) ->
     if not fused or "layernorm" not in recomputed_modules(*recomputation):
         return None
     return f"is true, but {RECOMPUTED} has layernorm, which would discard a fused norm's residual; change either"
+
+
+@rule(TILES, *RECOMPUTATION)
+def mlp_tiles_recomputed(tile: int | str | None, *recomputation: Any) -> RuleResult:
+    """Refuses to recompute MLPs twice: tiles are recomputed anyway."""
+    if tile is None or "mlp" not in recomputed_modules(*recomputation):
+        return None
+    return f"is {tile}, which recomputes MLPs, but {RECOMPUTED} has mlp, which would do so again; take that out"
+
+
+@rule(TILES, *_CAPTURES)
+def mlp_tiles_captured(tile: int | str | None, modules: list[str], impl: str) -> RuleResult:
+    """Refuses to capture MLPs in tiles, which was never compared with eager steps."""
+    if tile is None or "mlp" not in listed(modules, impl):
+        return None
+    return f"is {tile}, but {CAPTURED} has mlp, and graphs of MLPs in tiles are not supported; take that out"
 
 
 @rule(OFFLOADING)

@@ -6,6 +6,7 @@ from typing import Any
 
 from nemo_offload_rl.config.megatron.graph_modules import GRAPH_IMPL_KEY as GRAPHS
 from nemo_offload_rl.config.megatron.graph_modules import GRAPH_MODULES_KEY
+from nemo_offload_rl.config.megatron.mlp_tiles import MLP_TILES_KEY
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.rules import base
 from nemo_offload_rl.config.rules.base import RuleResult, note, rule
@@ -35,6 +36,8 @@ NEEDS: tuple[tuple[str, str, Any], ...] = (
     # Delayed copies wait for the replay of a graph.
     (_DELAY, base.OFFLOADING, True),
     (_DELAY, GRAPHS, "transformer_engine"),
+    # With the op fuser the MLP is another class, which was never compared in tiles.
+    (MLP_TILES_KEY, f"{base.MEGATRON}.use_transformer_engine_op_fuser", (False, None)),
     (f"{base.MEGATRON}.moe_pad_expert_input_to_capacity", _CAPACITY, SET),
     ("cluster.max_restarts", "checkpointing.enabled", True),
     ("cluster.max_restarts", "checkpointing.save_optimizer", True),

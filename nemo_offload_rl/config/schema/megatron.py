@@ -20,6 +20,7 @@ from nemo_offload_rl.config.schema.value_types import (
     PositiveFloat,
     PositiveInt,
     Precision,
+    RowTokens,
 )
 
 
@@ -169,15 +170,23 @@ class MegatronConfig(TypedDict):
     # Modules recomputed with selective granularity: core_attn, moe_act, layernorm, mla_up_proj, mlp, moe,
     # shared_experts; null for megatron-core's default, core_attn.
     recompute_modules: NotRequired[Annotated[list[str] | None, IfAbsent(None)]]
+    # Compute the MLPs of a dense model this many tokens of a micro-batch at a time, and again in the backward pass, so
+    # that a layer's MLP saves only its input, and the intermediates of a whole micro-batch are never in memory at once,
+    # also with recompute_granularity full. 1 or more; auto: 16,384, or the hidden size if that is larger, since smaller
+    # tiles spend more time on adding up gradients; null: all tokens at once, and saved. Recommended: auto if long rows
+    # run out of memory without it.
+    mlp_tile_tokens: NotRequired[Annotated[RowTokens | None, IfAbsent(None)]]
     # Offload the activations of offload_modules to pinned host memory between their forward and backward pass; not in
     # log-prob passes and validation. Needs Transformer Engine on a GPU, switched off on a CPU; cannot be combined with
     # the CPU optimizer (optimizer_cpu_offload). Recommended: false while they fit.
     fine_grained_activation_offloading: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Parts of a layer whose activations are offloaded; read only with fine_grained_activation_offloading: attn_norm,
     # qkv_linear, core_attn, attn_proj (with core_attn), mlp_norm; for a mixture of experts also expert_fc1 and moe_act,
-    # or fused_group_mlp (with use_transformer_engine_op_fuser). May be null while fine_grained_activation_offloading is
-    # false. Recommended: [qkv_linear, core_attn, attn_proj] for dense models, [moe_act, expert_fc1] for mixtures of
-    # experts.
+    # or fused_group_mlp (with use_transformer_engine_op_fuser). With full recomputation (recompute_granularity)
+    # instead: layer_input, the input of each recomputed segment of recompute_num_layers layers, alone or with
+    # core_attn, whose attention is then not recomputed. May be null while fine_grained_activation_offloading is false.
+    # Recommended: [qkv_linear, core_attn, attn_proj] for dense models, [moe_act, expert_fc1] for mixtures of experts,
+    # [layer_input, core_attn] for rows that do not fit otherwise, [layer_input] where the host is too small for that.
     offload_modules: NotRequired[Annotated[list[str] | None, IfAbsent(None)]]
     # Largest share of a micro-batch's eligible bytes that is offloaded; the bytes that stay are spread over the layers.
     # 0 to 1; recommended 1.0, less where the link is the bottleneck.

@@ -1,5 +1,6 @@
 """The section `policy`: the model that is trained, and how."""
 
+import math
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeGuard
 
 from pydantic import with_config
@@ -160,3 +161,22 @@ class GRPOPolicyConfig(PolicyConfig):
 def has_generation(policy: PolicyConfig) -> TypeGuard[GRPOPolicyConfig]:
     """Returns whether a recipe samples answers, as GRPO's do, so that its policy section has those keys."""
     return "generation" in policy
+
+
+def sequence_multiple(policy: PolicyConfig) -> int:
+    """Returns what each sequence's tokens are padded to a multiple of.
+
+    Context parallelism cuts each sequence into 2 x CP chunks, whose tokens sequence parallelism divides.
+    """
+    return math.lcm(policy["make_sequence_length_divisible_by"], _chunks(policy["megatron_cfg"]))
+
+
+def row_multiple(policy: PolicyConfig) -> int:
+    """Returns what the tokens of a packed row are padded to a multiple of."""
+    return math.lcm(policy["sequence_packing"]["sequence_length_round"], _chunks(policy["megatron_cfg"]))
+
+
+def _chunks(cfg: MegatronConfig) -> int:
+    if cfg["context_parallel_size"] == 1:
+        return 1
+    return 2 * cfg["context_parallel_size"] * (cfg["tensor_model_parallel_size"] if cfg["sequence_parallel"] else 1)

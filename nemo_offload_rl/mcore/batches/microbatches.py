@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.mcore.batches.packing import modified_first_fit_decreasing
+from nemo_offload_rl.mcore.context_parallel import positions_of_ranks
 from nemo_offload_rl.memory.units import round_up
 
 
@@ -23,6 +24,8 @@ class MicroBatch:
         cu_seqlens: int32 [n + 1], where each packed sequence starts in `tokens`; None if padded.
         max_seqlen: the longest sequence in tokens.
         num_filler: how many rows at the end are copies that fill the micro-batch up; `sample_mask` leaves them out.
+        positions_of_ranks: int64 [CP, S / CP] or [CP, T / CP], which columns of `tokens` each context-parallel rank
+            computes; None without context parallelism.
     """
 
     data: BatchedData
@@ -31,6 +34,7 @@ class MicroBatch:
     cu_seqlens: Tensor | None
     max_seqlen: int
     num_filler: int = 0
+    positions_of_ranks: Tensor | None = None
 
     def padding(self) -> Tensor:
         """Returns where `tokens` has no token of a sample: bool, the shape of `tokens`, on its device."""
@@ -71,13 +75,16 @@ def with_length(data: BatchedData, length: int) -> BatchedData:
     return out
 
 
-def padded_microbatches(data: BatchedData, size: int, lengths: Sequence[int] | None = None) -> list[MicroBatch]:
+def padded_microbatches(
+    data: BatchedData, size: int, lengths: Sequence[int] | None = None, *, context_parallel_size: int = 1
+) -> list[MicroBatch]:
     """Cut rows into micro-batches of `size`; the last is filled up with copies that `sample_mask` leaves out.
 
     Args:
         data: the rows.
         size: rows of a micro-batch.
         lengths: the tokens that each micro-batch's rows are cut to, at most those of `data`; None leaves them all.
+        context_parallel_size: number of ranks that each row is split over.
 
     Raises:
         ValueError: `size` would split groups of rows that belong together.
@@ -91,7 +98,8 @@ def padded_microbatches(data: BatchedData, size: int, lengths: Sequence[int] | N
         if missing:
             filler = chunk.select([*range(data.group_size)] * (missing // data.group_size))
             chunk = BatchedData.concat([chunk, _left_out(filler)])
-        out.append(MicroBatch(chunk, chunk["input_ids"], positions, None, width, num_filler=missing))
+        split = _split(torch.tensor([0, width], device=positions.device), context_parallel_size)
+        out.append(MicroBatch(chunk, chunk["input_ids"], positions, None, width, missing, split))
     return out
 
 
@@ -146,7 +154,12 @@ def pack_bins(lengths: Sequence[int], capacity: int, *, min_bins: int = 1, group
 
 
 def packed_microbatches(
-    data: BatchedData, bins: Sequence[Sequence[int]], *, divisible_by: int, row_divisible_by: int
+    data: BatchedData,
+    bins: Sequence[Sequence[int]],
+    *,
+    divisible_by: int,
+    row_divisible_by: int,
+    context_parallel_size: int = 1,
 ) -> list[MicroBatch]:
     """Makes one packed row of each bin.
 
@@ -155,6 +168,7 @@ def packed_microbatches(
         bins: from `pack_bins`.
         divisible_by: each sequence is padded to a multiple of this many tokens.
         row_divisible_by: the last sequence is padded until the row is a multiple of this many tokens.
+        context_parallel_size: number of ranks that each row is split over.
     """
     out = []
     for items in bins:
@@ -167,8 +181,13 @@ def packed_microbatches(
         packed = columns < torch.tensor(lengths)[:, None]
         tokens, positions = chunk["input_ids"][packed][None], columns[packed][None]
         starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        out.append(MicroBatch(chunk, tokens, positions, starts, max(lengths)))
+        split = _split(starts, context_parallel_size)
+        out.append(MicroBatch(chunk, tokens, positions, starts, max(lengths), positions_of_ranks=split))
     return out
+
+
+def _split(cu_seqlens: Tensor, context_parallel_size: int) -> Tensor | None:
+    return None if context_parallel_size == 1 else positions_of_ranks(cu_seqlens, context_parallel_size)
 
 
 def unpack(values: Tensor, cu_seqlens: Tensor, lengths: Tensor, width: int) -> Tensor:

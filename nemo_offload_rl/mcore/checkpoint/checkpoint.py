@@ -256,7 +256,8 @@ def check_layout(folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) ->
         raise _unreadable(folder, f"{LAYOUT_FILE} does not have the expected keys", error) from error
     if not with_optimizer:  # weights alone can be read in any layout
         return num_ranks
-    wrong = {key: (found[key], value) for key, value in wanted.items() if found[key] != value}
+    # Context-parallel ranks share the optimizer as data-parallel ranks do, whose number may change.
+    wrong = {key: (found[key], value) for key, value in wanted.items() if found[key] != value and key != "context"}
     if wrong:
         listed = ", ".join(
             f"{key} parallel size {was} in the checkpoint and {now} in this run" for key, (was, now) in wrong.items()

@@ -28,7 +28,7 @@ class ParamGather:
 
         On a single data-parallel rank the hooks stay off: there is nothing to gather, and they cost some 5% of a step.
         """
-        chunks = [] if mpu.get_data_parallel_world_size() == 1 else self._overlapping
+        chunks = [] if mpu.get_data_parallel_world_size(with_context_parallel=True) == 1 else self._overlapping
         for chunk in chunks:
             chunk.enable_forward_pre_hook()
         self._are_whole = not chunks

@@ -13,6 +13,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from nemo_offload_rl.mcore.batches.microbatches import MicroBatch, unpack
+from nemo_offload_rl.mcore.context_parallel import gathered
 from nemo_offload_rl.mcore.logprob.linear_logprob import LinearLogprobs
 from nemo_offload_rl.mcore.logprob.logprob import next_token_logprobs, token_logprobs
 from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL, SamplingFilter
@@ -43,12 +44,14 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
         return batch
     move = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
     cu_seqlens = None if batch.cu_seqlens is None else move(batch.cu_seqlens)
+    split = None if batch.positions_of_ranks is None else move(batch.positions_of_ranks)
     return dataclasses.replace(
         batch,
         data=batch.data.to(device),
         tokens=move(batch.tokens),
         positions=move(batch.positions),
         cu_seqlens=cu_seqlens,
+        positions_of_ranks=split,
     )
 
 
@@ -63,27 +66,46 @@ def microbatch_logprobs(model: torch.nn.Module, batch: MicroBatch, of: LogprobOp
     Returns:
         float32 [n, S, filters]: entry t is log p(input_ids[t] | input_ids[<t]); entry 0 and padding are 0.
     """
-    packed = None
-    if batch.cu_seqlens is not None:
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=batch.cu_seqlens,
-            cu_seqlens_kv=batch.cu_seqlens,
-            max_seqlen_q=batch.max_seqlen,
-            max_seqlen_kv=batch.max_seqlen,
-        )
+    packed = None if batch.cu_seqlens is None else _packed(batch.cu_seqlens, batch)
     extra: dict[str, Any] = {} if packed is None else {"packed_seq_params": packed}
     if (padding := _padding_for_routers(model, batch)) is not None:
         extra["padding_mask"] = padding
     output: Tensor = model(
-        input_ids=batch.tokens,
-        position_ids=batch.positions,
+        input_ids=_of_this_rank(batch.tokens, batch),
+        position_ids=_of_this_rank(batch.positions, batch),
         attention_mask=None,
         output_processor=_process_output,
         output_processor_context=(batch, of),
         **extra,
     )
     return output
+
+
+def _packed(starts: Tensor, batch: MicroBatch) -> PackedSeqParams:
+    """Returns where a packed row's sequences are; with context parallelism also where their tokens end.
+
+    A sequence's padding comes after its tokens, which do not see it: on one rank attention need not know of it.
+    """
+    lengths = {"max_seqlen_q": batch.max_seqlen, "max_seqlen_kv": batch.max_seqlen}
+    if batch.positions_of_ranks is None:
+        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, **lengths)
+    real = torch.zeros_like(starts)
+    real[1:] = batch.data["input_lengths"].cumsum(0)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=starts,
+        cu_seqlens_kv_padded=starts,
+        **lengths,
+    )
+
+
+def _of_this_rank(row: Tensor, batch: MicroBatch) -> Tensor:
+    """Returns the columns of [n, S] that this context-parallel rank computes."""
+    if batch.positions_of_ranks is None:
+        return row
+    return row.index_select(1, batch.positions_of_ranks[mpu.get_context_parallel_rank()])
 
 
 def _padding_for_routers(model: torch.nn.Module, batch: MicroBatch) -> Tensor | None:
@@ -97,7 +119,7 @@ def _padding_for_routers(model: torch.nn.Module, batch: MicroBatch) -> Tensor | 
         return None
     if config.moe_router_load_balancing_type == "quantile_balancing":
         return None
-    padding = batch.padding()
+    padding = _of_this_rank(batch.padding(), batch)
     if config.sequence_parallel and not get_attr_wrapped_model(model, "pre_process"):
         # GPTModel divides the mask as it divides the embeddings, which only chunks with the embedding do.
         shards = padding.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
@@ -125,9 +147,17 @@ def _process_output(
     """
     batch, of = context
     of_targets = _from_logits if of.chunk_tokens is None else _from_hidden_states
-    values = next_token_logprobs(
-        functools.partial(of_targets, hidden_states, output_layer, output_weight, scale_logits, of), batch.tokens
-    )
+
+    def of_row(targets: Tensor) -> Tensor:
+        mine = _of_this_rank(targets.t(), batch).t().contiguous()
+        values = of_targets(hidden_states, output_layer, output_weight, scale_logits, of, mine)
+        if batch.positions_of_ranks is None:
+            return values
+        # Every rank computes the loss of whole rows: of its log-probs, it has the whole gradient.
+        group = mpu.get_context_parallel_group()
+        return gathered(values, batch.positions_of_ranks, group, dim=0, sums_gradients=False)
+
+    values = next_token_logprobs(of_row, batch.tokens)
     return torch.stack([_in_rows(column, batch) for column in values.unbind(dim=-1)], dim=-1)
 
 

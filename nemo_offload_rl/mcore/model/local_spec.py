@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.module import MegatronModule
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from nemo_offload_rl.mcore.context_parallel import gathered, positions_of_ranks
 from nemo_offload_rl.mcore.patches import packed_rotary
 
 
@@ -39,6 +41,8 @@ class SdpaCoreAttention(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
+        group = parallel_state.get_context_parallel_group(check_initialized=False)
+        self._cp_group = group if group is not None and group.size() > 1 else None
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] if windowed and config.window_size is not None else None
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -71,10 +75,28 @@ class SdpaCoreAttention(MegatronModule):
         """
         assert attention_mask is None and attention_bias is None
         assert attn_mask_type in (None, AttnMaskType.causal)
+        if self._cp_group is not None:
+            return self._attend_over_ranks(query, key, value, packed_seq_params)
+        cu_seqlens = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
+        return self._attend_whole(query, key, value, cu_seqlens)
+
+    def _attend_over_ranks(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Any) -> Tensor:
+        """Returns the attention of this rank's tokens, computed from the whole row; each rank computes all of it."""
+        assert self._cp_group is not None
+        size = self._cp_group.size()
         if packed_seq_params is None:
+            starts, cu_seqlens = torch.tensor([0, len(query) * size], device=query.device), None
+        else:
+            starts = cu_seqlens = packed_seq_params.cu_seqlens_q_padded
+        positions = positions_of_ranks(starts, size)
+        q, k, v = (gathered(t, positions, self._cp_group, dim=0, sums_gradients=True) for t in (query, key, value))
+        return self._attend_whole(q, k, v, cu_seqlens).index_select(0, positions[self._cp_group.rank()])
+
+    def _attend_whole(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        if cu_seqlens is None:
             return self._attend(query, key, value)
         parts, places = [], []
-        for index, is_real in _groups_of_similar_length(packed_seq_params.cu_seqlens_q):
+        for index, is_real in _groups_of_similar_length(cu_seqlens):
             parts.append(self._attend(query[index], key[index], value[index])[is_real])
             places.append(index[is_real])
         return torch.cat(parts)[torch.cat(places).argsort()][:, None]

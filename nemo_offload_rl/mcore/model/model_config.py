@@ -12,10 +12,11 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
-from nemo_offload_rl.config.megatron.activation_modules import check_modules_fit_model
+from nemo_offload_rl.config.megatron.activation_modules import LAYER_INPUT, check_modules_fit_model
 from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.megatron.graph_modules import check_graphs_fit_model
 from nemo_offload_rl.config.megatron.microbatches import gathers_different_rows
+from nemo_offload_rl.config.megatron.mlp_tiles import check_tiles_fit_model
 from nemo_offload_rl.config.model.model_kind import has_dense_layers, has_expert_layers
 from nemo_offload_rl.config.model.unsupported_models import check_model
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
@@ -284,9 +285,10 @@ def _check_features_without_transformer_engine(cfg: MegatronConfig) -> None:
 
 
 def _check_named_modules_exist(cfg: MegatronConfig, provider: Any, overrides: Mapping[str, Any]) -> None:
-    """Checks that the model has the modules to be offloaded or captured, which for a hub model is known only here."""
+    """Checks that the model has the modules to be offloaded, captured or tiled, known only here for a hub model."""
     freq = overrides["moe_layer_freq"] if "moe_layer_freq" in overrides else provider.moe_layer_freq
     is_moe = provider.num_moe_experts is not None and provider.num_moe_experts > 1 and has_expert_layers(freq)
+    check_tiles_fit_model(cfg["mlp_tile_tokens"], is_moe=is_moe)
     if cfg["fine_grained_activation_offloading"]:
         check_modules_fit_model(cfg["offload_modules"] or (), is_moe=is_moe)
     if cfg["cuda_graph_impl"] != "none":
@@ -327,8 +329,8 @@ def make_provider(policy: PolicyConfig, bridge: Any) -> Any:
 
     Raises:
         ValueError: Megatron-Bridge cannot translate the model's config, the recipe offloads or captures a module that
-            no layer of the model has, a feature needs Transformer Engine, experts would gather packed rows of different
-            lengths, or megatron-core's own checks refuse the combination.
+            no layer of the model has, or tiles the MLPs of a model with experts, a feature needs Transformer Engine,
+            experts would gather packed rows of different lengths, or megatron-core's own checks refuse the combination.
     """
     config = hf_config_of(bridge)
     check_model(config.to_dict(), policy)
@@ -339,7 +341,12 @@ def make_provider(policy: PolicyConfig, bridge: Any) -> Any:
     corrected = bridges.is_corrected(config)
     if corrected:
         dense_layers.check_layers(policy["megatron_cfg"], provider)
+    recomputes_from_host = LAYER_INPUT in (overrides.get("offload_modules") or ())
+    if recomputes_from_host:  # megatron-core does not know the module, and refuses an empty list
+        overrides["offload_modules"] = ["core_attn"]
     provider.apply_overrides_and_finalize(overrides=overrides)
+    if recomputes_from_host:
+        provider.offload_modules = []  # layers that run twice offload nothing themselves
     if corrected:
         biases.add_biases(config, provider)
     return provider

@@ -13,6 +13,7 @@ WRITTEN_FOR = {
     "cpu_optimizer": {"megatron-core": TESTED_MEGATRON_CORE},
     "gradient_nodes": {"megatron-core": TESTED_MEGATRON_CORE},
     "graph_inputs": {"megatron-core": TESTED_MEGATRON_CORE},
+    "layer_input": {"megatron-core": TESTED_MEGATRON_CORE},
     "object_collectives": {"megatron-core": TESTED_MEGATRON_CORE, "torch": ("2.11",)},
     "optimizer_masters": {"megatron-core": TESTED_MEGATRON_CORE, "torch": ("2.11",)},
     "output_layer": {"megatron-core": TESTED_MEGATRON_CORE},

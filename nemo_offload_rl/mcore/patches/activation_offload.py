@@ -13,12 +13,15 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     PipelineOffloadManager,
 )
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_offload_rl.activation_offload.copies import CudaCopies
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.installed.libraries import untested_megatron_core
+from nemo_offload_rl.config.megatron.activation_modules import LAYER_INPUT
+from nemo_offload_rl.mcore.patches.layer_input import checkpointed_forward
 
 
 def options_of_rank(options: ActivationOptions, config: Any) -> ActivationOptions:
@@ -78,6 +81,7 @@ def _group_offload(
 
 
 _ORIGINAL_CHECKPOINT = CheckpointWithoutOutput.checkpoint
+_ORIGINAL_CHECKPOINTED_FORWARD = transformer_block.checkpointed_forward
 
 
 def _checkpoint(checkpoint: CheckpointWithoutOutput, run_function: Callable[..., Any], *args: Any) -> Any:
@@ -174,6 +178,9 @@ def take_place(offloader: ActivationOffloader) -> None:
     PipelineOffloadManager.OFFLOAD_MGR = offloader
     fine_grained_activation_offload.fine_grained_offloading_group_offload = _group_offload
     CheckpointWithoutOutput.checkpoint = _checkpoint
+    transformer_block.checkpointed_forward = (
+        checkpointed_forward if LAYER_INPUT in offloader.options.modules else _ORIGINAL_CHECKPOINTED_FORWARD
+    )
 
 
 def uninstall(offloader: ActivationOffloader) -> None:
@@ -185,6 +192,7 @@ def uninstall(offloader: ActivationOffloader) -> None:
         return  # another one of ours has replaced it
     fine_grained_activation_offload.fine_grained_offloading_group_offload = _ORIGINAL_GROUP_OFFLOAD
     CheckpointWithoutOutput.checkpoint = _ORIGINAL_CHECKPOINT
+    transformer_block.checkpointed_forward = _ORIGINAL_CHECKPOINTED_FORWARD
 
 
 def _held(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:

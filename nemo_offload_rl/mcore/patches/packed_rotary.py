@@ -7,19 +7,37 @@ each of them: with 512 sequences of 10 tokens a training step took twice as long
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings import (
+    rope_utils,
+    rotary_pos_embedding,
+    yarn_rotary_pos_embedding,
+)
 from torch import Tensor
+
+from nemo_offload_rl.mcore.context_parallel import positions_of_ranks
 
 
 def install() -> None:
-    """Replaces megatron-core's function for packed rows without Transformer Engine."""
+    """Replaces megatron-core's functions for packed rows, and for rows of context-parallel ranks without a GPU."""
     rope_utils._apply_rotary_pos_emb_thd = _rotate
+    if not torch.cuda.is_available():
+        rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _of_this_rank
+        yarn_rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _of_this_rank
 
 
 def _rotate(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, cp_group: Any, **options: Any) -> Tensor:
-    """Returns a row [T, heads, D], with each of its sequences rotated from position 0; `freqs` is [S, 1, 1, D]."""
-    assert cp_group.size() == 1, "context parallelism is refused before"
-    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=len(t))
-    positions = torch.arange(len(t), device=t.device) - starts
+    """Returns this rank's part of a row, [T, heads, D], each sequence rotated from position 0; `freqs` [S, 1, 1, D]."""
+    size = cp_group.size()
+    total = len(t) * size
+    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=total)
+    positions = torch.arange(total, device=t.device) - starts
+    if size > 1:
+        positions = positions[positions_of_ranks(cu_seqlens, size)[cp_group.rank()]]
     rotated: Tensor = rope_utils._apply_rotary_pos_emb_bshd(t[:, None], freqs[positions], **options)
     return rotated[:, 0]
+
+
+def _of_this_rank(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:
+    """Returns the angles of this rank's positions; megatron-core makes their index in page-locked memory."""
+    whole = torch.tensor([0, pos_emb.shape[seq_dim]], device=pos_emb.device)
+    return pos_emb.index_select(seq_dim, positions_of_ranks(whole, cp_group.size())[cp_group.rank()])

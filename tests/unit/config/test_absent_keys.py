@@ -120,8 +120,8 @@ def test_absent_keys_have_nemo_rls_defaults():
         assert [data[f"add_{name}"] for name in ("bos", "eos", "generation_prompt")] == [True, True, False]
 
 
-NO_SECTION_OF_A_RECIPE = {"hf_config.py", "cli.py", "absent_keys.py"}
-"""What these read is a model's source, the options of the command line, or not filled in yet."""
+NO_SECTION_OF_A_RECIPE = {"hf_config.py", "cli.py", "absent_keys.py", "model_config.py"}
+"""These read a model's source, the command line, what is not filled in yet, or fields for Megatron."""
 
 
 def fallbacks(source, names):

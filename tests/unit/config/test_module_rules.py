@@ -7,7 +7,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import CudaGraphModule
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.megatron.activation_modules import ACTIVATION_MODULES, check_modules_fit_model
+from nemo_offload_rl.config.megatron.activation_modules import (
+    ACTIVATION_MODULES,
+    LAYER_INPUT,
+    check_modules_fit_model,
+)
 from nemo_offload_rl.config.megatron.graph_modules import GRAPH_MODULES, check_graphs_fit_model
 from nemo_offload_rl.config.model.model_kind import model_kind
 from nemo_offload_rl.config.rules import modules
@@ -30,6 +34,9 @@ BF16 = ["policy.precision=bfloat16", f"{MEGATRON}.optimizer.bf16=true"]
 CAPACITY = f"+{MEGATRON}.moe_expert_capacity_factor=1.5"
 
 
+TILES = f"{MEGATRON}.mlp_tile_tokens"
+
+
 def offload(*names):
     return [f"{OFFLOADING}=true", f"{OFFLOADED}=[{','.join(names)}]"]
 
@@ -44,7 +51,7 @@ def recompute(*names):
 
 BROKEN = {
     "offload_modules_names": [
-        ([f"{OFFLOADING}=true"], f"{OFFLOADED}: must name some of 'attn_norm', 'qkv_linear',"),
+        ([f"{OFFLOADING}=true"], f"{OFFLOADED}: must name some of 'layer_input', 'attn_norm', 'qkv_linear',"),
         (offload("core_atn"), "found 'core_atn' (did you mean core_attn?)"),
     ],
     "cuda_graph_modules_names": [
@@ -60,6 +67,14 @@ BROKEN = {
         ([*offload("core_attn"), *SELECTIVE], f"{OFFLOADED}: has core_attn, which {MEGATRON}.recompute_modules with"),
         ([*offload("core_attn"), *recompute("mla_up_proj")], "recompute_modules with mla_up_proj excludes; take"),
         ([*EXPERTS, *offload("moe_act", "expert_fc1"), *recompute("moe")], "has moe_act and expert_fc1, which"),
+        (offload("layer_input"), f"{OFFLOADED}: has layer_input, which needs {MEGATRON}.activation_checkpointing"),
+        ([*offload("layer_input", "core_attn", "attn_proj"), FULL], "has layer_input and attn_proj, but whole layers"),
+    ],
+    "recompute_method_layer_input": [
+        (
+            [*offload("layer_input"), FULL, f"+{MEGATRON}.recompute_method=block"],
+            f"{MEGATRON}.recompute_method: is block, which keeps",
+        ),
     ],
     "cuda_graph_modules_recomputed": [
         ([*capture("attn"), FULL], f"{GRAPHS}: is on, but {MEGATRON}.recompute_granularity is full"),
@@ -71,6 +86,10 @@ BROKEN = {
             f"{MEGATRON}.fused_residual_rmsnorm: is true, but {MEGATRON}.recompute_modules has layernorm",
         ),
     ],
+    "mlp_tiles_recomputed": [
+        ([f"{TILES}=auto", *recompute("layernorm", "mlp")], f"{TILES}: is auto, which recomputes MLPs, but"),
+    ],
+    "mlp_tiles_captured": [([f"{TILES}=64", *capture("attn", "mlp")], f"{TILES}: is 64, but {CAPTURED} has mlp")],
     "offload_modules_attn_proj": [(offload("attn_proj"), f"{OFFLOADED}: has attn_proj, whose input is")],
     "offloading_env_vars": [
         (
@@ -145,6 +164,10 @@ def test_fields_that_would_go_round_the_rules_are_refused(field, value, remedy, 
         offload("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
         [*EXPERTS, *offload("qkv_linear", "expert_fc1", "moe_act")],
         [*EXPERTS, FUSER, *offload("fused_group_mlp", "core_attn")],
+        [f"{TILES}=64", *offload("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")],
+        [f"{TILES}=64", *recompute("layernorm")],
+        [f"{TILES}=auto", FULL],
+        [f"{TILES}=auto", *capture("attn")],
         # With recomputation that does not count, or that discards outputs while inputs move.
         [*offload("core_attn"), f"{MEGATRON}.recompute_modules=[core_attn]"],
         [*offload("qkv_linear"), *SELECTIVE],
@@ -237,13 +260,14 @@ def offloading_config(*names, **fields):
 
 
 def test_modules_are_those_of_megatron():
-    for name in ACTIVATION_MODULES:
+    megatrons = [name for name in ACTIVATION_MODULES if name != LAYER_INPUT]
+    for name in megatrons:
         names = ("core_attn", name) if name == "attn_proj" else (name,)
         assert offloading_config(*names).offload_modules == list(names)
     with pytest.raises(AssertionError) as caught:
         offloading_config("core_atn")
-    assert all(f"'{name}'" in str(caught.value) for name in ACTIVATION_MODULES)
-    assert str(caught.value).partition("Allowed")[2].count("'") == 2 * len(ACTIVATION_MODULES)
+    assert all(f"'{name}'" in str(caught.value) for name in megatrons)
+    assert str(caught.value).partition("Allowed")[2].count("'") == 2 * len(megatrons)
     assert {module.name for module in CudaGraphModule} == {*GRAPH_MODULES, "moe", "mamba"}
 
 

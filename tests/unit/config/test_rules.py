@@ -585,6 +585,10 @@ def test_an_adaptation_reads_a_key_only_where_it_has_no_problem(one_problem_of):
             [f"{MEGATRON}.cuda_graph_impl=transformer_engine", f"{MEGATRON}.cuda_graph_modules=[mlp]"],
             "cuda_graph_impl: is 'transformer_engine', which needs policy.precision to be 'bfloat16'; found 'float32'",
         ),
+        (
+            [f"++{MEGATRON}.mlp_tile_tokens=auto", f"+{MEGATRON}.use_transformer_engine_op_fuser=true"],
+            f"is 'auto', which needs {MEGATRON}.use_transformer_engine_op_fuser to be false or null; found true",
+        ),
         (["logger.wandb_enabled=true"], "logger.wandb_enabled: is true, which needs logger.wandb to be a value; found"),
         (["+cluster.master_port_range_low=2000"], "low: is 2000, which needs cluster.master_port_range_high to be a"),
         (

@@ -76,19 +76,18 @@ def test_an_engine_that_is_built_beside_the_policy_starts_whatever_is_free():
     policy = engine_conformance.policy("vllm")
     section = policy["generation"]["vllm_cfg"]
     found = []
-    for decided in ("auto", False, True):
+    for decided in (False, True):
         section["build_beside_policy"] = decided
         found.append((is_built_beside_policy(policy), engine_arguments(policy, Path("/folder"))))
-    (unresolved, first), (behind, second), (beside, third) = found
-    assert (unresolved, behind, beside) == (False, False, True)
-    assert first == second
+    (behind, second), (beside, third) = found
+    assert (behind, beside) == (False, True)
     assert second["gpu_memory_utilization"] == 0.2
     assert 0 < third["gpu_memory_utilization"] < 0.01
     assert {**third, "gpu_memory_utilization": 0.2} == second
 
 
 @pytest.mark.parametrize(
-    ("decided", "apart", "alone"), [("auto", False, True), (True, False, False), (False, True, False)]
+    ("decided", "apart", "alone"), [(False, False, True), (True, False, False), (False, True, False)]
 )
 def test_the_policy_waits_for_an_engine_on_its_gpus_that_is_not_built_beside_it(monkeypatch, decided, apart, alone):
     monkeypatch.setattr("nemo_offload_rl.generation.vllm_backend.ray.remote", MagicMock())

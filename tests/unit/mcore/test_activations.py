@@ -139,6 +139,21 @@ def test_a_norm_of_its_own_may_be_recomputed(make_worker, late, recomputing, pla
     assert all(norm.freed_bytes == norm.moved_bytes > 0 for norm in norms)
 
 
+def test_beside_mlps_in_tiles_whose_norm_is_recomputed(make_worker, late, recomputing, plain):
+    """An MLP in tiles saves the output of the norm, which is emptied, and refilled before the backward pass."""
+    again = {
+        "activation_checkpointing": True,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["layernorm"],
+    }
+    whole = plain_steps(make_worker, plain, TINY_QWEN3)
+    want = steps(make_worker(tiny_policy(mlp_tile_tokens=9, **again)))
+    worker = make_worker(with_room(offloading_activations(tiny_policy(mlp_tile_tokens=9), DENSE, **again)))
+    assert steps(worker) == want
+    for name in ("loss", "grad_norm"):
+        assert [step[name] for step in want] == pytest.approx([step[name] for step in whole], rel=1e-5)
+
+
 def test_norms_too(make_worker, late, plain):
     want = plain_steps(make_worker, plain, TINY_QWEN3)
     worker = make_worker(with_room(offloading_activations(tiny_policy(), DENSE)))

@@ -16,6 +16,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "moe_ep2": {"expert_model_parallel_size": 2},
 }
+FULL = {"activation_checkpointing": True, "recompute_granularity": "full", "recompute_num_layers": 2}
+RECOMPUTED: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "tp2, recomputed": (["layer_input", "core_attn"], LAYOUTS["tp2"]),
+    "cp2, recomputed": (["layer_input", "core_attn"], {"context_parallel_size": 2}),
+    "pp2_vpp2, recomputed": (["layer_input"], LAYOUTS["pp2_vpp2"]),
+    "moe_ep2, recomputed": (["layer_input", "core_attn"], LAYOUTS["moe_ep2"]),
+}
+"""Layouts in which whole layers are recomputed from what is offloaded; the plain run recomputes nothing."""
 ROWS = (8, 12, 4)
 """Of a data-parallel rank, step by step; two make a micro-batch."""
 
@@ -29,9 +37,11 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
     from nemo_offload_rl.mcore.patches import activation_offload
 
     config = TINY_QWEN3_MOE if layout.startswith("moe") else TINY_QWEN3
-    policy = tiny_policy(config, **LAYOUTS[layout])
+    modules, megatron = RECOMPUTED[layout] if layout in RECOMPUTED else (ATTENTION, LAYOUTS[layout])
+    policy = tiny_policy(config, **megatron)
     if offload:
-        policy = offloading_activations(policy, ATTENTION, gbs=max(ROWS))
+        again = FULL if layout in RECOMPUTED else {}
+        policy = offloading_activations(policy, modules, gbs=max(ROWS), **again)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(activation_offload, "CudaCopies", lambda device, graphs: LateCopies(rank, eager_share=0.1))
         worker = worker_of_rank(policy, rank, world_size, port)
@@ -48,16 +58,18 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
 
 
 def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, tuple[Any, Any]]:
-    return off_and_on(LAYOUTS, ports, lambda layout, port, on: run(layout, rank, world_size, port, offload=on))
+    return off_and_on(
+        (*LAYOUTS, *RECOMPUTED), ports, lambda layout, port, on: run(layout, rank, world_size, port, offload=on)
+    )
 
 
 @pytest.fixture(scope="module")
 def both() -> list[dict[str, tuple[Any, Any]]]:
-    return run_ranks(all_layouts, 2, num_ports=2 * len(LAYOUTS), timeout_s=400)
+    return run_ranks(all_layouts, 2, num_ports=2 * len((*LAYOUTS, *RECOMPUTED)), timeout_s=400)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *RECOMPUTED])
 def test_numbers_are_those_of_a_plain_run(both, layout):
     moved = []
     for rank, layouts in enumerate(both):

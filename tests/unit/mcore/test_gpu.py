@@ -120,6 +120,17 @@ def test_overlapped_reduction_and_gather_change_no_number(make_worker):
     assert steps(make_worker(gpu_policy(distributed_data_parallel_config=overlap))) == plain
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_mlps_in_tiles_differ_by_rounding_and_in_one_tile_not_at_all(make_worker, recomputed):
+    plain = steps(make_worker(gpu_policy(activation_checkpointing=recomputed)))
+    overlap = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    tiled = {"activation_checkpointing": recomputed, "distributed_data_parallel_config": overlap}
+    assert steps(make_worker(gpu_policy(mlp_tile_tokens=1000, **tiled))) == plain
+    for got, want in zip(steps(make_worker(gpu_policy(mlp_tile_tokens=7, **tiled))), plain, strict=True):
+        assert got["loss"] == pytest.approx(want["loss"], rel=0.01)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=0.02)
+
+
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_gradients_are_added_where_they_are_computed(make_worker, graphs):
     """On another stream they would slow copies of activations (docs/decisions/activation-manager.md)."""

@@ -31,6 +31,7 @@ SHAPE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermed
 MOE_SHAPE = SHAPE | {"moe_intermediate_size": 512}
 ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
 EXPERTS = ["expert_fc1", "moe_act"]
+FULL = {"activation_checkpointing": True, "recompute_granularity": "full"}
 LONGEST = 256
 MBS = 2
 NUM_STEPS = 10
@@ -78,6 +79,10 @@ CASES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "attention, half": ("dense", ATTENTION, {"activation_offload_fraction": 0.5}),
     "moe, all": ("moe", [*ATTENTION, "mlp_norm", *EXPERTS], {}),
     "moe, packed": ("moe", EXPERTS, {"packed": True}),
+    "layer_input, segments": ("dense", ["layer_input"], FULL | {"recompute_num_layers": 2}),
+    "layer_input, attention kept": ("dense", ["layer_input", "core_attn"], FULL),
+    "layer_input, attention kept, packed": ("dense", ["layer_input", "core_attn"], FULL | {"packed": True}),
+    "moe, layer_input, attention kept": ("moe", ["layer_input", "core_attn"], FULL),
 }
 
 

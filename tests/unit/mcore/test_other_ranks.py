@@ -7,7 +7,7 @@ import pytest
 from support.other_ranks import TWO_RANKS, Part, differing, rejoined, run_part
 from support.ranks import run_ranks
 
-ON_ONE = ["resident", "streamed", "moe cpu optimizer"]
+ON_ONE = ["resident", "streamed", "moe cpu optimizer", "context parallel"]
 ON_TWO = [*TWO_RANKS]
 
 

@@ -106,6 +106,15 @@ SIGNATURES = {
     f"{CORE}.transformer.transformer_layer:TransformerLayer._forward_mlp": (
         "(self, hidden_states, inference_context=None, padding_mask=None, packed_seq_params=None)"
     ),
+    # layer_input: what it replaces; and the random numbers that a recomputed layer starts with
+    f"{CORE}.recompute:checkpointed_forward": (
+        "(self, hidden_states, attention_mask, context, context_mask, rotary_pos_emb, attention_bias, "
+        "packed_seq_params, use_inner_quantization_context, padding_mask=None, extract_layer_indices=None, "
+        "layer_offset=0)"
+    ),
+    f"{CORE}.tensor_parallel.random:_get_all_rng_states": "()",
+    f"{CORE}.tensor_parallel.random:_set_all_rng_states": ("(cpu_rng_state, cuda_rng_state, cuda_rng_state_tracker)"),
+    f"{CORE}.tensor_parallel.random:_fork_rng": "()",
     # residency.streamed.masters
     f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params": "(self)",
     f"{CORE}.optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params": "(self)",

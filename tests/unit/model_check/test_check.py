@@ -9,21 +9,16 @@ import sys
 
 import psutil
 import pytest
-import torch
 from support.forked_python import forked_python
-from support.ranks import free_port
 from support.tiny import tiny_policy
 
 from nemo_offload_rl.hf_config import hf_config
-from nemo_offload_rl.mcore.patches import cpu_device
 from nemo_offload_rl.model_check import cache
 from nemo_offload_rl.model_check.alone import alone
-from nemo_offload_rl.model_check.check import ModelCheck
+from nemo_offload_rl.model_check.check import ModelCheck, checked_model
 from nemo_offload_rl.model_check.process import CheckProcess, CheckTimeoutError, ModelCheckError
 from nemo_offload_rl.model_check.result import CheckResult, Difference
 from nemo_offload_rl.model_check.twin import twin_config
-from nemo_offload_rl.plan.planner import worker_plan
-from nemo_offload_rl.worker.checked import CheckedPolicyWorker
 
 RIGHT = CheckResult((Difference("padded", 3e-6, 2e-6, "model.norm.weight"),), "cpu", "local", {"model": 0.5})
 WRONG = CheckResult((Difference("padded", 0.25, 2e-6, "model.norm.weight"),), "cpu", "local", {"model": 0.5})
@@ -158,25 +153,11 @@ def test_the_process_ends_with_the_one_that_started_it():
         checking.wait(timeout=300)  # it looks for its starter once it runs
 
 
-def checked_worker(policy):
-    cpu_device.install()
-    return CheckedPolicyWorker(
-        policy,
-        plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=1),
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        master_addr="localhost",
-        master_port=free_port(),
-        seed=0,
-        init_reference_model=False,
-    )
-
-
-def test_a_worker_whose_model_is_refused_once_it_is_built_leaves_nothing(failing_process):
-    with pytest.raises(ModelCheckError, match="failed with status 3"):
-        checked_worker(tiny_policy())
-    assert not torch.distributed.is_initialized()
+def test_a_model_is_refused_once_it_is_built(failing_process):
+    was_built = False
+    with pytest.raises(ModelCheckError, match="failed with status 3"), checked_model(tiny_policy()):
+        was_built = True
+    assert was_built
 
 
 def test_an_error_that_says_nothing_to_users_gives_way_to_what_the_check_says(failing_process):
@@ -189,13 +170,9 @@ def test_an_error_that_says_nothing_to_users_gives_way_to_what_the_check_says(fa
         raise ValueError("clear")
 
 
-def test_a_worker_whose_model_is_right_is_built(no_process, caplog):
+def test_the_result_of_a_model_that_is_right_is_logged(no_process, caplog):
     policy = tiny_policy()
     keep(policy, RIGHT)
-    with caplog.at_level("INFO"):
-        worker = checked_worker(policy)
-    try:
-        assert "Megatron's results for the model agree with transformers'" in caplog.text
-        assert worker.parallel_ranks()["dp_size"] == 1
-    finally:
-        worker.shutdown()
+    with caplog.at_level("INFO"), checked_model(policy):
+        assert not caplog.text
+    assert "Megatron's results for the model agree with transformers'" in caplog.text

@@ -14,7 +14,7 @@ import pytest
 from ray._common.network_utils import build_address
 
 from nemo_offload_rl.placement.gcs_watch import GcsWatch
-from nemo_offload_rl.run.failure_summary import gcs_failure
+from nemo_offload_rl.run.failures import gcs_failure
 from nemo_offload_rl.run.interrupt import Progress
 
 

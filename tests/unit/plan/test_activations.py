@@ -77,7 +77,7 @@ def test_what_was_measured_on_an_h200(modules, moved_mib, saved_mib):
 
 
 def test_each_module_of_a_dense_layer():
-    assert layer_mib(DENSE, *SAVED_BY) == {
+    assert layer_mib(DENSE, *(name for name in SAVED_BY if name != "layer_input")) == {
         "attn_norm": 0,
         "qkv_linear": 64 + 64,
         "core_attn": 64 + 32 + 32 + 64,
@@ -88,6 +88,16 @@ def test_each_module_of_a_dense_layer():
         "fused_group_mlp": 0,
     }
     assert layer_mib(DENSE, "attn_proj") == {"attn_proj": 64}
+
+
+def test_full_recomputation_keeps_the_input_of_each_segment_and_perhaps_attention():
+    assert layer_mib(DENSE, "layer_input", "core_attn") == {"layer_input": 64, "core_attn": 64}
+    settings = asked("layer_input", "core_attn")
+    sizes = module_bytes(dataclasses.replace(DENSE, num_layers_of_segment=3), settings)
+    assert {name: (size.in_flight / MIB, size.held) for name, size in sizes.items()} == {
+        "layer_input": (6 * 64, 0),  # of 16 layers in segments of 3, 3, 3, 3, 3, and 1
+        "core_attn": (16 * 64, 0),
+    }
 
 
 def test_every_module_that_a_recipe_may_name_is_known_here():

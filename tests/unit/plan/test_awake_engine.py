@@ -8,11 +8,9 @@ from support.machine import planner_of, resolved_for
 from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.colocation import check_awake_engine_fits, with_awake_engine
-from nemo_offload_rl.plan.engine_targets import engine_table
+from nemo_offload_rl.plan.colocation import check_awake_engine_fits, phase_bytes, with_awake_engine
 from nemo_offload_rl.plan.generation import free_bytes_for_refit
-from nemo_offload_rl.plan.phase_memory import phase_bytes
-from nemo_offload_rl.plan.planner import plan_run
+from nemo_offload_rl.plan.plan import engine_table
 from nemo_offload_rl.residency.table import Phase, Target
 
 RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"
@@ -38,10 +36,9 @@ def decided(gpu_gib, *overrides):
 
 def planned(gpu_gib, *overrides):
     config = recipe(*overrides)
-    fields = hf_config(config["policy"]).to_dict()
-    run = plan_run(config, fields, algorithm="grpo")
-    gpu_bytes = int(gpu_gib * GIB)
-    return run, phase_bytes(config, fields, run, run.engine, algorithm="grpo", gpu_bytes=gpu_bytes)
+    planner = planner_of(config, gpu_gib)
+    run = planner.plan(config)
+    return run, phase_bytes(config, planner, run, planner.gpu_bytes)
 
 
 def test_it_stays_awake_where_every_phase_has_room_beside_it():

@@ -103,8 +103,8 @@ def test_a_gpu_without_room_for_both_builds_the_policy_behind_vllm():
         (None, [f"{BYTES}={60 * GIB}"]),  # several nodes
     ],
 )
-def test_it_is_left_open_where_vllm_measures_or_the_gpus_are_not_known(gpu_gib, overrides):
-    assert decided(gpu_gib, *overrides) == ("auto", [])
+def test_the_policy_waits_where_vllm_measures_or_the_gpus_are_not_known(gpu_gib, overrides):
+    assert decided(gpu_gib, *overrides) == (False, [])
 
 
 def test_other_engines_are_left_as_they_are():
@@ -112,9 +112,9 @@ def test_other_engines_are_left_as_they_are():
     assert with_engine_build(config, planner_of(config, 140)) == (config, [])
 
 
-def test_engines_on_gpus_of_their_own_are_left_as_they_are():
+def test_on_gpus_of_their_own_nothing_has_to_fit():
     apart = ["++policy.generation.colocated.enabled=false", "++policy.generation.colocated.resources.gpus_per_node=1"]
-    assert decided(140, *apart, "cluster.gpus_per_node=2", f"{BYTES}={60 * GIB}") == ("auto", [])
+    assert decided(140, *apart, "cluster.gpus_per_node=2", f"{BYTES}={60 * GIB}") == (False, [])
 
 
 def test_the_recipe_can_have_the_policy_wait_but_not_have_it_built_where_there_is_no_room():

@@ -1,12 +1,11 @@
 """Tests that, by the plan, GRPO of 8 B parameters (benchmarks/recipes/grpo_8B_random.yaml) fits a GPU of 78 GiB."""
 
-from support.machine import resolved_for
+from support.machine import planner_of, resolved_for
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.plan.colocation import phase_bytes
 from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_refit_fits, check_share_beside_policy
-from nemo_offload_rl.plan.phase_memory import phase_bytes
 from nemo_offload_rl.residency.table import Phase, Target
 
 RECIPE = "benchmarks/recipes/grpo_8B_random.yaml"
@@ -17,8 +16,7 @@ N = 8_190_735_360
 def planned(*overrides):
     resolved = resolved_for(load(RECIPE, overrides).config, 78)
     config, run = resolved.config, resolved.run
-    fields = hf_config(config["policy"]).to_dict()
-    return config, run, phase_bytes(config, fields, run, run.engine, algorithm="grpo", gpu_bytes=GPU)
+    return config, run, phase_bytes(config, planner_of(config, 78), run, GPU)
 
 
 def test_every_phase_fits_with_streamed_state():

@@ -17,7 +17,8 @@ RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"
 
 
 def given(gpu_gib, *overrides, backend="vllm"):
-    config = load(RECIPE, [f"policy.generation.backend={backend}", *overrides]).config
+    behind = "++policy.generation.vllm_cfg.build_beside_policy=false"
+    config = load(RECIPE, [f"policy.generation.backend={backend}", behind, *overrides]).config
     before = copy.deepcopy(config)
     found, lines = with_kv_cache_bytes(config, planner_of(config, gpu_gib))
     assert config == before

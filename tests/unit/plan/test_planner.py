@@ -171,8 +171,9 @@ def test_the_recipes_own_limit_is_held_wherever_the_plan_is_made():
 
 
 def test_host_memory_that_never_moves_is_in_the_plan_and_in_the_needs():
-    plan = make_plan(policy_without_model(), [FACTS], fixed_bytes=[{"cpu_optimizer": 5000}])
-    rank = plan.largest_rank
+    plan = make_plan(policy_without_model(), [FACTS])
+    rank = dataclasses.replace(plan.largest_rank, fixed_bytes={"cpu_optimizer": 5000})
+    plan = dataclasses.replace(plan, ranks=(rank,))
     assert rank.total_host_bytes == sum(rank.host_bytes.values()) + 5000
     (need,) = rank_needs(plan, ranks_per_host=1, num_hosts=1)
     assert need.total_bytes == rank.total_host_bytes

@@ -11,11 +11,10 @@ from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.activation_facts import activation_facts
-from nemo_offload_rl.plan.phase_memory import MARGIN
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import Planner
-from nemo_offload_rl.plan.row_tokens import MOST_TOKENS, with_row_tokens
-from nemo_offload_rl.plan.training_memory import forward_pass_bytes, training_pass_bytes
+from nemo_offload_rl.plan.row_tokens import MARGIN, MOST_TOKENS, with_row_tokens
+from nemo_offload_rl.plan.training_memory import forward_pass_bytes, least_activation_bytes, training_pass_bytes
 from tests.unit.config.conftest import CONFIGS
 
 ROOT = CONFIGS.parents[1]
@@ -50,6 +49,49 @@ def test_the_estimate_of_a_training_pass_and_of_one_that_computes_log_probs():
     assert training == pytest.approx(28 * layer + logits, rel=0.01)
     [forward] = forward_pass_bytes(QWEN2_1_5B, config["policy"], facts)
     assert forward == logits
+
+
+FEW_LOGITS = [f"{MEGATRON}.use_fused_linear_logprobs=true", f"{MEGATRON}.fused_linear_logprobs_chunk_size=16"]
+TILES = f"++{MEGATRON}.mlp_tile_tokens=16384"
+
+
+def pass_bytes(tokens, *overrides):
+    """Returns the least bytes of a training step, the most of its longest pass, and the most of log-probs."""
+    policy = load(GRPO, [f"policy.sequence_packing.train_mb_tokens={tokens}", *FEW_LOGITS, *overrides]).config["policy"]
+    facts = activation_facts(QWEN2_1_5B, policy, world_size=1)
+    [least] = least_activation_bytes(QWEN2_1_5B, policy, facts)
+    [training] = training_pass_bytes(QWEN2_1_5B, policy, facts, None)
+    [forward] = forward_pass_bytes(QWEN2_1_5B, policy, facts)
+    return least, training, forward
+
+
+def test_in_tiles_an_mlp_saves_its_input_and_its_intermediates_are_those_of_a_tile():
+    tokens, tile = 131_072, 16_384
+    whole, tiled = pass_bytes(tokens), pass_bytes(tokens, TILES)
+    residual, ffn = tokens * 1536 * 2, tokens * 8960 * 2
+    assert whole[0] - tiled[0] == 28 * (residual + 3 * ffn)
+    beside = 2 * residual + 3 * ffn - 11 * residual  # the layer that is differentiated
+    assert whole[1] - tiled[1] == 28 * (residual + 3 * ffn) + beside
+    of_tile = tile * (2 * 1536 + 3 * 8960) * 2
+    assert whole[2] - tiled[2] == 2 * (residual + 3 * ffn) - of_tile
+    # A tile of a short row is the row; its sums of gradients take more than the layer's other tensors.
+    short, of_weights = 8192, 3 * 1536 * 8960 * (2 + 4)
+    in_one = short * (2 * 1536 + 3 * 8960) * 2
+    saved = short * 2 * (2 * 1536 + 1536 + 2 * 256 + 1536 + 1536)
+    working = saved + short * 1536 * 2 + 2 * in_one + of_weights
+    assert pass_bytes(short, TILES)[1] == pytest.approx(28 * saved + working, rel=0.02)
+
+
+@pytest.mark.parametrize(("tokens", "gib"), [(131_072, 6.1), (262_144, 11.7), (524_288, 22.8)])
+def test_a_recomputed_layer_in_tiles_takes_what_a_prototype_did(tokens, gib):
+    """torch's peak on an H100, without the layers' inputs, which were offloaded."""
+    recomputed = pass_bytes(tokens, TILES, f"{MEGATRON}.activation_checkpointing=true")[1]
+    in_pairs = pass_bytes(
+        tokens, TILES, f"{MEGATRON}.activation_checkpointing=true", f"+{MEGATRON}.recompute_num_layers=2"
+    )
+    layer = tokens * 2 * (4 * 1536 + 2 * 256 + 1536)
+    assert in_pairs[1] - recomputed == pytest.approx(layer - 14 * tokens * 1536 * 2, rel=0.01)
+    assert recomputed - 28 * tokens * 1536 * 2 == pytest.approx(gib * GIB, rel=0.06)
 
 
 @pytest.mark.parametrize(("part", "overrides"), [("dense/off/tries", []), ("dense/offloaded/tries", OFFLOAD)])

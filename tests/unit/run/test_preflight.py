@@ -16,9 +16,9 @@ from nemo_offload_rl.placement import cluster
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.plan.resolve import Machine
 from nemo_offload_rl.run import preflight, runner
+from nemo_offload_rl.run.failures import Restarts
 from nemo_offload_rl.run.job import Job
 from nemo_offload_rl.run.preflight import check_environment, machine_here, machine_of, resolve_for
-from nemo_offload_rl.run.restarts import Restarts
 from nemo_offload_rl.run.runner import EXIT_WRONG_RECIPE, run
 
 ROOT = Path(__file__).parents[3]

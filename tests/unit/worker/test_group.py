@@ -41,6 +41,13 @@ def tensor_parallel_group(ray_cluster, group):
         yield group
 
 
+def test_one_rank_checks_the_model(ray_cluster, group, caplog):
+    del group  # both fit side by side
+    with caplog.at_level("INFO"), toy_group(ray_cluster, checks_model=True) as checked:
+        checked.wait_until_ready()
+    assert caplog.text.count("The model was not checked against transformers: policy.skip_model_check") == 1
+
+
 def test_state_returns_once_what_it_waits_for_has_ended_and_before_the_next_verb(group):
     group.start_return([ray.put("generation is asleep")], logprobs=False)
     assert group.train(toy_batch(8), double, gbs=4, mbs=1)["loss"] == 2.0

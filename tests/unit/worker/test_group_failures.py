@@ -1,5 +1,6 @@
 """Tests groups whose ranks fail, die or hang."""
 
+import contextlib
 import os
 import time
 import traceback
@@ -10,7 +11,7 @@ import ray
 from support.toy_group import pids_of, processes, toy_batch, toy_group
 
 from nemo_offload_rl.placement.local_ray import handlers_kept
-from nemo_offload_rl.run.failure_summary import add_failure_summary
+from nemo_offload_rl.run.failures import add_failure_summary
 from nemo_offload_rl.worker import gather
 from nemo_offload_rl.worker.actor import WorkerActor
 from nemo_offload_rl.worker.errors import WorkerError
@@ -148,4 +149,4 @@ def test_a_worker_is_imported_before_it_is_built_and_what_fails_then_is_left_to_
         actor = WorkerActor()
     actor.import_worker("tests.unit.worker.no_module:Worker")
     with pytest.raises(ModuleNotFoundError, match="no_module"):
-        actor.build("tests.unit.worker.no_module:Worker", ("127.0.0.1", 1), {})
+        actor.build("tests.unit.worker.no_module:Worker", ("127.0.0.1", 1), {}, contextlib.nullcontext)

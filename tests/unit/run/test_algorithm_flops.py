@@ -3,7 +3,7 @@ from support.tiny import TINY_QWEN3
 from transformers import AutoConfig
 
 from nemo_offload_rl.plan.flops import read_flop_model
-from nemo_offload_rl.run.model_flops import ModelFlops
+from nemo_offload_rl.run.algorithm import ModelFlops
 
 
 class Policy:

@@ -1,4 +1,4 @@
-"""Makes the last lines that a failed run prints: what failed, why, and what to do."""
+"""Says whether a failed run starts again, and prints what failed, why, and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,42 @@ from nemo_offload_rl.placement.node_watch import NodeLostError
 from nemo_offload_rl.run.interrupt import Progress
 from nemo_offload_rl.worker.errors import WorkerError
 
+NODE_REPLACEMENT_S = 900.0
+"""How long a restart waits for the nodes that the recipe asks for: a scheduler may have to bring a new one up."""
 _NODE_HAS_DIED = "its node has died"  # in the text of Ray's error, which has no type of its own for this
+
+
+class Restarts:
+    """Counts the restarts of a command.
+
+    Args:
+        at_most: the most restarts that are allowed.
+
+    Attributes:
+        at_most: the most restarts that are allowed.
+        num_done: restarts so far.
+        need_gpus: whether the run has begun on GPUs, so that a restart does not fall back to the CPU without them.
+    """
+
+    def __init__(self, at_most: int) -> None:
+        self.at_most = at_most
+        self.num_done = 0
+        self.need_gpus = False
+
+    def take(self, error: WorkerError | GenerationError) -> bool:
+        """Returns whether the run may start again after this error, and counts the restart.
+
+        It may after the loss of a process or node. An exception in a process would be raised again, and an
+        out-of-memory kill would happen again, so these do not restart the run.
+        """
+        is_loss = isinstance(error.cause, RayError) and not isinstance(error.cause, OutOfMemoryError)
+        if not is_loss or self.num_done == self.at_most:
+            return False
+        self.num_done += 1
+        return True
+
+    def __str__(self) -> str:
+        return f"Restart {self.num_done} of at most {self.at_most} (cluster.max_restarts)"
 
 
 def add_failure_summary(error: WorkerError | GenerationError, logs_folder: Path | None) -> None:

@@ -4,8 +4,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from nemo_offload_rl.generation.interface import GenerationError
 from nemo_offload_rl.placement.node_watch import NodeLostError
-from nemo_offload_rl.run.failure_summary import add_failure_summary
-from nemo_offload_rl.run.restarts import Restarts
+from nemo_offload_rl.run.failures import Restarts, add_failure_summary
 from nemo_offload_rl.worker.errors import WorkerError
 
 NODE = "10.0.0.2 (0123abcd)"

@@ -1,0 +1,157 @@
+"""Tests that rows split over context-parallel ranks have the numbers of whole rows, on gloo, in every layout."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks, worker_of_rank
+from support.tiny import (
+    TINY_QWEN3,
+    TINY_QWEN3_MOE,
+    batch_of_lengths,
+    packed_rows,
+    tiny_policy,
+    with_plain_sgd,
+)
+
+from nemo_offload_rl.mcore.context_parallel import positions_of_ranks
+
+CHUNKS = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 5}
+AUX = {
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "cp4": {},
+    "cp2_dp2, chunks": CHUNKS,
+    "cp2_tp2, sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "cp2_pp2_vpp2, recomputed": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "activation_checkpointing": True,
+    },
+    "moe, cp2_dp2_ep2": {"expert_model_parallel_size": 2},
+}
+LENGTHS = ([300, 1, 17, 120], [3, 64, 2, 200], [5, 4, 3, 2], [33, 1, 1, 7], [16, 16, 16, 16], [299, 298, 1, 90])
+"""Of the rows of each of six steps; they are uneven over data-parallel ranks, too."""
+
+
+def policy_of(layout: str, *, packed: bool, context: int) -> dict[str, Any]:
+    """Returns a policy whose update is its gradient, or that of one rank if `context` is 1."""
+    moe = layout.startswith("moe")
+    overrides = dict(AUX) if moe and not packed else {}  # these losses are of a micro-batch; packed, others share it
+    if context > 1:
+        overrides |= LAYOUTS[layout]
+    policy = tiny_policy(TINY_QWEN3_MOE if moe else TINY_QWEN3, context_parallel_size=context, **overrides)
+    if packed:
+        policy["sequence_packing"] = packed_rows(300)
+    return with_plain_sgd(policy, rate=0.01) | {
+        "max_total_sequence_length": 300,
+        "make_sequence_length_divisible_by": 8,
+    }
+
+
+def batch_of_step(step: int) -> Any:
+    """Returns the rows of a step: with one trained token of all in the third, and one sample left out in the fourth."""
+    batch = batch_of_lengths(LENGTHS[step], prompt=1, seed=step)
+    if step == 2:
+        batch["token_mask"].zero_()
+        batch["token_mask"][0, 4] = 1
+    if step == 3:
+        batch["sample_mask"][0] = 0
+    return batch
+
+
+def run(layout: str, rank: int, world_size: int, port: int, *, packed: bool, context: int) -> dict[str, Any]:
+    from nemo_offload_rl.algorithms.losses import NLLLoss
+
+    torch.set_num_threads(1)
+    policy = policy_of(layout, packed=packed, context=context)
+    worker = worker_of_rank(policy, rank, world_size, port)
+    ranks = worker.parallel_ranks()
+    share = 4 // ranks["dp_size"]
+    mine = slice(ranks["dp_rank"] * share, (ranks["dp_rank"] + 1) * share)
+    steps, logprobs = [], []
+    for step in range(len(LENGTHS)):
+        batch = batch_of_step(step).slice(mine.start, mine.stop)
+        logprobs.append(worker.get_logprobs(batch, mbs=1)["logprobs"].tolist())
+        steps.append(worker.train(batch, NLLLoss(), gbs=4, mbs=1))
+    out = {
+        "rows": (mine.start, mine.stop),
+        "logprobs": logprobs,
+        "losses": [step["loss"] for step in steps],
+        "grad_norms": [step["grad_norm"] for step in steps],
+        "aux_losses": [value for step in steps for name, value in step["metrics"].items() if "balancing" in name],
+        "weights": {name: weight.tolist() for name, weight in worker.hf_weights()},
+    }
+    worker.shutdown()
+    return out
+
+
+CASES = [
+    ("cp4", False),
+    ("cp4", True),
+    ("cp2_dp2, chunks", True),
+    ("cp2_tp2, sequence parallel", True),
+    ("cp2_pp2_vpp2, recomputed", False),
+    ("moe, cp2_dp2_ep2", False),
+    ("moe, cp2_dp2_ep2", True),
+]
+"""A layout, and whether its rows are packed."""
+
+
+def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[Any, Any]:
+    out = {}
+    for (layout, packed), port in zip(CASES, ports, strict=True):
+        context = 4 if layout == "cp4" else 2
+        out[layout, packed] = run(layout, rank, world_size, port, packed=packed, context=context)
+    return out
+
+
+def one_rank(rank: int, world_size: int, ports: list[int]) -> dict[Any, Any]:
+    kinds = [*itertools.product(("dense", "moe"), (False, True))]
+    return {
+        (layout, packed): run(layout, rank, world_size, port, packed=packed, context=1)
+        for (layout, packed), port in zip(kinds, ports, strict=True)
+    }
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[Any, Any]:
+    return run_ranks(one_rank, 1, num_ports=4)[0]
+
+
+@pytest.fixture(scope="module")
+def together() -> list[dict[Any, Any]]:
+    return run_ranks(all_layouts, 4, num_ports=len(CASES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "packed"), CASES)
+def test_split_rows_compute_what_whole_rows_do(alone, together, layout, packed):
+    want = alone["moe" if layout.startswith("moe") else "dense", packed]
+    for rank in range(4):
+        got = together[rank][layout, packed]
+        assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
+        assert got["grad_norms"] == pytest.approx(want["grad_norms"], rel=1e-5)
+        assert got["aux_losses"] == pytest.approx(want["aux_losses"], rel=1e-5)
+        start, stop = got["rows"]
+        for found, wanted in zip(got["logprobs"], want["logprobs"], strict=True):
+            rows = torch.tensor(wanted)[start:stop]
+            torch.testing.assert_close(torch.tensor(found), rows[:, : len(found[0])], rtol=2e-6, atol=2e-6)
+        for name, weight in want["weights"].items():
+            torch.testing.assert_close(torch.tensor(got["weights"][name]), torch.tensor(weight), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_rank_has_a_front_and_a_back_chunk_of_each_sequence(size):
+    cu_seqlens = torch.tensor([0, 2 * size, 2 * size, 8 * size], dtype=torch.int32)
+    positions = positions_of_ranks(cu_seqlens, size)
+    assert positions.shape == (size, 8)
+    for rank in range(size):
+        first = [rank, 2 * size - 1 - rank]
+        start, chunk = 2 * size, 3
+        second = [start + number * chunk + token for number in (rank, 2 * size - 1 - rank) for token in range(chunk)]
+        assert positions[rank].tolist() == first + second

@@ -1,0 +1,139 @@
+"""Tests full recomputation from layer inputs in host memory, with and without kept attention, and with late copies."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from support.late_copies import LateCopies
+from support.phases import checksums
+from support.tiny import (
+    TINY_QWEN3,
+    TINY_QWEN3_MOE,
+    batch_of_lengths,
+    offloading_activations,
+    packed_rows,
+    random_batch,
+    tiny_policy,
+)
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore.patches import activation_offload, layer_input
+from nemo_offload_rl.memory.pinned import PinnedArena
+
+FULL = {"activation_checkpointing": True, "recompute_granularity": "full", "recompute_method": "uniform"}
+INPUT, BOTH = ["layer_input"], ["layer_input", "core_attn"]
+
+
+def steps(worker: Any, **batch: Any) -> list[dict[str, Any]]:
+    """Runs steps whose micro-batches change in number and length, with log-probs between them."""
+    out = []
+    for seed, (rows, length) in enumerate(((4, 9), (8, 32), (6, 12))):
+        report = worker.train(random_batch(rows, length, seed, **batch), NLLLoss(), gbs=rows, mbs=2)
+        report["checksums"] = checksums(worker)
+        report["logprobs"] = worker.get_logprobs(random_batch(4, seed=seed), mbs=2)["logprobs"].tolist()
+        out.append(report)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def late(monkeypatch):
+    monkeypatch.setattr(activation_offload, "CudaCopies", lambda device, graphs: LateCopies(eager_share=0.1))
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """Holds the reports of runs that recompute without offloading."""
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("config", "modules", "num_layers", "megatron"),
+    [
+        (TINY_QWEN3, INPUT, 1, {}),
+        (TINY_QWEN3, INPUT, 3, {}),
+        (TINY_QWEN3, BOTH, 1, {}),
+        (TINY_QWEN3, BOTH, 2, {"activation_offload_fraction": 0.5}),
+        (TINY_QWEN3, BOTH, 1, {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+        (TINY_QWEN3, BOTH, 2, {"mlp_tile_tokens": 7}),
+        (TINY_QWEN3_MOE, INPUT, 2, {"fine_grained_offloading_max_inflight_offloads": 0}),
+        (TINY_QWEN3_MOE, BOTH, 1, {}),
+    ],
+)
+def test_numbers_are_those_of_plain_recomputation(make_worker, plain, config, modules, num_layers, megatron):
+    model = {name: value for name, value in megatron.items() if name.endswith(("dropout", "tile_tokens"))}
+    kind = f"{config['model_type']} {model}"
+    if kind not in plain:
+        plain[kind] = steps(make_worker(tiny_policy(config, **FULL, recompute_num_layers=1, **model)))
+    again = FULL | {"recompute_num_layers": num_layers}
+    worker = make_worker(offloading_activations(tiny_policy(config), modules, **again, **megatron))
+    assert steps(worker) == plain[kind]
+    report = worker.activations.offloader.report
+    assert set(report.modules) == set(modules)
+    assert all(module.moved_bytes > 0 for module in report.modules.values())
+    assert report.modules["layer_input"].freed_bytes == report.modules["layer_input"].moved_bytes
+    worker.shutdown()
+    assert PinnedArena.live_bytes() == 0
+
+
+@pytest.mark.parametrize("modules", [INPUT, BOTH], ids=str)
+def test_packed_rows_of_long_and_short_samples(make_worker, modules):
+    def reports(offload: bool) -> list[Any]:
+        policy = tiny_policy(TINY_QWEN3, **FULL, recompute_num_layers=2)
+        policy = offloading_activations(policy, modules) if offload else policy
+        worker = make_worker(policy | {"max_total_sequence_length": 300, "sequence_packing": packed_rows(300)})
+        lengths = [300, 2, 17, 120, 3, 64]
+        steps = [worker.train(batch_of_lengths(lengths, seed=seed), NLLLoss(), gbs=6, mbs=2) for seed in range(2)]
+        return [*steps, checksums(worker)]
+
+    assert reports(offload=True) == reports(offload=False)
+
+
+def test_a_failed_backward_pass_leaves_nothing_behind(make_worker, monkeypatch):
+    worker = make_worker(offloading_activations(tiny_policy(TINY_QWEN3), BOTH, **FULL, recompute_num_layers=2))
+    offloader = worker.activations.offloader
+    batch = random_batch(4, 12)
+    worker.train(batch, NLLLoss(), gbs=4, mbs=2)
+    segments = []
+
+    def fail_at_the_second(segment: Any, gradient: torch.Tensor) -> torch.Tensor:
+        segments.append(segment)
+        if len(segments) == 2:
+            raise RuntimeError("out of memory")
+        return backward(segment, gradient)
+
+    backward = layer_input.SegmentPass.backward
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_input.SegmentPass, "backward", fail_at_the_second)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            worker.train(batch, NLLLoss(), gbs=4, mbs=2)
+    alive = [weakref.ref(segment) for segment in segments]
+    segments.clear()
+    gc.collect()
+    assert [one() for one in alive] == [None, None]  # neither do attention's graphs keep them
+    worker.train(batch, NLLLoss(), gbs=4, mbs=2)
+    offloader.host_pool.take_all([])  # collects what was given back
+    assert offloader.host_pool.used_bytes == 0
+
+
+@pytest.mark.parametrize(("num_layers", "times"), [(1, [2, 2, 2, 2]), (2, [3, 2, 3, 2])])
+def test_an_mlp_in_tiles_is_not_computed_for_an_output_that_nothing_reads(make_worker, num_layers, times):
+    """The values of a layer's output are needed in the forward pass, and as inputs of the layers behind in a segment.
+
+    Its own gradients compute the tiles again in any case.
+    """
+    worker = make_worker(
+        offloading_activations(
+            tiny_policy(TINY_QWEN3, mlp_tile_tokens=6), BOTH, **FULL, recompute_num_layers=num_layers
+        )
+    )
+    calls = [0] * 4
+    for index, layer in enumerate(worker.state.model[0].module.decoder.layers):
+
+        def count(*_: Any, index: int = index) -> None:
+            calls[index] += 1
+
+        layer.mlp.linear_fc1.register_forward_pre_hook(count)
+    worker.train(random_batch(2, 12), NLLLoss(), gbs=2, mbs=2)  # 12 rows of 2 samples: 4 tiles
+    assert calls == [4 * number for number in times]
