@@ -147,7 +147,9 @@ class SegmentPass:
 
     def _run(self, index: int, hidden_states: torch.Tensor) -> torch.Tensor:
         layer, attention = self._layers[index], self._attention[index]
-        with nullcontext() if attention is None else attention.of(layer.self_attention.core_attention):
+        # Linear attention has no such module; it is recomputed with the rest of its layer.
+        module = getattr(layer.self_attention, "core_attention", None)
+        with nullcontext() if attention is None or module is None else attention.of(module):
             return _run(layer, hidden_states, self._inputs)
 
 
@@ -246,7 +248,8 @@ class KeptAttentionPass:
         edge, self._edge, self._output = self._edge, None, None
         self._inputs.tensors = inputs
         torch.autograd.backward([edge], [gradient])
-        return self._inputs.gradients
+        gradients, self._inputs.gradients, self._inputs.tensors = self._inputs.gradients, (), ()  # not kept longer
+        return gradients
 
 
 class _Place(NamedTuple):

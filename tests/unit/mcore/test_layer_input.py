@@ -17,6 +17,7 @@ from support.tiny import (
     random_batch,
     tiny_policy,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.patches import activation_offload, layer_input
@@ -88,6 +89,44 @@ def test_packed_rows_of_long_and_short_samples(make_worker, modules):
         return [*steps, checksums(worker)]
 
     assert reports(offload=True) == reports(offload=False)
+
+
+def test_of_a_layer_behind_only_the_gradient_is_there(make_worker, monkeypatch):
+    worker = make_worker(offloading_activations(tiny_policy(TINY_QWEN3), BOTH, **FULL, recompute_num_layers=2))
+    backward, behind = layer_input.KeptAttentionPass.backward, []
+
+    def backward_of_attention(attention: Any, inputs: Any, gradient: torch.Tensor) -> Any:
+        assert all(one.expired() for one in behind)
+        gradients = backward(attention, inputs, gradient)
+        behind.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (*inputs, *gradients))
+        return gradients
+
+    monkeypatch.setattr(layer_input.KeptAttentionPass, "backward", backward_of_attention)
+    worker.train(random_batch(4, 12), NLLLoss(), gbs=4, mbs=2)
+    assert len(behind) == 2 * TINY_QWEN3["num_hidden_layers"] * 6
+
+
+class OtherAttention(torch.nn.Module):
+    """Attention without a module `core_attention`, as linear attention is."""
+
+    def __init__(self, attention: torch.nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.attention(*args, **kwargs)
+
+
+def test_attention_that_cannot_be_kept_is_recomputed(make_worker):
+    def run(policy: dict[str, Any]) -> list[Any]:
+        worker = make_worker(policy)
+        for layer in worker.state.model[0].module.decoder.layers[1:3]:
+            layer.self_attention = OtherAttention(layer.self_attention)
+        report = worker.train(random_batch(4, 12), NLLLoss(), gbs=4, mbs=2)
+        return [report, checksums(worker)]
+
+    got = run(offloading_activations(tiny_policy(TINY_QWEN3), BOTH, **FULL, recompute_num_layers=1))
+    assert got == run(tiny_policy(TINY_QWEN3))
 
 
 def test_a_failed_backward_pass_leaves_nothing_behind(make_worker, monkeypatch):
