@@ -83,6 +83,7 @@ def activation_facts(
                 num_model_chunks=num_model_chunks,
                 group_size=megatron_field(cfg, "microbatch_group_size_per_vp_stage") or stages,
             ),
+            receives_input=stage > 0,
             num_layers_of_segment=_num_layers_of_segment(cfg, num_layers_of_stage(model, cfg, stage)),
         )
         for stage in range(stages)

@@ -103,8 +103,11 @@ class SegmentPass:
         hidden_states: torch.Tensor,
     ) -> None:
         self._manager, self._layers, self._inputs = manager, layers, inputs
-        with manager.group(LAYER_INPUT):
-            self._input = manager.save(hidden_states.detach())
+        saved = hidden_states.detach()
+        if hidden_states.is_leaf:  # received from another pipeline stage: the schedule holds it, for its gradient
+            manager.mark_not_offload(saved)
+        with manager.group(LAYER_INPUT) as self._group:
+            self._input = manager.save(saved)
         keeps = CORE_ATTN in manager.options.modules
         self._attention = [KeptAttentionPass(manager) if keeps else None for _ in layers]
         self._rng_states: list[Any] = []
@@ -126,6 +129,7 @@ class SegmentPass:
         Returns:
             The gradient of its input.
         """
+        self._manager.reach(self._group)
         inputs = [self._manager.unpack(self._input)]
         del self._input
         with _fork_rng():

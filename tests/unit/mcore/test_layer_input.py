@@ -106,6 +106,22 @@ def test_of_a_layer_behind_only_the_gradient_is_there(make_worker, monkeypatch):
     assert len(behind) == 2 * TINY_QWEN3["num_hidden_layers"] * 6
 
 
+def test_an_input_that_a_pipeline_holds_is_not_moved(make_worker):
+    worker = make_worker(offloading_activations(tiny_policy(TINY_QWEN3), INPUT, **FULL, recompute_num_layers=1))
+    held = []
+
+    def receive(_: Any, __: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        held.append(hidden_states.detach().requires_grad_())
+        return held[-1]
+
+    worker.state.model[0].module.embedding.register_forward_hook(receive)
+    for _ in range(2):
+        worker.train(batch_of_lengths([12] * 4), NLLLoss(), gbs=4, mbs=2)
+    report = worker.activations.offloader.report.modules["layer_input"]
+    assert report.moved_bytes == report.freed_bytes == 2 * (2 * held[0].nbytes)  # not the first, and not the last one
+    assert all(one.grad is not None for one in held)
+
+
 class OtherAttention(torch.nn.Module):
     """Attention without a module `core_attention`, as linear attention is."""
 
