@@ -312,13 +312,13 @@ class ActivationOffloader:
         chunk.lead = profile.lead
 
     @contextmanager
-    def group(self, name: str) -> Iterator[None]:
+    def group(self, name: str) -> Iterator[Group]:
         """Treat the tensors that autograd saves inside, or `save` is given, as one module's; gradients are on."""
         chunk = self.cur_forward_chunk()
         assert chunk is not None
         chunk.start_group(name)
         with self:
-            yield
+            yield chunk.open[-1]
         self.end_group(chunk, name, delay=False)
 
     def save(self, tensor: torch.Tensor) -> Saved:
@@ -351,6 +351,15 @@ class ActivationOffloader:
         return saved
 
     # Backward.
+
+    def reach(self, group: Group) -> None:
+        """Begins a group's backward pass, if it has not begun; for a group whose tensors may all have stayed."""
+        if group.in_backward:
+            return
+        group.in_backward = True
+        chunk = group.chunk()
+        if chunk is not None:
+            self.begin_backward(chunk, group)
 
     def begin_backward(self, chunk: Chunk, group: Group) -> None:
         """Prefetch for the groups that follow one whose backward pass is about to be queued."""
@@ -407,12 +416,7 @@ class ActivationOffloader:
         """
         if not isinstance(packed, PackedTensor):
             return unpack_resident(packed)
-        group = packed.group
-        if not group.in_backward:
-            group.in_backward = True
-            chunk = group.chunk()
-            if chunk is not None:
-                self.begin_backward(chunk, group)
+        self.reach(packed.group)
         if packed.stored.storage is None:
             prefetch([packed.stored])
             packed.stored.report.count_prefetch(packed.stored.nbytes, is_late=True)

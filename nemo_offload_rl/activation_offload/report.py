@@ -1,7 +1,7 @@
 """Counts the bytes that activation offloading moved in a step, by module, and suggests changes to the recipe."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 
 from nemo_offload_rl.memory.streams import Waits
@@ -86,12 +86,15 @@ class Tally:
             self.modules[name] = self.of(name) + report
 
 
-def why_no_effect(module: str, report: ModuleReport | None, *, offloads_later: bool) -> str | None:
+def why_no_effect(
+    module: str, report: ModuleReport | None, modules: Collection[str], *, offloads_later: bool
+) -> str | None:
     """Explains why all activations of a module stay on the GPU; None if some are offloaded, perhaps by another module.
 
     Args:
         module: its name.
         report: the module's counts of the first step; None if it has none.
+        modules: all that the recipe offloads.
         offloads_later: whether later passes offload some of it; the first pass does not know the last layer.
     """
     if report is None:
@@ -104,7 +107,7 @@ def why_no_effect(module: str, report: ModuleReport | None, *, offloads_later: b
     if report.moved_bytes and not report.freed_bytes:
         return (
             f"it moved {report.moved_bytes / MIB:.0f} MiB to the host but freed none: another reference keeps all of "
-            f"it on the GPU{_hint(module)}, or its backward pass starts before its memory can be freed"
+            f"it on the GPU{_hint(module, modules)}, or its backward pass starts before its memory can be freed"
         )
     if (report.moved_bytes and offloads_later) or (report.duplicate_bytes and not report.moved_bytes):
         return None
@@ -137,16 +140,19 @@ def table(report: StepReport) -> str:
     return "\n".join(lines)
 
 
-def stays_alive(module: str, report: ModuleReport) -> str:
+def stays_alive(module: str, report: ModuleReport, modules: Collection[str]) -> str:
     """Formats a warning that not all bytes that a module moved were freed."""
     return (
         f"of the {report.moved_bytes / MIB:.0f} MiB that {module} moved in the first step, only "
-        f"{report.freed_bytes / MIB:.0f} MiB were freed on the GPU; other references keep the rest{_hint(module)}."
+        f"{report.freed_bytes / MIB:.0f} MiB were freed on the GPU; other references keep the rest"
+        f"{_hint(module, modules)}."
     )
 
 
-def _hint(module: str) -> str:
-    return " (the attention's output is attn_proj's input: offload attn_proj as well)" if module == "core_attn" else ""
+def _hint(module: str, modules: Collection[str]) -> str:
+    if module != "core_attn" or "attn_proj" in modules or "layer_input" in modules:  # which recomputes attn_proj
+        return ""
+    return " (the attention's output is attn_proj's input: offload attn_proj as well)"
 
 
 def suggested_fraction(fraction: float, link_s: float, waited_s: float) -> float | None:

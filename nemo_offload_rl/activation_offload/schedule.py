@@ -120,7 +120,8 @@ class Profile:
         pending = [[group.key for group in layer if self.offloads.get(group.key)] for layer in layers]
         self.asks.update(*pending[:1])  # the link is idle at first: the first layer requests at once
         self.asks.update(*(keys[-1:] for keys in pending[1:]))
-        kinds = {tuple(name for name, _ in keys) for layer, keys in zip(layers, pending, strict=True) if layer}
+        of_layers = zip(layers, pending, strict=True)
+        kinds = {tuple(name for name, _ in keys) for layer, keys in of_layers if any(group.nbytes for group in layer)}
         self.lead = 1 if len(kinds) <= 1 else 2
         """Layers by which copies to the host may lag, and prefetches run ahead. It is 2 where layers offload different
         modules: the copies of a layer that is offloaded as a whole take longer than its passes, even on a link that

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from nemo_offload_rl.config.megatron.further_fields import megatron_field
+from nemo_offload_rl.config.rules.modules import recomputes_layers
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation, row_multiple, sequence_multiple
@@ -82,7 +83,8 @@ def activation_facts(
                 num_model_chunks=num_model_chunks,
                 group_size=megatron_field(cfg, "microbatch_group_size_per_vp_stage") or stages,
             ),
-            num_layers_of_segment=megatron_field(cfg, "recompute_num_layers") or 1,
+            receives_input=stage > 0,
+            num_layers_of_segment=_num_layers_of_segment(cfg, num_layers_of_stage(model, cfg, stage)),
         )
         for stage in range(stages)
     )
@@ -130,6 +132,15 @@ def _most_microbatches(policy: PolicyConfig, data_parallel_size: int) -> int:
     samples = policy["train_global_batch_size"] // data_parallel_size
     rows = 1 if policy["sequence_packing"]["enabled"] else policy["train_micro_batch_size"]
     return max(1, math.ceil(samples / rows))
+
+
+def _num_layers_of_segment(cfg: MegatronConfig, num_layers: int) -> int:
+    """Returns the layers that uniform recomputation takes at a time, of a stage's; 1 without it."""
+    recomputes = recomputes_layers(cfg["activation_checkpointing"], cfg["recompute_granularity"])
+    if not recomputes or megatron_field(cfg, "recompute_method") == "block":
+        return 1
+    of_chunk = -(-num_layers // (cfg.get("virtual_pipeline_model_parallel_size") or 1))
+    return min(megatron_field(cfg, "recompute_num_layers") or 1, max(1, of_chunk))
 
 
 def _padding(cfg: MegatronConfig) -> float:

@@ -166,7 +166,7 @@ def _num_offloaded_groups(
     sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in _offloaded(facts, settings).items()}
     later = [name for name in sizes if name != LAYER_INPUT]
     layers = [
-        later if index % facts.num_layers_of_segment else list(sizes)
+        later if index % facts.num_layers_of_segment or (facts.receives_input and index == 0) else list(sizes)
         for index in range(-(-facts.num_layers // facts.num_model_chunks))
     ]
     chosen = which([[sizes[name] for name in layer] for layer in layers], settings.fraction)

@@ -47,6 +47,8 @@ class ActivationFacts:
     `plan.activations.chunks_in_flight`."""
     num_layers_of_segment: int = 1
     """Layers that full recomputation takes at a time (recompute_num_layers)."""
+    receives_input: bool = False
+    """Whether the input of the stage's first layer comes from another stage; the schedule then holds it."""
 
     @property
     def is_moe(self) -> bool:

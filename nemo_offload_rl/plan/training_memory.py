@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.megatron.mlp_tiles import tokens_of_tile
-from nemo_offload_rl.config.rules.modules import recomputes_layers
+from nemo_offload_rl.config.rules.modules import KEPT_ATTENTION, recomputes_layers
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.plan.activations import module_bytes, slab_bytes
 from nemo_offload_rl.plan.architecture import Architecture, read_architecture
-from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts
+from nemo_offload_rl.plan.saved_tensors import QUERIES_KEYS_VALUES, SAVED_BY, ActivationFacts
 
 # Tokens whose log-probs are computed in float32 at one time, and the most float32 copies of their logits.
 _FLOAT32_TOKENS, _FLOAT32_COPIES = 1024, 3
@@ -74,7 +75,7 @@ def training_pass_bytes(
         in_flight = facts.num_layers * facts.num_chunks_in_flight // facts.num_model_chunks
         if recomputes_layers(cfg["activation_checkpointing"], cfg["recompute_granularity"]):
             layer_input = facts.num_residual_tokens * facts.hidden_size * facts.element_size
-            kept = -(-in_flight // facts.num_layers_of_segment) * layer_input - _moved_bytes(facts, offloaded)
+            kept = _kept_beside_recomputation(cfg, facts, layer, offloaded) - _moved_bytes(facts, offloaded)
             # megatron-core recomputes all layers of a segment before their backward pass; layer_input their inputs.
             working += (facts.num_layers_of_segment - 1) * (layer if offloaded is None else layer_input)
         else:
@@ -146,6 +147,32 @@ def _working_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFa
     return layer + max(residual + of_tile, _TENSORS_BESIDE_TILES * residual)
 
 
+def _kept_beside_recomputation(
+    cfg: MegatronConfig, facts: ActivationFacts, layer: int, offloaded: ActivationOptions | None
+) -> int:
+    """Returns what micro-batches in flight keep where layers are recomputed, as if nothing were offloaded.
+
+    Args:
+        cfg: the recipe's `policy.megatron_cfg` section.
+        facts: the activation sizes of a stage.
+        layer: the bytes that a layer saves which is not recomputed.
+        offloaded: the options of activation offloading; None where it is off.
+    """
+    num_layers = -(-facts.num_layers // facts.num_model_chunks)
+    inputs, whole = -(-num_layers // facts.num_layers_of_segment), 0
+    if megatron_field(cfg, "recompute_method") == "block":  # only the first layers are recomputed, one at a time
+        inputs = min(num_layers, megatron_field(cfg, "recompute_num_layers") or 1)
+        whole = num_layers - inputs
+    residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
+    kept = facts.num_chunks_in_flight * (inputs * residual + whole * layer)
+    if offloaded is None or KEPT_ATTENTION not in offloaded.modules:
+        return kept
+    saved = SAVED_BY[KEPT_ATTENTION](facts)
+    attention = sum(tensor.nbytes for tensor in saved if tensor.name not in QUERIES_KEYS_VALUES)
+    # In a segment's backward pass the attention of its layers is there at once.
+    return kept + (facts.num_chunks_in_flight * num_layers + facts.num_layers_of_segment - 1) * attention
+
+
 def _moved_bytes(facts: ActivationFacts, offloaded: ActivationOptions | None) -> int:
     """Returns the GPU memory that offloading frees over all micro-batches in flight, less the layers being copied."""
     if offloaded is None:
@@ -185,4 +212,4 @@ def _saved_bytes(facts: ActivationFacts, cfg: MegatronConfig, dense_ffn_size: in
             # The MLP's input, its norm's output, gate and up projection (one tensor), and their product.
             of_layer += 2 * residual + 3 * facts.num_tokens * dense_ffn_size * facts.element_size
     in_flight = facts.num_layers * facts.num_chunks_in_flight // facts.num_model_chunks
-    return int(of_layer * in_flight // cfg["context_parallel_size"])
+    return int(of_layer * (in_flight // facts.num_layers_of_segment) // cfg["context_parallel_size"])

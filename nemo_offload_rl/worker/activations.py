@@ -129,13 +129,14 @@ class Activations:
         logger.info("activations offloaded in the first step:\n%s", table(report))
         without = {}
         leaving = self.offloader.offloaded_modules()
-        for module in self.offloader.options.modules:
+        modules = self.offloader.options.modules
+        for module in modules:
             found = report.modules.get(module)
-            reason = why_no_effect(module, found, offloads_later=module in leaving)
+            reason = why_no_effect(module, found, modules, offloads_later=module in leaving)
             if reason is not None:
                 without[module] = reason
             elif found is not None and found.freed_bytes < _FREED_SHARE * found.moved_bytes:
-                logger.warning("%s", stays_alive(module, found))
+                logger.warning("%s", stays_alive(module, found, modules))
         if not without:
             return
         words = "; ".join(f"{module}: {reason}" for module, reason in without.items())

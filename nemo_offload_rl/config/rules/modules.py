@@ -127,6 +127,14 @@ def recompute_method_layer_input(method: str | None, modules: list[str] | None, 
     return f"is block, which keeps all tensors of some layers, but {OFFLOADED} has {LAYER_INPUT}; set it to uniform"
 
 
+@rule(f"{MEGATRON}.recompute_num_layers?", RECOMPUTING, GRANULARITY)
+def recompute_num_layers(number: int | None, enabled: bool, granularity: str | None) -> RuleResult:
+    """Refuses segments without a layer: megatron-core's loop over them never ends, and ours runs no layer."""
+    if number is None or number >= 1 or not recomputes_layers(enabled, granularity):
+        return None
+    return f"must be 1 or more layers; found {number}"
+
+
 @rule(*_CAPTURES, *RECOMPUTATION)
 def cuda_graph_modules_recomputed(modules: list[str], impl: str, *recomputation: Any) -> RuleResult:
     """Refuses graphs inside recomputed modules, which run twice."""

@@ -103,8 +103,11 @@ class SegmentPass:
         hidden_states: torch.Tensor,
     ) -> None:
         self._manager, self._layers, self._inputs = manager, layers, inputs
-        with manager.group(LAYER_INPUT):
-            self._input = manager.save(hidden_states.detach())
+        saved = hidden_states.detach()
+        if hidden_states.is_leaf:  # received from another pipeline stage: the schedule holds it, for its gradient
+            manager.mark_not_offload(saved)
+        with manager.group(LAYER_INPUT) as self._group:
+            self._input = manager.save(saved)
         keeps = CORE_ATTN in manager.options.modules
         self._attention = [KeptAttentionPass(manager) if keeps else None for _ in layers]
         self._rng_states: list[Any] = []
@@ -126,6 +129,7 @@ class SegmentPass:
         Returns:
             The gradient of its input.
         """
+        self._manager.reach(self._group)
         inputs = [self._manager.unpack(self._input)]
         del self._input
         with _fork_rng():
@@ -147,7 +151,9 @@ class SegmentPass:
 
     def _run(self, index: int, hidden_states: torch.Tensor) -> torch.Tensor:
         layer, attention = self._layers[index], self._attention[index]
-        with nullcontext() if attention is None else attention.of(layer.self_attention.core_attention):
+        # Linear attention has no such module; it is recomputed with the rest of its layer.
+        module = getattr(layer.self_attention, "core_attention", None)
+        with nullcontext() if attention is None or module is None else attention.of(module):
             return _run(layer, hidden_states, self._inputs)
 
 
@@ -246,7 +252,8 @@ class KeptAttentionPass:
         edge, self._edge, self._output = self._edge, None, None
         self._inputs.tensors = inputs
         torch.autograd.backward([edge], [gradient])
-        return self._inputs.gradients
+        gradients, self._inputs.gradients, self._inputs.tensors = self._inputs.gradients, (), ()  # not kept longer
+        return gradients
 
 
 class _Place(NamedTuple):

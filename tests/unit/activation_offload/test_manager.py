@@ -198,6 +198,29 @@ class Listed(LateCopies):
         return super().back(spans, after)
 
 
+def test_a_group_that_stays_as_a_whole_begins_the_next_pass_as_others_do():
+    made = offloader(modules=("layer_input",), max_inflight=0, margin_stage=None)
+    passes = []
+    for _ in range(2):  # both forward, as on a pipeline's first stages
+        made.init_model_chunk_offload_handler(0, None, None)
+        chunk = made.cur_forward_chunk()
+        passes.append([])
+        for layer in range(3):
+            tensor = torch.randn(64)
+            if layer == 0:
+                made.mark_not_offload(tensor)
+            with made.group("layer_input") as group:
+                passes[-1].append((group, made.save(tensor)))
+    for groups in passes:
+        for group, saved in reversed(groups):
+            made.reach(group)
+            made.unpack(saved)
+    made.reset()
+    report = made.report.modules["layer_input"]
+    assert (report.moved_bytes, report.late_bytes) == (4 * 256, 256)  # late is what the first backward pass begins with
+    assert Profile(chunk.groups, 1.0, has_margin=False).lead == 1
+
+
 def test_a_layer_leaves_by_one_request_but_the_first_at_once(model):
     """The host pays for each request, and the link is idle until the first."""
     copies = Listed()

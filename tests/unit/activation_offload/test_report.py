@@ -8,6 +8,7 @@ from nemo_offload_rl.activation_offload.report import (
     ModuleReport,
     StepReport,
     gpu_waited,
+    stays_alive,
     suggested_fraction,
     table,
     why_no_effect,
@@ -46,26 +47,35 @@ from nemo_offload_rl.memory.units import MIB
     ],
 )
 def test_a_module_without_effect_has_a_reason(module, report, words):
-    reason = why_no_effect(module, report, offloads_later=True)
+    reason = why_no_effect(module, report, [module], offloads_later=True)
     assert reason is not None
     assert re.search(words, reason)
 
 
+@pytest.mark.parametrize(("beside", "advises"), [("qkv_linear", True), ("attn_proj", False), ("layer_input", False)])
+def test_attn_proj_is_advised_only_where_it_is_not_offloaded_and_may_be(beside, advises):
+    report, modules = ModuleReport(moved_bytes=2 * MIB), ["core_attn", beside]
+    freed_none = why_no_effect("core_attn", report, modules, offloads_later=True)
+    assert freed_none is not None
+    assert ("offload attn_proj" in freed_none) == ("offload attn_proj" in stays_alive("core_attn", report, modules))
+    assert ("offload attn_proj" in freed_none) == advises
+
+
 def test_a_module_of_which_only_the_first_micro_batch_left_has_none_either():
     report = ModuleReport(distinct_bytes=4 * MIB, moved_bytes=MIB, freed_bytes=MIB, resident_bytes=3 * MIB)
-    assert why_no_effect("core_attn", report, offloads_later=True) is None
-    reason = why_no_effect("core_attn", report, offloads_later=False)
+    assert why_no_effect("core_attn", report, ["core_attn"], offloads_later=True) is None
+    reason = why_no_effect("core_attn", report, ["core_attn"], offloads_later=False)
     assert reason is not None
     assert reason.startswith("all of its 4 MiB, except in the first micro-batch, stay on the GPU because of")
     report.refused_bytes = MIB  # more room would not change that
-    assert why_no_effect("core_attn", report, offloads_later=False) == reason
+    assert why_no_effect("core_attn", report, ["core_attn"], offloads_later=False) == reason
 
 
 def test_a_module_with_one_has_none():
     report = ModuleReport(distinct_bytes=2, moved_bytes=1, freed_bytes=1, refused_bytes=1)
-    assert why_no_effect("core_attn", report, offloads_later=True) is None
+    assert why_no_effect("core_attn", report, ["core_attn"], offloads_later=True) is None
     # Its input was offloaded with core_attn, as that module's output; without attn_proj the memory would not be freed.
-    assert why_no_effect("attn_proj", ModuleReport(duplicate_bytes=1), offloads_later=False) is None
+    assert why_no_effect("attn_proj", ModuleReport(duplicate_bytes=1), ["attn_proj"], offloads_later=False) is None
 
 
 def test_the_table_has_a_line_for_each_module():

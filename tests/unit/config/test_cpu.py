@@ -46,6 +46,17 @@ def test_the_tiny_recipe_is_the_same_everywhere():
         assert for_machine(load(CONFIGS / name).config, has_gpus=False)[1] == []
 
 
+def test_the_tiny_recipe_of_long_rows_leaves_activations_where_they_are():
+    adapted, lines = for_machine(load(CONFIGS / "sft_long_rows_tiny_cpu.yaml").config, has_gpus=False)
+    assert lines == [
+        "policy.megatron_cfg.fine_grained_activation_offloading is off on this machine: "
+        "it needs Transformer Engine on a GPU"
+    ]
+    megatron = adapted["policy"]["megatron_cfg"]
+    assert (megatron["activation_checkpointing"], megatron["recompute_num_layers"]) == (True, 2)
+    assert (megatron["mlp_tile_tokens"], megatron["fused_linear_logprobs_chunk_size"]) == (128, 128)
+
+
 def test_fields_of_megatron_are_switched_off_where_a_recipe_sets_them():
     overrides = ["+policy.megatron_cfg.masked_softmax_fusion=true", "+policy.megatron_cfg.moe_router_fusion=false"]
     adapted, lines = for_machine(load(CONFIGS / "sft_tiny_cpu.yaml", overrides).config, has_gpus=False)

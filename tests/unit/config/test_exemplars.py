@@ -13,6 +13,7 @@ from tests.unit.config.conftest import CONFIGS
 EXAMPLES = CONFIGS.parent
 EVERY_YAML = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.parent.name != "cluster")  # no recipes
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
+LONG_ROWS = [path for path in RECIPES if "long_rows" in path.name]
 
 OFFLOAD_KEYS = (
     "policy.offload_optimizer_for_refit",
@@ -61,13 +62,25 @@ def test_an_exemplar_shows_each_offload_key(path, key):
         node = node[name]
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [path for path in RECIPES if path not in LONG_ROWS], ids=lambda path: path.name)
 def test_an_exemplar_neither_offloads_activations_nor_captures_graphs(path):
     megatron = load(path).config["policy"]["megatron_cfg"]
     assert megatron["fine_grained_activation_offloading"] is False
     assert megatron["offload_modules"] is None
     assert megatron["delay_offload_until_cuda_graph"] is False
     assert megatron["cuda_graph_impl"] == "none"
+
+
+@pytest.mark.parametrize("path", LONG_ROWS, ids=lambda path: path.name)
+def test_long_rows_keep_layer_inputs_on_the_host_and_compute_the_rest_in_parts(path):
+    policy = load(path).config["policy"]
+    megatron = policy["megatron_cfg"]
+    assert policy["residency"]["table"]["train"] == {"optimizer_state": "streamed"}
+    assert policy["residency"]["table"]["generate"] == {"params": "keep"}  # what is inherited is still there
+    assert (megatron["fine_grained_activation_offloading"], megatron["offload_modules"]) == (True, ["layer_input"])
+    assert (megatron["activation_checkpointing"], megatron["recompute_granularity"]) == (True, "full")
+    assert megatron["use_fused_linear_logprobs"] is True
+    assert megatron["mlp_tile_tokens"] is not None
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)

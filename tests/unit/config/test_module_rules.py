@@ -70,6 +70,13 @@ BROKEN = {
         (offload("layer_input"), f"{OFFLOADED}: has layer_input, which needs {MEGATRON}.activation_checkpointing"),
         ([*offload("layer_input", "core_attn", "attn_proj"), FULL], "has layer_input and attn_proj, but whole layers"),
     ],
+    "recompute_num_layers": [
+        (
+            [FULL, f"+{MEGATRON}.recompute_num_layers={number}"],
+            f"recompute_num_layers: must be 1 or more layers; found {number}",
+        )
+        for number in (0, -1)
+    ],
     "recompute_method_layer_input": [
         (
             [*offload("layer_input"), FULL, f"+{MEGATRON}.recompute_method=block"],

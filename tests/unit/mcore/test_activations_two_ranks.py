@@ -20,7 +20,7 @@ FULL = {"activation_checkpointing": True, "recompute_granularity": "full", "reco
 RECOMPUTED: dict[str, tuple[list[str], dict[str, Any]]] = {
     "tp2, recomputed": (["layer_input", "core_attn"], LAYOUTS["tp2"]),
     "cp2, recomputed": (["layer_input", "core_attn"], {"context_parallel_size": 2}),
-    "pp2_vpp2, recomputed": (["layer_input"], LAYOUTS["pp2_vpp2"]),
+    "pp2_vpp2, recomputed": (["layer_input", "core_attn"], LAYOUTS["pp2_vpp2"]),
     "moe_ep2, recomputed": (["layer_input", "core_attn"], LAYOUTS["moe_ep2"]),
 }
 """Layouts in which whole layers are recomputed from what is offloaded; the plain run recomputes nothing."""

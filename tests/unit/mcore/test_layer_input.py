@@ -17,6 +17,7 @@ from support.tiny import (
     random_batch,
     tiny_policy,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.patches import activation_offload, layer_input
@@ -88,6 +89,60 @@ def test_packed_rows_of_long_and_short_samples(make_worker, modules):
         return [*steps, checksums(worker)]
 
     assert reports(offload=True) == reports(offload=False)
+
+
+def test_of_a_layer_behind_only_the_gradient_is_there(make_worker, monkeypatch):
+    worker = make_worker(offloading_activations(tiny_policy(TINY_QWEN3), BOTH, **FULL, recompute_num_layers=2))
+    backward, behind = layer_input.KeptAttentionPass.backward, []
+
+    def backward_of_attention(attention: Any, inputs: Any, gradient: torch.Tensor) -> Any:
+        assert all(one.expired() for one in behind)
+        gradients = backward(attention, inputs, gradient)
+        behind.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (*inputs, *gradients))
+        return gradients
+
+    monkeypatch.setattr(layer_input.KeptAttentionPass, "backward", backward_of_attention)
+    worker.train(random_batch(4, 12), NLLLoss(), gbs=4, mbs=2)
+    assert len(behind) == 2 * TINY_QWEN3["num_hidden_layers"] * 6
+
+
+def test_an_input_that_a_pipeline_holds_is_not_moved(make_worker):
+    worker = make_worker(offloading_activations(tiny_policy(TINY_QWEN3), INPUT, **FULL, recompute_num_layers=1))
+    held = []
+
+    def receive(_: Any, __: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        held.append(hidden_states.detach().requires_grad_())
+        return held[-1]
+
+    worker.state.model[0].module.embedding.register_forward_hook(receive)
+    for _ in range(2):
+        worker.train(batch_of_lengths([12] * 4), NLLLoss(), gbs=4, mbs=2)
+    report = worker.activations.offloader.report.modules["layer_input"]
+    assert report.moved_bytes == report.freed_bytes == 2 * (2 * held[0].nbytes)  # not the first, and not the last one
+    assert all(one.grad is not None for one in held)
+
+
+class OtherAttention(torch.nn.Module):
+    """Attention without a module `core_attention`, as linear attention is."""
+
+    def __init__(self, attention: torch.nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.attention(*args, **kwargs)
+
+
+def test_attention_that_cannot_be_kept_is_recomputed(make_worker):
+    def run(policy: dict[str, Any]) -> list[Any]:
+        worker = make_worker(policy)
+        for layer in worker.state.model[0].module.decoder.layers[1:3]:
+            layer.self_attention = OtherAttention(layer.self_attention)
+        report = worker.train(random_batch(4, 12), NLLLoss(), gbs=4, mbs=2)
+        return [report, checksums(worker)]
+
+    got = run(offloading_activations(tiny_policy(TINY_QWEN3), BOTH, **FULL, recompute_num_layers=1))
+    assert got == run(tiny_policy(TINY_QWEN3))
 
 
 def test_a_failed_backward_pass_leaves_nothing_behind(make_worker, monkeypatch):

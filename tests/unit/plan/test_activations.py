@@ -98,6 +98,9 @@ def test_full_recomputation_keeps_the_input_of_each_segment_and_perhaps_attentio
         "layer_input": (6 * 64, 0),  # of 16 layers in segments of 3, 3, 3, 3, 3, and 1
         "core_attn": (16 * 64, 0),
     }
+    later = dataclasses.replace(DENSE, receives_input=True)  # the first input stays: the pipeline's schedule holds it
+    assert module_bytes(later, settings)["layer_input"].in_flight == 15 * 64 * MIB
+    assert module_bytes(later, settings)["core_attn"].in_flight == 16 * 64 * MIB
 
 
 def test_every_module_that_a_recipe_may_name_is_known_here():

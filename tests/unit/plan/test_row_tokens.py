@@ -94,6 +94,34 @@ def test_a_recomputed_layer_in_tiles_takes_what_a_prototype_did(tokens, gib):
     assert recomputed - 28 * tokens * 1536 * 2 == pytest.approx(gib * GIB, rel=0.06)
 
 
+FULL = [f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.use_fused_linear_logprobs=true"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "inputs", "attentions", "layers"),
+    [
+        (["recompute_num_layers=3"], 10, 0, 3),
+        (["recompute_num_layers=99"], 1, 0, 28),
+        (["recompute_method=block", "recompute_num_layers=20"], 20, 0, 8 + 1),
+        (["offload_modules=[layer_input,core_attn]"], 2, 2, 1),
+        (["offload_modules=[layer_input,core_attn]", "activation_offload_fraction=0"], 28, 28, 1),
+        (["offload_modules=[layer_input,core_attn]", "recompute_num_layers=3"], 2 + 2, 2 + 2, 1),
+    ],
+)
+def test_what_recomputation_keeps(recipe, inputs, attentions, layers):
+    offloads = any("offload_modules" in one for one in recipe)
+    on = [f"{MEGATRON}.fine_grained_activation_offloading=true"] if offloads else []
+    overrides = ["policy.sequence_packing.train_mb_tokens=131072", *FULL, *on]
+    policy = load(GRPO, [*overrides, *(f"++{MEGATRON}.{one}" for one in recipe)]).config["policy"]
+    [facts] = activation_facts(QWEN2_1_5B, policy, world_size=1)
+    [taken] = training_pass_bytes(QWEN2_1_5B, policy, [facts], settings(policy).activations)
+    residual, attention = 131072 * 1536 * 2, 131072 * (1536 * 2 + 12 * 4)
+    layer = 131072 * 2 * (2 * 1536 + 2 * 1536 + 2 * 256 + 2 * 1536 + 3 * 8960)
+    assert taken == pytest.approx(inputs * residual + attentions * attention + layers * layer, rel=0.01)
+    [least] = least_activation_bytes(QWEN2_1_5B, policy, [facts])
+    assert least < taken
+
+
 @pytest.mark.parametrize(("part", "overrides"), [("dense/off/tries", []), ("dense/offloaded/tries", OFFLOAD)])
 def test_what_was_measured_is_above_the_estimate_and_within_its_margin(part, overrides):
     rows = [row for row in json.loads(MEASURED.read_text())["rows"] if row["part"] == part and row["fits"]]

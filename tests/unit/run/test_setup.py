@@ -50,6 +50,12 @@ def test_the_tiny_recipes_can_be_prepared(name):
     assert job.preparation.schedule.target == StopTarget(metric, section["stop_at_validation_threshold"])
 
 
+def test_the_tiny_recipe_of_long_rows_can_be_prepared():
+    job = Job.prepare(config.load(CONFIGS / "sft_long_rows_tiny_cpu.yaml"))
+    assert job.preparation.schedule.num_steps == 6
+    assert job.preparation.schedule.target is None
+
+
 @pytest.mark.parametrize(
     ("changes", "num_steps"),
     [

@@ -1,0 +1,1 @@
+"""Implements what benchmarks/long_rows.py compares."""
