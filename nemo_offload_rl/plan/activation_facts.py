@@ -139,7 +139,7 @@ def _num_layers_of_segment(cfg: MegatronConfig, num_layers: int) -> int:
     recomputes = recomputes_layers(cfg["activation_checkpointing"], cfg["recompute_granularity"])
     if not recomputes or megatron_field(cfg, "recompute_method") == "block":
         return 1
-    of_chunk = -(-num_layers // (cfg.get("virtual_pipeline_model_parallel_size") or 1))
+    of_chunk = -(-num_layers // (cfg["virtual_pipeline_model_parallel_size"] or 1))
     return min(megatron_field(cfg, "recompute_num_layers") or 1, max(1, of_chunk))
 
 

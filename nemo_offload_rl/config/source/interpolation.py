@@ -24,6 +24,7 @@ ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
 ENVIRONMENT = "oc.env"  # "${oc.env:HOME}", and "${oc.env:NAME, default}"
 
 _REFERENCE = re.compile(r"\$\{\.*[A-Za-z_]\w*(\.\w+)*\}")  # "${section.key}", which needs no parser
+_TWO = re.compile(r"\$\{(\w+):(\$\{[\w.]+\}), *(\$\{[\w.]+\})\}")  # "${mul:${a}, ${b}}", likewise
 _MISSING = "???"
 
 
@@ -99,6 +100,8 @@ class Resolver:
             raise InterpolationError(f"{path} is ???", "must be given a value; it is ???")
         if _REFERENCE.fullmatch(text):
             return self._refer(path, text[2:-1])
+        if (two := _TWO.fullmatch(text)) and two[1] in ARITHMETIC and all(map(_REFERENCE.fullmatch, two.groups()[1:])):
+            return _call(two[1], tuple(self._refer(path, one[2:-1]) for one in two.groups()[1:]))
         # OmegaConf takes 0.1 s to import.
         from omegaconf.errors import OmegaConfBaseException
         from omegaconf.grammar_visitor import GrammarVisitor
