@@ -329,7 +329,7 @@ def _make_reward(config: GRPOMasterConfig) -> Judge:
     default = config["data"]["default"]
     assert default is not None, "a rule requires its env_name"
     environment = config["env"][default["env_name"]]
-    implementation = environment.get("math_verify_impl")
+    implementation = environment["math_verify_impl"]
     if implementation is not None:
         return make_math_reward(implementation, environment["num_workers"], environment["time_limit_s"])
     if environment["reward"] == PYTHON:

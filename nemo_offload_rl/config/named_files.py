@@ -34,7 +34,7 @@ def check_named_files(recipe: ValidatedRecipe) -> None:
 
 def _missing(recipe: ValidatedRecipe) -> Iterator[tuple[str, str]]:
     data = recipe.config["data"]
-    root = data.get("dataset_root")
+    root = data["dataset_root"]
     if root is not None and not Path(root).is_dir():
         yield "data.dataset_root", _absent(Path(root), "folder")
     datasets = {**datasets_of(data, "train"), **datasets_of(data, "validation")}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.config.keys.absent_keys import section_of_auto
+from nemo_offload_rl.config.keys.tree import is_valid_key
 from nemo_offload_rl.config.problems import MAX_PROBLEMS, Origin, Problem, RecipeError, nearest, show, show_file
 from nemo_offload_rl.config.source.interpolation import InterpolationError, Resolver, written_interpolations
 from nemo_offload_rl.config.source.overrides import apply_overrides, merge
@@ -85,16 +86,9 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), given_in: Seque
     root = _Inheritance(problems).read(path)
     if root is None:
         raise RecipeError(show_file(path), problems)
-    problems += apply_overrides(root, overrides, _is_known_key, section_of_auto, given_in)
+    problems += apply_overrides(root, overrides, is_valid_key, section_of_auto, given_in)
     config, written, unresolved = _resolve(root)
     return Recipe(path, config, root.origins(), written, (*problems, *unresolved))
-
-
-def _is_known_key(path: str) -> bool:
-    # Needed only to explain a mistake; loading the schema costs 0.1 s.
-    from nemo_offload_rl.config.keys.tree import is_valid_key
-
-    return is_valid_key(path)
 
 
 class _Inheritance:
@@ -175,7 +169,7 @@ def _resolve(root: Node) -> tuple[dict[str, Any], dict[str, str], list[Problem]]
         try:
             _put(plain, path, resolver.resolve(path))
         except InterpolationError as error:
-            problems.append(Problem(path, origins[path], str(error)))
+            problems.append(Problem(path, origins[path], error.message))
             if len(problems) > MAX_PROBLEMS:
                 break
     return plain, written, problems

@@ -1,6 +1,7 @@
 """Checks a recipe: upstream's other features, the schema, Megatron's fields, and the rules between keys."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -32,7 +33,8 @@ from nemo_offload_rl.config.recipe import Recipe, read_recipe
 from nemo_offload_rl.config.rules import ADAPTATIONS, NOTES, RULES, Rule
 from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, SECTION, SPEC
 from nemo_offload_rl.config.schema import MasterConfig
-from nemo_offload_rl.config.upstream.split import split_upstream_keys
+from nemo_offload_rl.config.source.interpolation import leaves
+from nemo_offload_rl.config.upstream.split import remove_upstream_keys
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
 
 _OVERRIDES = "warm_start.overrides"
@@ -75,33 +77,29 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     algorithm, problem = _algorithm_of(recipe)
     if algorithm is None:
         raise RecipeError(show_file(recipe.path), [*recipe.problems, *([problem] if problem else [])])
-    upstream_keys = split_upstream_keys(recipe.config)
+    config = copy.deepcopy(recipe.config)
+    upstream_problems, notes = remove_upstream_keys(config)
     spec = ALGORITHMS[algorithm]
-    moved = move_model_overrides(upstream_keys.config, spec.schema)
-    found = _Findings(recipe, moved.written_as | share_dataset_keys(upstream_keys.config))
-    for path, message in (*upstream_keys.problems, *moved.problems):
-        found.add(path, message)
-    for path, message in islice(schema_problems(upstream_keys.config, spec.schema), MAX_PROBLEMS + 1):
-        found.add(path, message)
-    for path, message in islice(megatron_problems(upstream_keys.config, spec.schema), MAX_PROBLEMS + 1):
-        found.add(path, message)
-    if isinstance(upstream_keys.config.get("policy"), dict):
-        for path, message in islice(hf_config_problems(upstream_keys.config["policy"]), MAX_PROBLEMS + 1):
+    written_as, override_problems = move_model_overrides(config, spec.schema)
+    found = _Findings(recipe, written_as | share_dataset_keys(config))
+    policy = config["policy"] if isinstance(config.get("policy"), dict) else {}
+    checks = (schema_problems(config, spec.schema), megatron_problems(config, spec.schema), hf_config_problems(policy))
+    for problems in (upstream_problems, override_problems, *(islice(check, MAX_PROBLEMS + 1) for check in checks)):
+        for path, message in problems:
             found.add(path, message)
-    resolve_absent_keys(upstream_keys.config)
-    adapted = _adapt(spec, upstream_keys.config, found)
-    found.add_broken(_broken(RULES, spec, upstream_keys.config, found))
-    warm_start, of_warm_start = _warm_start(recipe, upstream_keys.config, found)
+    resolve_absent_keys(config)
+    notes += _adapt(spec, config, found)
+    found.add_broken(_broken(RULES, spec, config, found))
+    warm_start, of_warm_start = _warm_start(recipe, config, found)
     if found.problems or of_warm_start:
         raise RecipeError(show_file(recipe.path), [*found.without_consequences(), *of_warm_start])
-    notes = [*upstream_keys.notes, *adapted]
     notes += [
         f"{found.in_recipe(path)} is passed on to Megatron unchecked"
-        for path, _ in unchecked_fields(upstream_keys.config, spec.schema)
+        for path, _ in unchecked_fields(config, spec.schema)
     ]
-    notes += [f"{path} {message}" for path, message in _broken(NOTES, spec, upstream_keys.config, found)]
+    notes += [f"{path} {message}" for path, message in _broken(NOTES, spec, config, found)]
     resolve_absent_keys(recipe.config)  # the command `validate` prints them
-    return ValidatedRecipe(algorithm, cast(MasterConfig, upstream_keys.config), notes, recipe, warm_start)
+    return ValidatedRecipe(algorithm, cast(MasterConfig, config), notes, recipe, warm_start)
 
 
 class _Findings:
@@ -250,66 +248,40 @@ def _warm_start(
         reason = f"there is no recipe {show_file(path)}" if error.is_absent else f"{show_file(path)} {error}"
         found.add("warm_start.recipe", reason)
         return None, ()
-    given = value_at(config, _OVERRIDES)
-    overrides = [] if given is ABSENT else given
+    overrides = value_at(config, _OVERRIDES)
     places = [f"{recipe.origin(f'{_OVERRIDES}.{number}')}: {_OVERRIDES}" for number in range(len(overrides))]
-
-    def read_with(sizes: Sequence[str]) -> Recipe:
-        return read_recipe(path, [*overrides, *sizes], [*places, *[_OVERRIDES] * len(sizes)])
-
+    sizes: dict[str, int] = {}
     try:
-        read = read_with([])
+        read = read_recipe(path, overrides, places)
         other = _algorithm_of(read)[0]
         if other not in (None, "sft"):  # not checked further: its own warm start could lead back here forever
             found.add("warm_start.recipe", f"must be an sft recipe; found one of {other}")
             return None, ()
-        others = {key: size for key, size in _sizes(config, found).items() if value_at(read.config, key) != size}
-        for key, size in others.items():
+        sizes = {key: size for key, size in _sizes(config, found).items() if value_at(read.config, key) != size}
+        for key, size in sizes.items():
             if read.origin(key).override is not None:
                 found.add(_OVERRIDES, f"sets {key}, but a warm start uses that of the run ({size}); delete it")
                 return None, ()
-        warm_start = _checked_on(others, read, read_with)
+        # Read again, since other keys may be interpolated from the sizes.
+        of_run = [f"++{key}={size}" for key, size in sizes.items()]
+        warm_start = validate(read_recipe(path, [*overrides, *of_run], [*places, *[_OVERRIDES] * len(sizes)]))
     except RecipeError as error:
-        return None, error.problems
+        own = _problems_of(read) if sizes else error.problems
+        why = " and ".join(f"{key} {size}" for key, size in sizes.items())
+        suffix = f"; the warm start trains on the run's ranks ({why})"
+        return None, tuple(one if one in own else replace(one, message=one.message + suffix) for one in error.problems)
     for key, message in _warm_start_mismatches(warm_start, config):
         if not found.touches(key):
             found.add(key, message)
     return warm_start, ()
 
 
-def _checked_on(
-    sizes: Mapping[str, int], alone: Recipe, read_with: Callable[[Sequence[str]], Recipe]
-) -> ValidatedRecipe:
-    """Returns the validated recipe of a warm start, with the run's cluster sizes where they differ from its own.
-
-    Args:
-        sizes: the keys that differ, with the run's values.
-        alone: the recipe as it was read, without the run's values.
-        read_with: reads the recipe with further overrides, since other keys may be interpolated from these.
-
-    Raises:
-        RecipeError: lists its mistakes, and marks those that only the run's sizes cause.
-    """
-    if not sizes:
-        return validate(alone)
+def _problems_of(recipe: Recipe) -> Sequence[Problem]:
     try:
-        return validate(read_with([f"++{key}={size}" for key, size in sizes.items()]))
+        validate(recipe)
     except RecipeError as error:
-        try:
-            validate(alone)
-            of_its_own: Sequence[Problem] = ()
-        except RecipeError as alone_too:
-            of_its_own = alone_too.problems
-        why = " and ".join(f"{key} {size}" for key, size in sizes.items())
-        raise RecipeError(
-            show_file(alone.path),
-            [
-                one
-                if one in of_its_own
-                else replace(one, message=f"{one.message}; the warm start trains on the run's ranks ({why})")
-                for one in error.problems
-            ],
-        ) from None
+        return error.problems
+    return ()
 
 
 def _sizes(config: dict[str, Any], found: _Findings) -> dict[str, int]:
@@ -328,7 +300,7 @@ def _warm_start_mismatches(warm_start: ValidatedRecipe, config: dict[str, Any]) 
     if value_at(other, "sft.export_hf") is not True:
         yield "warm_start.recipe", "its sft.export_hf must be true, since the run starts from the exported folder"
     limit = value_at(other, "checkpointing.checkpoint_must_save_by")
-    if limit not in (ABSENT, None):
+    if limit is not None:
         yield (
             "warm_start.recipe",
             f"its checkpointing.checkpoint_must_save_by ({limit}) must be null, since a warm start saves no "
@@ -336,20 +308,15 @@ def _warm_start_mismatches(warm_start: ValidatedRecipe, config: dict[str, Any]) 
         )
     for path in ("policy.hf_config", "policy.tokenizer.name"):
         ours, theirs = value_at(config, path), value_at(other, path)
-        if ours is not ABSENT and ours != theirs:
-            key, here, there = _first_difference(path, ours, theirs)
+        here, there = (dict(leaves(one, path)) for one in (ours, theirs))
+        different = next((key for key in here | there if here.get(key, ABSENT) != there.get(key, ABSENT)), None)
+        if ours is not None and different is not None:
             yield (
-                key,
-                f"is {here}, but must be the same as in the warm_start recipe, which trains the initial weights; there "
-                f"it is {there}",
+                different,
+                f"is {_shown(here, different)}, but must be the same as in the warm_start recipe, which trains the "
+                f"initial weights; there it is {_shown(there, different)}",
             )
 
 
-def _first_difference(path: str, ours: Any, theirs: Any) -> tuple[str, str, str]:
-    """Returns the first key at or below the path whose values differ, and both values in words."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        pairs = {name: [one[name] if name in one else ABSENT for one in (ours, theirs)] for name in {**ours, **theirs}}
-        name = next(name for name, (mine, other) in pairs.items() if mine != other)
-        return _first_difference(f"{path}.{name}", *pairs[name])
-    here, there = ("absent" if value is ABSENT else show(value) for value in (ours, theirs))
-    return path, here, there
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return show(values[key]) if key in values else "absent"

@@ -18,7 +18,7 @@ _TEXT_HAS_CHANGED = "Invalid prefix"
 def needs_tokenizer(policy: GRPOPolicyConfig) -> bool:
     """Returns whether the engine of a recipe's `policy` section needs a tokenizer: for stop strings or bad words."""
     generation = policy["generation"]
-    return bool(generation.get("stop_strings") or generation.get("bad_words"))
+    return bool(generation["stop_strings"] or generation["bad_words"])
 
 
 class AnswerText:

@@ -47,8 +47,7 @@ def engine_environment(policy: GRPOPolicyConfig, *, num_threads: int) -> dict[st
         num_threads: Number of CPU threads that it may use.
     """
     section = policy["generation"]["vllm_cfg"]
-    of_recipe = section.get("env_vars")
-    return {"OMP_NUM_THREADS": str(num_threads), **(of_recipe or {}), **ENVIRONMENT}
+    return {"OMP_NUM_THREADS": str(num_threads), **(section["env_vars"] or {}), **ENVIRONMENT}
 
 
 def engine_arguments(policy: GRPOPolicyConfig, folder: Path, *, sleeps: bool = True) -> dict[str, Any]:
@@ -90,7 +89,7 @@ def engine_arguments(policy: GRPOPolicyConfig, folder: Path, *, sleeps: bool = T
         # vLLM's V2 model runner runs no pass where scheduling ahead leaves nothing to run, and then other replicas
         # would wait forever.
         arguments |= {"data_parallel_size": replicas, "async_scheduling": False}
-    if section.get("enable_prefix_caching") is not None:
+    if section["enable_prefix_caching"] is not None:
         arguments["enable_prefix_caching"] = section["enable_prefix_caching"]
     return arguments | generation["vllm_kwargs"]
 

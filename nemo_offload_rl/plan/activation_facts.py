@@ -60,7 +60,7 @@ def activation_facts(
     num_residual_tokens = -(-num_tokens // tensor) if cfg["sequence_parallel"] else num_tokens
     top_k = model.experts_per_token or 0
     expert_ranks = cfg["expert_tensor_parallel_size"]
-    num_model_chunks = cfg.get("virtual_pipeline_model_parallel_size") or 1
+    num_model_chunks = cfg["virtual_pipeline_model_parallel_size"] or 1
     return tuple(
         ActivationFacts(
             num_tokens=num_tokens,
@@ -139,7 +139,7 @@ def _num_layers_of_segment(cfg: MegatronConfig, num_layers: int) -> int:
     recomputes = recomputes_layers(cfg["activation_checkpointing"], cfg["recompute_granularity"])
     if not recomputes or megatron_field(cfg, "recompute_method") == "block":
         return 1
-    of_chunk = -(-num_layers // (cfg.get("virtual_pipeline_model_parallel_size") or 1))
+    of_chunk = -(-num_layers // (cfg["virtual_pipeline_model_parallel_size"] or 1))
     return min(megatron_field(cfg, "recompute_num_layers") or 1, max(1, of_chunk))
 
 

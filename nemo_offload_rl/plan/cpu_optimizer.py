@@ -18,9 +18,7 @@ def fraction(optimizer: MegatronOptimizerConfig) -> float:
     Args:
         optimizer: the recipe's `policy.megatron_cfg.optimizer`.
     """
-    if "optimizer_cpu_offload" not in optimizer or not optimizer["optimizer_cpu_offload"]:
-        return 0.0
-    return float(optimizer["optimizer_offload_fraction"])
+    return float(optimizer["optimizer_offload_fraction"]) if optimizer["optimizer_cpu_offload"] else 0.0
 
 
 def moments_size(optimizer: MegatronOptimizerConfig) -> int:

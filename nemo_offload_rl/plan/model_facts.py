@@ -226,7 +226,7 @@ def _check_split(hf_config: Mapping[str, Any], cfg: MegatronConfig, architecture
     model = ("", dict(hf_config), None)
     freq = megatron_field(cfg, "moe_layer_freq")
     first, last = cfg["num_layers_in_first_pipeline_stage"], cfg["num_layers_in_last_pipeline_stage"]
-    virtual = cfg.get("virtual_pipeline_model_parallel_size")
+    virtual = cfg["virtual_pipeline_model_parallel_size"]
     tensor, pipeline = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
     broken = {
         TP: tensor_parallel_heads(tensor, *model),
@@ -281,7 +281,7 @@ def _stage_weights(architecture: Architecture, sizes: _Sizes, cfg: MegatronConfi
 def layers_of_stage(architecture: Architecture, cfg: MegatronConfig, stage: int) -> list[int]:
     """Returns the indices of a pipeline stage's layers, over all its virtual stages, which are assigned in turn."""
     counts = [num_layers_of_stage(architecture, cfg, one) for one in range(cfg["pipeline_model_parallel_size"])]
-    virtual = cfg.get("virtual_pipeline_model_parallel_size") or 1
+    virtual = cfg["virtual_pipeline_model_parallel_size"] or 1
     in_chunk = [count // virtual for count in counts]
     starts = (sum(in_chunk) * chunk + sum(in_chunk[:stage]) for chunk in range(virtual))
     return [layer for start in starts for layer in range(start, start + in_chunk[stage])]

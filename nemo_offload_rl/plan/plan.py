@@ -10,7 +10,6 @@ from typing import Any, TypeGuard
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.megatron.device_split import is_colocated
-from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.rules.base import TABLE
 from nemo_offload_rl.config.rules.residency import AUTO, FLAG_PHASES, FOR_REFIT, flag_cell
 from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig, has_generation
@@ -208,8 +207,8 @@ def _activation_settings(policy: PolicyConfig) -> ActivationOptions | None:
     limit = section["host_memory_limit_gib"]
     return ActivationOptions(
         modules=tuple(cfg["offload_modules"] or ()),
-        fraction=megatron_field(cfg, "activation_offload_fraction"),
-        min_elements=megatron_field(cfg, "min_offloaded_tensor_size"),
+        fraction=cfg["activation_offload_fraction"],
+        min_elements=cfg["min_offloaded_tensor_size"],
         host_memory_limit_bytes=None if limit is None else int(limit * GIB),
         strict=section["strict"],
     )

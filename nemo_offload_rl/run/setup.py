@@ -23,9 +23,10 @@ from nemo_offload_rl.config.schema.data import (
     PreferenceDataConfig,
     SFTDataConfig,
 )
+from nemo_offload_rl.config.schema.dpo import DPOConfig
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, TokenizerConfig
-from nemo_offload_rl.config.schema.sft import SupervisedConfig
+from nemo_offload_rl.config.schema.sft import SFTConfig
 from nemo_offload_rl.config.schema.value_types import is_import_path
 from nemo_offload_rl.config.upstream.durations import duration_s
 from nemo_offload_rl.data.arithmetic import Role, make_arithmetic, make_arithmetic_pairs
@@ -80,7 +81,7 @@ def with_run_length(policy: PolicyConfig, num_steps: int) -> PolicyConfig:
     """Returns the policy section with the run's training steps, for the parts of its schedule that last as long."""
     megatron = policy["megatron_cfg"]
     scheduler: Any = megatron["scheduler"] | {"run_length": num_steps}
-    if scheduler.get("lr_decay_iters") is None:
+    if scheduler["lr_decay_iters"] is None:
         scheduler["lr_decay_iters"] = num_steps
     return {**policy, "megatron_cfg": {**megatron, "scheduler": scheduler}}
 
@@ -109,11 +110,11 @@ def _read_parts(
         read: reads a dataset that this package has.
         form: reads the rows of a class of the user's.
     """
-    root = data.get("dataset_root")
+    root = data["dataset_root"]
 
     def parts(role: Role, path: str, section: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         if is_import_path(section["dataset_name"]):
-            arguments = {**(data.get("default") or {}), **section}
+            arguments = {**(data["default"] or {}), **section}
             rows, split_off = load_imported(f"{path}.dataset_name", section["dataset_name"], arguments, form)
             if split_off is None and role == "train" and splits_validation_data(section):
                 raise DataError(
@@ -146,8 +147,11 @@ def _in_texts(samples: Sequence[Any], data: _Data, path: str) -> Sequence[Any]:
 
 def _prompt_file(data: _Data, path: str, name: _PromptFile) -> tuple[str | None, str]:
     """Returns the path of a dataset's prompt file, None for a null in the dataset's section, and the file's key."""
-    for section, values in ((path, datasets_of(data, path.split(".")[1])[path]), ("data.default", data.get("default"))):
-        if values and name in values:
+    for section, values in (
+        (path, datasets_of(data, path.split(".")[1])[path]),
+        ("data.default", data["default"] or {}),
+    ):
+        if name in values:
             return values[name], f"{section}.{name}"
     return None, f"{path}.{name}"
 
@@ -276,7 +280,7 @@ def make_prompt_format(
     made = PromptFormat(
         tokenizer=tokenizer,
         max_tokens=data["max_input_seq_length"],
-        chat_template_kwargs=policy["tokenizer"].get("chat_template_kwargs") or {},
+        chat_template_kwargs=policy["tokenizer"]["chat_template_kwargs"] or {},
         outside=_outside_model(tokenizer, policy),
         **special_tokens,
     )
@@ -323,7 +327,7 @@ def make_answer_format(
 
 
 def make_schedule(
-    section: GRPOConfig | SupervisedConfig,
+    section: GRPOConfig | SFTConfig | DPOConfig,
     checkpointing: CheckpointingConfig,
     *,
     steps_per_epoch: int,
@@ -341,7 +345,7 @@ def make_schedule(
             f"{section['val_at_end']}): name validation data, or set val_period to 0 and the others to false."
         )
     limit = checkpointing["checkpoint_must_save_by"]
-    metric, threshold = section.get("stop_at_validation_metric"), section.get("stop_at_validation_threshold")
+    metric, threshold = section["stop_at_validation_metric"], section["stop_at_validation_threshold"]
     target = None
     if metric is not None and threshold is not None:
         target = StopTarget(logged_name(validation_name(metric)), threshold)

@@ -142,7 +142,7 @@ class MicroBatcher:
 
 def _interleaved(cfg: MegatronConfig) -> tuple[int, int] | None:
     """Returns the pipeline-parallel size and the micro-batches of a group; None without virtual stages."""
-    if cfg.get("virtual_pipeline_model_parallel_size") is None:
+    if cfg["virtual_pipeline_model_parallel_size"] is None:
         return None
     num_stages = cfg["pipeline_model_parallel_size"]
     return num_stages, megatron_field(cfg, "microbatch_group_size_per_vp_stage") or num_stages

@@ -31,7 +31,7 @@ def library_environment(megatron_cfg: MegatronConfig, *, refit_follows: bool) ->
         # captured collective reads, by its address, and map it on the other ranks. But the parameters leave the GPU
         # after each refit and return to other memory at the same addresses: replays would read what was unmapped.
         environment["NCCL_GRAPH_REGISTER"] = "0"
-    return environment | {name: str(value) for name, value in (megatron_cfg.get("env_vars") or {}).items()}
+    return environment | {name: str(value) for name, value in (megatron_cfg["env_vars"] or {}).items()}
 
 
 def worker_environment(

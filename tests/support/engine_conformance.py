@@ -15,6 +15,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from nemo_offload_rl.config import resolve_absent_keys
 from nemo_offload_rl.generation.interface import GenerationInterface, GenerationRequest, SamplingParams
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.refit import make_transport
@@ -72,7 +73,7 @@ def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
         "precision": "float32",
         "build_beside_policy": False,
     }
-    return {
+    policy = {
         "model_name": "a label",
         "hf_config": QWEN3 | {"eos_token_id": list(range(QWEN3["vocab_size"]))},
         "precision": "float32",
@@ -88,9 +89,10 @@ def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
             # vLLM asserts that sleeping frees memory, even if other processes allocate at the same time.
             "vllm_kwargs": {"kv_cache_memory_bytes": 16 * GIB},
             "stop_strings": tokenizer and ["<no number>"],
-            "bad_words": None,
         },
     }
+    resolve_absent_keys({"policy": policy})
+    return policy
 
 
 def request(sampling: SamplingParams, prompts: list[list[int]] = PROMPTS, step: int = 0) -> GenerationRequest:

@@ -85,6 +85,7 @@ def test_bridge_and_vllm_get_the_keys_value(own_code, trusts):
         "pipeline_parallel_size": 1,
         "expert_parallel_size": 1,
         "precision": "float32",
+        "enable_prefix_caching": None,
     }
     section |= {"gpu_memory_utilization": 0.5, "max_model_len": 32, "enforce_eager": True, "build_beside_policy": False}
     policy["generation"] = {

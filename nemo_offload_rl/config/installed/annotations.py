@@ -2,24 +2,18 @@
 
 import ast
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.config.problems import show_choices
 
-DTYPES = ("float32", "bfloat16", "float16")
+# A class up to its first method: its fields come first, and parsing all methods takes several times as long.
+_FIELDS = r"^class {}\b.*?(?=^    (?:async |def |@)|^(?:async |def |class |@)|\Z)"
 
-_PLAIN_WORDS = {
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "none": "null",
-    "any": "any value",
-    "dict": "a mapping",
-}
-_PLURALS = {"an integer": "integers", "a number": "numbers", "text": "texts", "a mapping": "mappings"}
+_PLAIN: dict[str, type] = {"bool": bool, "str": str, "dict": dict, "none": type(None)}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -45,31 +39,25 @@ class Annotations:
                 return is_int
             case "float":
                 return is_int or (isinstance(value, float) and (math.isfinite(value) or not self.finite))
-            case "bool":
-                return isinstance(value, bool)
-            case "str":
-                return isinstance(value, str)
-            case "none":
-                return value is None
+            case "bool" | "str" | "dict" | "none" as plain:
+                return isinstance(value, _PLAIN[plain])
             case "any":
                 return True
             case "torch.dtype":
                 return value in DTYPES
             case "literal":
-                return any(type(value) is type(choice) and value == choice for choice in _literals(arguments))
+                return any(type(value) is type(one) and value == one for one in map(ast.literal_eval, arguments))
             case "union" | "optional":
                 is_null = name == "Optional" and value is None
                 return is_null or any(self.accepts(argument, value) for argument in arguments)
             case "list" | "tuple" | "sequence":
                 return self._accepts_items(name.lower(), arguments, value)
-            case "dict":
-                return isinstance(value, dict)
             case _:
                 members = self.members(name)
                 return self.accepts_unknown if members is None else value in members
 
     def _accepts_items(self, kind: str, arguments: list[ast.expr], value: Any) -> bool:
-        items = [argument for argument in arguments if not _is_ellipsis(argument)]
+        items = [argument for argument in arguments if ast.unparse(argument) != "..."]
         if not isinstance(value, list) or not items:
             return isinstance(value, list)
         # Some libraries annotate a list of two as list[float, float].
@@ -77,33 +65,31 @@ class Annotations:
             return len(value) == len(items) and all(map(self.accepts, items, value))
         return all(self.accepts(items[0], item) for item in value)
 
-    def words(self, annotation: ast.expr) -> list[str]:
-        """Returns the type in words, one entry for each member of a union; leaves out types that no YAML value has."""
-        name, arguments = _parts(annotation)
-        kind = name.lower()
-        if kind in _PLAIN_WORDS:
-            return [_PLAIN_WORDS[kind]]
-        if kind == "torch.dtype":
-            return [show_choices(DTYPES)]
-        if kind == "literal":
-            return [show_choices(_literals(arguments))]
-        if kind in ("union", "optional"):
-            words = [word for argument in arguments for word in self.words(argument)]
-            return [*words, "null"] if kind == "optional" and words else words
-        if kind in ("list", "tuple", "sequence"):
-            inner = [word for argument in arguments if not _is_ellipsis(argument) for word in self.words(argument)]
-            items = dict.fromkeys(_PLURALS[word] if word in _PLURALS else word for word in inner)
-            return [f"a list of {' or '.join(items)}" if items else "a list"]
-        members = self.members(name)
-        return [show_choices(members)] if members else []
+    def words(self, annotation: ast.expr) -> str:
+        """Returns the type as its library writes it, with the members of enumerations."""
+        text = ast.unparse(annotation).strip("'").replace("typing.", "").replace("torch.dtype", show_choices(DTYPES))
+        enums = {name: found for name in re.findall(r"\w+", text) if (found := self.members(name)) is not None}
+        return text + "".join(f" ({name}: {show_choices(found)})" for name, found in enums.items())
 
 
-def declared_choices(annotation: ast.expr) -> tuple[Any, ...] | None:
-    """Returns the values of a Literal, or of an Optional of one; None for any other annotation."""
-    name, arguments = _parts(annotation)
-    if name == "Literal":
-        return tuple(_literals(arguments))
-    return declared_choices(arguments[0]) if name == "Optional" else None
+def fields_of(source: str, class_name: str) -> ast.ClassDef | None:
+    """Returns a class without its methods from a module's source; None if the module does not define it."""
+    found = re.search(_FIELDS.format(class_name), source, re.MULTILINE | re.DOTALL)
+    definition = None if found is None else ast.parse(found[0]).body[0]
+    assert definition is None or isinstance(definition, ast.ClassDef)
+    return definition
+
+
+def annotated(definition: ast.ClassDef) -> dict[str, ast.AnnAssign]:
+    """Returns the fields that a class declares, by name, without private ones and class variables."""
+    return {
+        statement.target.id: statement
+        for statement in definition.body
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and not statement.target.id.startswith("_")
+        and not ast.unparse(statement.annotation).startswith("ClassVar")
+    }
 
 
 def _parts(annotation: ast.expr) -> tuple[str, list[ast.expr]]:
@@ -118,11 +104,3 @@ def _parts(annotation: ast.expr) -> tuple[str, list[ast.expr]]:
         arguments = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
         return ast.unparse(annotation.value).removeprefix("typing."), list(arguments)
     return ast.unparse(annotation), []
-
-
-def _literals(arguments: list[ast.expr]) -> list[Any]:
-    return [ast.literal_eval(argument) for argument in arguments]
-
-
-def _is_ellipsis(annotation: ast.expr) -> bool:
-    return isinstance(annotation, ast.Constant) and annotation.value is ...

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.config.installed.annotations import Annotations, declared_choices
+from nemo_offload_rl.config.installed.annotations import Annotations, annotated, fields_of
 from nemo_offload_rl.config.problems import is_number, nearest, show, show_choices
 
 
@@ -65,14 +65,12 @@ class MegatronField:
     """Describes a field of a Megatron config, as its source declares it.
 
     Attributes:
-        name: the field's name.
         annotation: the field's type.
         nullable: whether its default is None, even if the annotation does not allow it.
         may_be_infinite: whether its default is infinite, and so means "no bound".
         choices: the words allowed for a text, or for each text of a list; None for any.
     """
 
-    name: str
     annotation: ast.expr
     nullable: bool
     may_be_infinite: bool = False
@@ -90,41 +88,29 @@ class MegatronField:
                 return False
         return _ANNOTATIONS.accepts(self.annotation, value)
 
-    def expected(self) -> str:
-        """Returns the field's type in words; empty if no YAML value has that type."""
-        words = _ANNOTATIONS.words(self.annotation)
-        if self.choices is not None:
-            listed = "a list of them" if any(word.startswith("a list") for word in words) else None
-            words = [show_choices(self.choices), *([listed] if listed else [])]
-        if self.nullable and words:
-            words.append("null")
-        return " or ".join(dict.fromkeys(words))
-
 
 @cache
 def megatron_fields(section: str) -> dict[str, MegatronField]:
     """Returns the fields of the Megatron config behind a section of `policy`, a key of `SECTIONS`."""
     fields: dict[str, MegatronField] = {}
     for file, class_name in SECTIONS[section].classes:
-        for statement in _class_body(file, class_name):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                name = statement.target.id
-                if not name.startswith("_"):
-                    fields[name] = _field(section, name, statement, fields[name] if name in fields else None)
+        definition = fields_of(_source(file), class_name)
+        assert definition is not None, f"{file} of the installed Megatron has no class {class_name}"
+        for name, statement in annotated(definition).items():
+            fields[name] = _field(section, name, statement, fields[name] if name in fields else None)
     return fields
 
 
 def _field(section: str, name: str, declared: ast.AnnAssign, inherited: MegatronField | None) -> MegatronField:
-    choices = CHOICES[section][name] if name in CHOICES[section] else None
-    if choices is None and inherited is not None and ast.unparse(declared.annotation) == "str":
+    annotation = declared.annotation
+    if ast.unparse(annotation) == "str" and inherited is not None and "Literal" in ast.unparse(inherited.annotation):
         # A subclass that changes the default may annotate text where its base lists the words.
-        choices = declared_choices(inherited.annotation) or inherited.choices
+        annotation = inherited.annotation
     return MegatronField(
-        name,
-        declared.annotation,
+        annotation,
         nullable=isinstance(declared.value, ast.Constant) and declared.value.value is None,
         may_be_infinite=declared.value is not None and ast.unparse(declared.value) == "float('inf')",
-        choices=choices,
+        choices=CHOICES[section].get(name),
     )
 
 
@@ -133,9 +119,9 @@ def check_field(section: str, name: str, value: Any) -> str | None:
     field = megatron_fields(section)[name]
     if field.accepts(value):
         return None
-    expected = field.expected()
-    if not expected:
-        return f"cannot be set in a recipe: no YAML value has the type that it has in {SECTIONS[section].title}"
+    expected = _ANNOTATIONS.words(field.annotation) if field.choices is None else show_choices(field.choices)
+    if "Callable" in expected:
+        return f"cannot be set in a recipe: it is a function in {SECTIONS[section].title}"
     hint = "; write it without quotes" if isinstance(value, str) and is_number(value) else ""
     if field.choices is not None and isinstance(value, str) and (close := nearest(value, field.choices)):
         hint = f"; did you mean {close}?"
@@ -159,24 +145,17 @@ def megatron_root() -> Path:
 
 
 @cache
-def _module(file: str) -> ast.Module:
-    return ast.parse((megatron_root() / file).read_text(encoding="utf-8"))
-
-
-def _class_body(file: str, class_name: str) -> list[ast.stmt]:
-    for statement in _module(file).body:
-        if isinstance(statement, ast.ClassDef) and statement.name == class_name:
-            return statement.body
-    raise AssertionError(f"{file} of the installed Megatron has no class {class_name}")
+def _source(file: str) -> str:
+    return (megatron_root() / file).read_text(encoding="utf-8")
 
 
 @cache
 def _enum_members(class_name: str) -> tuple[str, ...] | None:
-    for statement in _module(_ENUMS).body:
-        if isinstance(statement, ast.ClassDef) and statement.name == class_name:
-            targets = [item.targets[0] for item in statement.body if isinstance(item, ast.Assign)]
-            return tuple(target.id for target in targets if isinstance(target, ast.Name))
-    return None
+    definition = fields_of(_source(_ENUMS), class_name)
+    if definition is None:
+        return None
+    targets = [item.targets[0] for item in definition.body if isinstance(item, ast.Assign)]
+    return tuple(target.id for target in targets if isinstance(target, ast.Name))
 
 
 _ANNOTATIONS = Annotations(_enum_members, finite=True)

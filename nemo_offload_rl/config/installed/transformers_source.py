@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.config.installed.annotations import annotated, fields_of
+
 MODEL_TYPE = "model_type"
 
 _BASE = "PreTrainedConfig"
@@ -39,59 +41,40 @@ _ROPE_TYPES = {"rope_theta": "float", "rope_scaling": "dict | None", "partial_ro
 
 
 @dataclass(frozen=True)
-class HfField:
-    """Describes a field of a transformers config, as its source declares it.
-
-    Attributes:
-        annotation: the field's type; None if transformers declares none.
-        default: the value if a config leaves the field out; None also if transformers computes that value.
-    """
-
-    annotation: ast.expr | None
-    default: Any = None
-
-
-@dataclass(frozen=True)
 class HfFamily:
     """Describes the config class of one model type in transformers.
 
     Attributes:
         class_name: its name in transformers.
         folder: the folder of the family's sources.
-        fields: all fields that the class accepts, by name.
+        fields: the types of all fields that the class accepts, by name; None where transformers declares none.
         aliases: other names of fields, each with the name that the class declares.
         rope_keys: keys of `rope_parameters` that only this family has.
     """
 
     class_name: str
     folder: Path
-    fields: Mapping[str, HfField]
+    fields: Mapping[str, ast.expr | None]
     aliases: Mapping[str, str] = field(default_factory=dict)
     rope_keys: frozenset[str] = frozenset()
 
-    def canonical(self, name: str) -> str:
-        """Returns the name under which the config stores the field."""
-        return self.aliases[name] if name in self.aliases else name
+    def has(self, name: str) -> bool:
+        """Returns whether the family has a field, under this name or another one of it."""
+        same = self._same(name)
+        return len(same) > 1 or any(one in self.fields for one in same) or _is_read(self.folder, name)
 
-    def field(self, name: str) -> HfField | None:
-        """Returns the field with this name or alias; None if there is none."""
-        same = [name, self.canonical(name), *(alias for alias, target in self.aliases.items() if target == name)]
-        known = next((self.fields[one] for one in same if one in self.fields), None)
-        is_read = known is None and (len(same) > 2 or _is_read(self.folder, name))
-        return HfField(None) if is_read else known
+    def annotation(self, name: str) -> ast.expr | None:
+        """Returns the type of a field; None if transformers declares none."""
+        return next((self.fields[one] for one in self._same(name) if one in self.fields), None)
+
+    def _same(self, name: str) -> set[str]:
+        """Returns all names of a field."""
+        declared = self.aliases[name] if name in self.aliases else name
+        return {name, declared, *(alias for alias, target in self.aliases.items() if target == name)}
 
     def names(self) -> list[str]:
         """Returns the names of all fields, including aliases."""
         return [*self.fields, *self.aliases, *self.aliases.values()]
-
-    def canonical_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the values under the config's own names, on top of the config's defaults."""
-        defaults = {
-            self.canonical(name): declared.default
-            for name, declared in self.fields.items()
-            if declared.default is not None
-        }
-        return defaults | {self.canonical(name): value for name, value in values.items()}
 
 
 @cache
@@ -134,16 +117,13 @@ def known_family(fields: Mapping[str, Any]) -> HfFamily | None:
 def with_floats(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields with 1.0 instead of 1 wherever transformers declares a float and rejects integers."""
     known = known_family(fields)
-    return {name: _as_float(value) if _is_float(known, name) else value for name, value in fields.items()}
+    return {name: float(value) if _needs_float(known, name, value) else value for name, value in fields.items()}
 
 
-def _is_float(known: HfFamily | None, name: str) -> bool:
-    declared = known.field(name) if known is not None else None
-    return declared is not None and declared.annotation is not None and ast.unparse(declared.annotation) in _FLOATS
-
-
-def _as_float(value: Any) -> Any:
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+def _needs_float(known: HfFamily | None, name: str, value: Any) -> bool:
+    is_int = known is not None and isinstance(value, int) and not isinstance(value, bool)
+    annotation = known.annotation(name) if known is not None and is_int else None
+    return annotation is not None and ast.unparse(annotation) in _FLOATS
 
 
 @cache
@@ -166,7 +146,8 @@ def rope_validators() -> Mapping[str, tuple[frozenset[str], frozenset[str]]]:
 @cache
 def rope_fields() -> Mapping[str, ast.expr]:
     """Returns the keys of `rope_parameters` for which transformers declares types, with these."""
-    return _annotations(_classes(transformers_root() / "modeling_rope_utils.py")["RopeParameters"])
+    definition = _classes(transformers_root() / "modeling_rope_utils.py")["RopeParameters"]
+    return {name: field.annotation for name, field in annotated(definition).items()}
 
 
 @cache
@@ -247,18 +228,18 @@ def _bases_first(class_name: str, classes: Mapping[str, ast.ClassDef]) -> list[a
 
 @cache
 def _is_read(folder: Path, name: str) -> bool:
-    """Returns whether a family's model reads a field that its config does not declare, such as qwen3_moe's head_dim."""
-    pattern = re.compile(rf"config(\.|,\s*[\"']){re.escape(name)}\b")
-    return any(pattern.search(path.read_text(encoding="utf-8")) for path in folder.glob("modeling_*.py"))
+    """Returns whether a family reads a field that its config does not declare, such as qwen3_moe's head_dim."""
+    pattern = re.compile(rf"(?:config|self)\.{re.escape(name)}\b|[\"']{re.escape(name)}[\"']|def {re.escape(name)}\(")
+    sources = [*folder.glob("configuration_*.py"), *folder.glob("modeling_*.py")]
+    return any(pattern.search(path.read_text(encoding="utf-8")) for path in sources)
 
 
 def _family(class_name: str, folder: Path, definitions: list[ast.ClassDef]) -> HfFamily:
-    fields = dict(_common_fields())
+    fields: dict[str, ast.expr | None] = dict(_common_fields())
     aliases: dict[str, str] = {}
     rope_keys: set[str] = set()
     for definition in definitions:
-        for name, annotation in _annotations(definition).items():
-            fields[name] = HfField(annotation, _default(definition, name))
+        fields |= {name: declared.annotation for name, declared in annotated(definition).items()}
         for statement in definition.body:
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
                 name = statement.targets[0].id
@@ -266,86 +247,20 @@ def _family(class_name: str, folder: Path, definitions: list[ast.ClassDef]) -> H
                     aliases |= ast.literal_eval(statement.value)
                 elif name == "ignore_keys_at_rope_validation":
                     rope_keys |= set(ast.literal_eval(statement.value))
-        for name in _names_in_methods(definition):
-            fields.setdefault(name, HfField(None))
     if "rope_parameters" in fields or "rope_theta" in fields:
-        fields.setdefault("rope_parameters", HfField(_parsed("dict | None")))
+        fields.setdefault("rope_parameters", _parsed("dict | None"))
         for name, words in _ROPE_TYPES.items():
-            if name not in fields or fields[name].annotation is None:
-                fields[name] = HfField(_parsed(words))
+            fields[name] = fields.get(name) or _parsed(words)
     return HfFamily(class_name, folder, fields, aliases, frozenset(rope_keys))
 
 
 @cache
-def _common_fields() -> Mapping[str, HfField]:
+def _common_fields() -> Mapping[str, ast.expr]:
     """Returns the fields that every config accepts."""
-    # The class is long, but declares its fields before its methods.
-    found = re.search(rf"^class {_BASE}\(.*?(?=^    def )", _text(_COMMON), re.MULTILINE | re.DOTALL)
-    assert found is not None, f"{_COMMON} of the installed transformers has no class {_BASE}"
-    [definition] = ast.parse(found[0]).body
-    assert isinstance(definition, ast.ClassDef)
-    declared = {name: HfField(annotation) for name, annotation in _annotations(definition).items()}
-    return declared | {name: HfField(_parsed(annotation)) for name, annotation in _FURTHER.items()}
-
-
-def _annotations(definition: ast.ClassDef) -> dict[str, ast.expr]:
-    """Returns the fields that a class declares, by name, without private ones and class variables."""
-    return {
-        statement.target.id: statement.annotation
-        for statement in definition.body
-        if isinstance(statement, ast.AnnAssign)
-        and isinstance(statement.target, ast.Name)
-        and not statement.target.id.startswith("_")
-        and not ast.unparse(statement.annotation).startswith("ClassVar")
-    }
-
-
-def _default(definition: ast.ClassDef, name: str) -> Any:
-    """Returns a field's default if it is a literal; None if it is computed or there is none."""
-    for statement in definition.body:
-        if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == name:
-            value = statement.value
-            if isinstance(value, ast.Call):  # validated_field(...)(default=0.02)
-                value = next((keyword.value for keyword in value.keywords if keyword.arg == "default"), None)
-            try:
-                return None if value is None else ast.literal_eval(value)
-            except ValueError:
-                return None
-    return None
-
-
-def _names_in_methods(definition: ast.ClassDef) -> set[str]:
-    """Returns the names that a class accepts without declaring them: keyword arguments, setters, attributes."""
-    names: set[str] = set()
-    for method in definition.body:
-        if not isinstance(method, ast.FunctionDef):
-            continue
-        names |= {
-            method.name
-            for decorator in method.decorator_list
-            if isinstance(decorator, ast.Attribute) and decorator.attr == "setter"
-        }
-        if method.name in ("__init__", "__post_init__"):
-            names |= {argument.arg for argument in (*method.args.args, *method.args.kwonlyargs)} - {"self"}
-        names |= {name for node in ast.walk(method) for name in _names_of(node)}
-    return {name for name in names if not name.startswith("_")}
-
-
-def _names_of(node: ast.AST) -> list[str]:
-    match node:
-        case ast.Call(
-            func=ast.Attribute(value=ast.Name("kwargs"), attr="pop" | "get" | "setdefault"),
-            args=[ast.Constant(str(name)), *_],
-        ):
-            return [name]
-        case ast.Subscript(value=ast.Name("kwargs"), slice=ast.Constant(str(name))):
-            return [name]
-        case ast.Compare(left=ast.Constant(str(name)), comparators=[ast.Name("kwargs")]):
-            return [name]
-        case ast.Assign(targets=[ast.Attribute(value=ast.Name("self"), attr=name)]):
-            return [name]
-        case _:
-            return []
+    definition = fields_of(_text(_COMMON), _BASE)
+    assert definition is not None, f"{_COMMON} of the installed transformers has no class {_BASE}"
+    declared = {name: found.annotation for name, found in annotated(definition).items()}
+    return declared | {name: _parsed(annotation) for name, annotation in _FURTHER.items()}
 
 
 @cache

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.config.installed.annotations import Annotations
+from nemo_offload_rl.config.installed.annotations import Annotations, annotated, fields_of
 from nemo_offload_rl.config.problems import KEYS_ALIKE, nearest, show
 
 _FILE, _CLASS = "engine/arg_utils.py", "EngineArgs"
@@ -36,14 +36,8 @@ def declared_arguments(folder: Path) -> Mapping[str, ast.expr]:
     path = folder / _FILE
     if not path.is_file():
         return {}
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    classes = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == _CLASS)
-    return {
-        field.target.id: field.annotation
-        for node in classes
-        for field in node.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
+    definition = fields_of(path.read_text(encoding="utf-8"), _CLASS)
+    return {} if definition is None else {name: field.annotation for name, field in annotated(definition).items()}
 
 
 def why_refused(name: str, value: Any, never: Container[str]) -> str | None:
@@ -63,5 +57,4 @@ def why_refused(name: str, value: Any, never: Container[str]) -> str | None:
         return f"is not an argument of the installed vLLM{f'; did you mean {close}?' if close else '; delete it'}"
     if value is None or _ANNOTATIONS.accepts(declared[name], value):
         return None
-    words = " or ".join(_ANNOTATIONS.words(declared[name]))
-    return f"is {show(value)}, but must be {words} for the installed vLLM"
+    return f"is {show(value)}, but must be {_ANNOTATIONS.words(declared[name])} for the installed vLLM"

@@ -14,8 +14,7 @@ DDP = f"{MEGATRON}.distributed_data_parallel_config"
 _OFF = (False, None)
 _NULL = (None,)
 _NOT_HERE = "is not supported here"
-_FP8 = "fp8 is not supported here yet"
-_FP4 = "fp4 is not supported here yet"
+_LOW_PRECISION = "fp8 and fp4 are not supported here yet"
 _CP = "context parallelism is not supported here yet"
 _MTP = "multi-token prediction is not supported here"
 _OLD_NAME = "is megatron-core's old name"
@@ -25,50 +24,48 @@ _CPU_OFFLOADING = "megatron-core's layer-wise cpu_offloading is not supported he
 _FINE_GRAINED = f"leave it at {{off}} or delete the key, and use {MEGATRON}.fine_grained_activation_offloading"
 
 
-def _fixed(section: str, names: str, why: str, values: tuple[Any, ...] = (), remedy: str = "") -> list[Row]:
-    return each(section, names, Kind.FIXED, why, values, remedy)
+def _fixed(names: str, why: str, values: tuple[Any, ...] = (), remedy: str = "") -> list[Row]:
+    return each(MEGATRON, names, Kind.FIXED, why, values, remedy)
+
+
+def _off_on_cpu(names: str, why: str, values: tuple[Any, ...] = _OFF) -> list[Row]:
+    return each(MEGATRON, names, Kind.OFF_ON_CPU, why, values)
 
 
 _FIXED = (
     *_fixed(
-        MEGATRON,
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels num_moe_experts "
-        "vocab_size position_embedding_type share_embeddings_and_output_weights multi_latent_attention is_hybrid_model "
-        "hf_model_id hf_model_revision experimental_attention_variant",
+        "vocab_size position_embedding_type share_embeddings_and_output_weights multi_latent_attention "
+        "is_hybrid_model hf_model_id hf_model_revision experimental_attention_variant",
         "comes from the model's Hugging Face config",
         remedy="set it there (policy.hf_config, policy.hf_config_overrides)",
     ),
     *_fixed(
-        MEGATRON,
         "params_dtype bf16 fp16 autocast_dtype",
         "follows from policy.precision",
         remedy="set that key instead",
     ),
-    *_fixed(MEGATRON, "enable_autocast", "follows from policy.precision", _OFF, "set that key instead"),
+    *_fixed("enable_autocast", "follows from policy.precision", _OFF, "set that key instead"),
     *_fixed(
-        MEGATRON,
         "perform_initialization use_cpu_initialization init_model_with_meta_device transformer_impl "
         "variable_seq_lengths calculate_per_token_loss deallocate_pipeline_outputs seq_length parallel_output "
         "should_pad_vocab use_te_rng_tracker hidden_dropout attention_dropout cross_entropy_loss_fusion "
         "restore_modelopt_state",
         "is set by this package for the device it runs on",
     ),
-    *_fixed(MEGATRON, "fp8 fp8_quantizer_factory quant_recipe optimizer.fp8_recipe", _FP8, _NULL),
     *_fixed(
-        MEGATRON,
-        "fp8_param fp8_output_proj fp8_dot_product_attention fp8_multi_head_attention moe_router_padding_for_fp8 "
-        "moe_router_padding_for_quantization use_kitchen optimizer.reuse_grad_buf_for_mxfp8_param_ag",
-        _FP8,
+        "fp8 fp8_quantizer_factory fp4 fp4_quantizer_factory quant_recipe optimizer.fp8_recipe", _LOW_PRECISION, _NULL
+    ),
+    *_fixed(
+        "fp8_param fp8_output_proj fp8_dot_product_attention fp8_multi_head_attention fp4_param use_kitchen "
+        "moe_router_padding_for_fp8 moe_router_padding_for_quantization optimizer.reuse_grad_buf_for_mxfp8_param_ag "
+        "distributed_data_parallel_config.fp8_param_gather distributed_data_parallel_config.fp4_param_gather "
+        "distributed_data_parallel_config.reuse_grad_buf_for_mxfp8_param_ag",
+        _LOW_PRECISION,
         _OFF,
     ),
-    *_fixed(DDP, "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag", _FP8, _OFF),
-    *_fixed(MEGATRON, "fp4 fp4_quantizer_factory", _FP4, _NULL),
-    *_fixed(MEGATRON, "fp4_param distributed_data_parallel_config.fp4_param_gather", _FP4, _OFF),
+    *_fixed("moe_layer_recompute", _OLD_NAME, _OFF, f"list moe in {MEGATRON}.recompute_modules, and delete it"),
     *_fixed(
-        MEGATRON, "moe_layer_recompute", _OLD_NAME, _OFF, f"list moe in {MEGATRON}.recompute_modules, and delete it"
-    ),
-    *_fixed(
-        MEGATRON,
         "cuda_graph_impl",
         "only graphs of Transformer Engine are captured here: local graphs are captured outside the training step, and "
         "full_iteration graphs fix the number of micro-batches",
@@ -76,40 +73,40 @@ _FIXED = (
         "use transformer_engine or none",
     ),
     *_fixed(
-        MEGATRON,
         "enable_cuda_graph external_cuda_graph",
         _OLD_NAME,
         _OFF,
         f"set {MEGATRON}.cuda_graph_impl to transformer_engine, and delete it",
     ),
     *_fixed(
-        MEGATRON,
         "cuda_graph_scope",
         _OLD_NAME,
         _NULL,
         f"list the modules in {MEGATRON}.cuda_graph_modules, and delete it",
     ),
     *_fixed(
-        MEGATRON,
         "inference_cuda_graph_scope",
         "CUDA graphs of Megatron's inference are not supported here",
         (None, "none"),
         f"leave it at {{off}} ({MEGATRON}.cuda_graph_modules is for training)",
     ),
-    *_fixed(MEGATRON, "context_parallel_size", _CP, (1,)),
-    *_fixed(MEGATRON, "hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank cp_comm_type", _CP, _NULL),
-    *_fixed(MEGATRON, "hybrid_context_parallel", _CP, _OFF),
-    *_fixed(MEGATRON, "tp_comm_overlap", "needs user buffers of Transformer Engine, which are not set up here", _OFF),
+    *_fixed("context_parallel_size", _CP, (1,)),
+    *_fixed("hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank cp_comm_type", _CP, _NULL),
+    *_fixed("hybrid_context_parallel", _CP, _OFF),
+    *_fixed("tp_comm_overlap", "needs user buffers of Transformer Engine, which are not set up here", _OFF),
     *_fixed(
-        MEGATRON,
         "pipeline_model_parallel_comm_backend",
         "is read by Megatron's own start of distributed training, which is not used here: pipeline stages send with "
         "the backend of all groups",
         (None, "nccl"),
     ),
-    *_fixed(MEGATRON, "gtp_weight_remat_size expert_gtp_weight_remat_size", _NOT_HERE, (1,)),
     *_fixed(
-        MEGATRON,
+        "gtp_weight_remat_size expert_gtp_weight_remat_size "
+        "distributed_data_parallel_config.num_distributed_optimizer_instances",
+        _NOT_HERE,
+        (1,),
+    ),
+    *_fixed(
         "tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards",
         "more shards of a weight than tensor_model_parallel_size are not supported here",
         _NULL,
@@ -118,7 +115,6 @@ _FIXED = (
     # megatron-core reads overlap_dispatch_backward_with_experts_wgrad only with its FSDP, but Transformer Engine always
     # does: expert weights then get gradients before these are written.
     *_fixed(
-        MEGATRON,
         "overlap_moe_expert_parallel_comm ep_overlap_early_attn_memory_release delay_wgrad_compute "
         "overlap_dispatch_backward_with_experts_wgrad defer_embedding_wgrad_compute moe_enable_routing_replay "
         "heterogeneous_block_specs use_inference_optimized_layers test_mode "
@@ -128,108 +124,87 @@ _FIXED = (
         _OFF,
     ),
     *_fixed(
-        MEGATRON,
         "moe_expert_rank_capacity_factor num_microbatches_with_partial_activation_checkpoints",
         _NOT_HERE,
         _NULL,
     ),
-    *_fixed(MEGATRON, "cpu_offloading", _CPU_OFFLOADING, _OFF, _FINE_GRAINED),
-    *_fixed(MEGATRON, "cpu_offloading_num_layers", _CPU_OFFLOADING, (0,), _FINE_GRAINED),
+    *_fixed("cpu_offloading", _CPU_OFFLOADING, _OFF, _FINE_GRAINED),
+    *_fixed("cpu_offloading_num_layers", _CPU_OFFLOADING, (0,), _FINE_GRAINED),
     *_fixed(
-        MEGATRON,
         "moe_paged_stash",
         "megatron-core's paged stash is not supported here",
         _OFF,
         f"leave it at {{off}}, and name expert_fc1 and moe_act in {MEGATRON}.offload_modules",
     ),
-    *_fixed(MEGATRON, "mtp_num_layers", _MTP, (0, None)),
-    *_fixed(MEGATRON, "mtp_enabled mtp_standalone", _MTP, _OFF),
-    *_fixed(MEGATRON, "mtp_hybrid_override_pattern", _MTP, _NULL),
+    *_fixed("mtp_num_layers", _MTP, (0, None)),
+    *_fixed("mtp_enabled mtp_standalone", _MTP, _OFF),
+    *_fixed("mtp_hybrid_override_pattern", _MTP, _NULL),
     *_fixed(
-        MEGATRON,
         "moe_token_dropping",
         _NOT_READ,
         _OFF,
         f"leave it at {{off}}, and set {MEGATRON}.moe_expert_capacity_factor to drop tokens",
     ),
-    *_fixed(OPTIMIZER, "fp16", "float16 training is not supported here", (False,), "use bfloat16"),
+    *_fixed("optimizer.fp16", "float16 training is not supported here", (False,), "use bfloat16"),
     *_fixed(
-        OPTIMIZER,
-        "pin_cpu_grads pin_cpu_params",
+        "optimizer.pin_cpu_grads optimizer.pin_cpu_params",
         "host memory of the CPU optimizer is always page-locked here",
         (True,),
     ),
     *_fixed(
-        OPTIMIZER,
-        "main_grads_dtype",
+        "optimizer.main_grads_dtype",
         _NOT_READ,
         ("float32", None),
         f"leave it at {{off}}, and set the gradients' type with {DDP}.grad_reduce_in_fp32",
     ),
     *_fixed(
-        OPTIMIZER,
-        "optimizer_cuda_graph",
+        "optimizer.optimizer_cuda_graph",
         "the optimizer's step is not captured here",
         _OFF,
         f"leave it at {{off}} ({MEGATRON}.cuda_graph_modules lists the parts that are)",
     ),
-    *_fixed(OPTIMIZER, "overlap_param_gather", f"is set in {DDP}", remedy="delete it here"),
-    *_fixed(DDP, "use_distributed_optimizer", f"is set in {OPTIMIZER}", remedy="delete it here"),
-    *_fixed(DDP, "use_custom_fsdp use_megatron_fsdp", "Megatron-FSDP is not supported here", _OFF),
-    *_fixed(DDP, "num_buckets", _OWN_TRAINER, _NULL, "delete it, and set bucket_size"),
+    *_fixed("optimizer.overlap_param_gather", f"is set in {DDP}"),
+    *_fixed("distributed_data_parallel_config.use_distributed_optimizer", f"is set in {OPTIMIZER}"),
     *_fixed(
-        DDP,
-        "nccl_ub disable_symmetric_registration",
+        "distributed_data_parallel_config.use_custom_fsdp distributed_data_parallel_config.use_megatron_fsdp",
+        "Megatron-FSDP is not supported here",
+        _OFF,
+    ),
+    *_fixed("distributed_data_parallel_config.num_buckets", _OWN_TRAINER, _NULL, "delete it, and set bucket_size"),
+    *_fixed(
+        "distributed_data_parallel_config.nccl_ub distributed_data_parallel_config.disable_symmetric_registration",
         "registers buffers with NCCL, which the offloader moves into memory of its own: they would take the "
         "memory twice, and NCCL would use none of it",
         _OFF,
     ),
-    *_fixed(DDP, "average_in_collective", "gradients are summed over ranks here", _OFF),
-    *_fixed(DDP, "num_distributed_optimizer_instances", _NOT_HERE, (1,)),
+    *_fixed("distributed_data_parallel_config.average_in_collective", "gradients are summed over ranks here", _OFF),
 )
 
 _TE = "needs Transformer Engine on a GPU"
 _GRAPHS = "needs CUDA graphs of Transformer Engine"
-_FOLLOWS = "follows optimizer.use_precision_aware_optimizer, which " + _TE
 
 _OFF_ON_CPU = (
-    *each(
-        MEGATRON,
+    *_off_on_cpu(
         "apply_rope_fusion fused_single_qkv_rope moe_permute_fusion moe_router_fusion use_te_activation_func "
         "use_transformer_engine_op_fuser fine_grained_activation_offloading optimizer.use_precision_aware_optimizer",
-        Kind.OFF_ON_CPU,
         _TE,
-        _OFF,
     ),
-    *each(
-        MEGATRON,
+    *_off_on_cpu(
         "bias_activation_fusion bias_dropout_fusion gradient_accumulation_fusion masked_softmax_fusion "
         "persist_layer_norm moe_grouped_gemm moe_enable_deepep use_fused_weighted_squared_relu",
-        Kind.OFF_ON_CPU,
         "needs a GPU",
-        _OFF,
     ),
-    *each(
-        MEGATRON,
+    *_off_on_cpu(
         "moe_shared_expert_overlap distributed_data_parallel_config.overlap_param_gather "
         "distributed_data_parallel_config.overlap_grad_reduce",
-        Kind.OFF_ON_CPU,
         "needs CUDA streams",
-        _OFF,
     ),
-    Row(f"{MEGATRON}.delay_offload_until_cuda_graph", Kind.OFF_ON_CPU, _GRAPHS, _OFF),
-    Row(f"{MEGATRON}.cuda_graph_impl", Kind.OFF_ON_CPU, _GRAPHS, ("none", None)),
-    Row(
-        f"{OPTIMIZER}.optimizer_cpu_offload",
-        Kind.OFF_ON_CPU,
-        "needs a GPU; here the whole optimizer runs on the CPU",
-        _OFF,
-    ),
-    *each(
-        OPTIMIZER,
-        "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
-        Kind.OFF_ON_CPU,
-        _FOLLOWS,
+    *_off_on_cpu("delay_offload_until_cuda_graph", _GRAPHS),
+    *_off_on_cpu("cuda_graph_impl", _GRAPHS, ("none", None)),
+    *_off_on_cpu("optimizer.optimizer_cpu_offload", "needs a GPU; here the whole optimizer runs on the CPU"),
+    *_off_on_cpu(
+        "optimizer.main_grads_dtype optimizer.main_params_dtype optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype",
+        "follows optimizer.use_precision_aware_optimizer, which " + _TE,
         ("float32", None),
     ),
 )

@@ -28,15 +28,14 @@ _NO_MEDIA = "leave it at {off} or delete the key, and train on text alone"
 _QUANTISED = "quantised weights"
 _NOT_QUANTISED = "leave it at {off} or delete the key; weights have the dtype policy.precision"
 _ALL_WEIGHTS = "leave it at {off} or delete the key; all weights are trained"
-_KEY_OF_EACH = "write it into data.train and data.validation"
 _IN_DEFAULT = "write it into data.default, or into data.train and data.validation"
 _FOLDER = "name its folder in data_path"
 _LOGGERS = "use tensorboard_enabled or wandb_enabled"
 _MEGATRON = "policy.megatron_cfg"
 _VLLM = ("policy.generation.backend", "vllm")
 _OTHER_BACKEND = "tunes the vLLM backend; read with policy.generation.backend: vllm alone"
-_GYM = "tunes NeMo Gym, which is not in use"
-_TRANSPORTS = "tunes NeMo-RL's refit transports, which are not in use"
+_RUN_FOLDER = "TensorBoard files go into the run folder"
+_QUANTISED_OFF = "tunes quantised weights, which are not in use"
 _NOT_READ = "NeMo-RL does not read it either; "
 _ALWAYS_ON = "its memory saving is always on here: "
 _LORA = (
@@ -44,13 +43,26 @@ _LORA = (
     "lora_B_init_method lora_dtype match_all_linear target_modules use_triton"
 )
 
+# Key of policy.generation.vllm_cfg: the only value that it may have, and what another one would turn on.
+_VLLM_ONLY: dict[str, tuple[Any, str]] = {
+    "pipeline_parallel_size": (1, "pipeline parallelism in vLLM"),
+    "load_format": ("dummy", "weights of an engine from elsewhere than the first refit"),
+    "kv_cache_dtype": ("auto", "a quantised KV cache"),
+    "skip_tokenizer_init": (True, "texts instead of token ids as an engine's prompts and answers"),
+    "logprobs_mode": ("processed_logprobs", "log-probs of another distribution than the one that vLLM samples from"),
+    "num_first_layers_in_bf16": (0, "fp8 generation"),
+    "num_last_layers_in_bf16": (0, "fp8 generation"),
+    "use_deep_gemm": (False, "fp8 generation"),
+    "http_refit_server_port": (None, "refits over HTTP"),
+    "zmq_refit_server_port": (None, "refits over ZeroMQ"),
+    "reset_encoder_cache_after_weight_update": (False, "multimodal models"),
+}
+
 NEMO_RL_ROWS: tuple[Row, ...] = (
     # The rest of the vLLM backend's rows then find nothing.
     Row("policy.generation.vllm_cfg", Kind.NOT_IN_USE, _OTHER_BACKEND, unless=_VLLM),
     Row("policy.generation.vllm_kwargs", Kind.NOT_IN_USE, _OTHER_BACKEND, unless=_VLLM),
-    _off(
-        "async_rl", "asynchronous GRPO by a single controller", _NO_SECTION, "delete the section; steps are synchronous"
-    ),
+    _off("async_rl", "asynchronous GRPO by one controller", _NO_SECTION, "delete the section; steps are synchronous"),
     _off("on_policy_distillation", "on-policy distillation", _NULL),
     _off(
         "checkpointing.save_consolidated",
@@ -58,7 +70,7 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
         remedy="run `nemo-offload-rl export CHECKPOINT FOLDER` afterwards",
     ),
     _off("data.default.subset", "a subset of a dataset on the hub", _NULL, _FOLDER),
-    _off("data.dataset_name", "dataset_name in the section data itself", _NULL, _KEY_OF_EACH),
+    _off("data.dataset_name", "dataset_name in the section data itself", _NULL, _IN_DEFAULT),
     _off("data.prompt_file", "a prompt file in the section data itself", _NULL, _IN_DEFAULT),
     _off("data.system_prompt_file", "a system prompt in the section data itself", _NULL, _IN_DEFAULT),
     _off("data.train.subset", "a subset of a dataset on the hub", _NULL, _FOLDER),
@@ -78,9 +90,7 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
     ),
     _off("env.nemo_gym", "NeMo Gym", _NO_SECTION, "delete the section; your own environments can have any other name"),
     _off("env.*.verifier_type", "verifiers of multiple-choice answers", ("math", None)),
-    _off(
-        "env.should_use_nemo_gym", "NeMo Gym", remedy="set it to {off}; answers are judged by the environments of env"
-    ),
+    _off("env.should_use_nemo_gym", "NeMo Gym", remedy="set it to {off}; the environments of env judge answers"),
     _off("grpo.debug_payload_metrics", "metrics of the data sent between processes"),
     _off("grpo.deduplicate_multimodal_data", f"sharing {_MEDIA}", remedy=_NO_MEDIA),
     _off("grpo.invalid_tool_call_advantage", "tool calls", _NULL),
@@ -101,16 +111,17 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
     _off("loss_fn.use_kl_in_reward", "the KL penalty as part of the reward", remedy="use reference_policy_kl_penalty"),
     _off("policy.generation.quant_cfg", _QUANTISED, _NULL, _NOT_QUANTISED),
     _off("policy.generation.real_quant", _QUANTISED, remedy=_NOT_QUANTISED),
+    *(_off(f"policy.generation.vllm_cfg.{name}", what, (only,)) for name, (only, what) in _VLLM_ONLY.items()),
     _off("policy.generation.vllm_cfg.enable_return_routed_experts", "router replay"),
-    _off(
-        "policy.generation.vllm_cfg.expose_http_server",
-        "an HTTP server of the engine",
-        remedy="set it to {off} or delete the key; only the driver sends requests to engines",
-    ),
+    _off("policy.generation.vllm_cfg.expose_http_server", "requests to engines from elsewhere than the driver"),
     _off("policy.generation.vllm_cfg.is_mx", _QUANTISED, remedy=_NOT_QUANTISED),
     _off("policy.generation.vllm_cfg.limit_mm_per_prompt", _MEDIA, _NO_SECTION, _NO_MEDIA),
     _off("policy.generation.vllm_cfg.video", _MEDIA, _NO_SECTION, _NO_MEDIA),
     _off("policy.is_vlm", "a vision or audio model", remedy="set policy.model_name to a text-only model"),
+    _off(
+        f"{_MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable",
+        "the fully reshardable format, from which megatron-core 0.19.2 restores wrong optimizer state",
+    ),
     _off(f"{_MEGATRON}.clear_memory_caches_before_refit", "clearing Megatron's caches before a refit"),
     *(
         _off(f"{_MEGATRON}.freeze_{part}", "a frozen part of the model", remedy=_ALL_WEIGHTS)
@@ -159,89 +170,65 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
     ),
     *_switched_off(f"{_MEGATRON}.fp8_cfg", "fp8", "fp8 fp8_param fp8_recipe"),
     *_switched_off(f"{_MEGATRON}.peft", "LoRA", _LORA),
-    Row(
-        "checkpointing.model_save_format",
-        Kind.NOT_IN_USE,
-        "is for the DTensor policy; Megatron's checkpoints have one format",
-    ),
-    Row("data.num_workers", Kind.NOT_IN_USE, "batches are prepared in the driver"),
-    Row("env.*.stop_strings", Kind.NO_EFFECT, _NOT_READ + "policy.generation.stop_strings ends answers"),
-    *each("env", "should_log_nemo_gym_responses should_mask_flagged_samples", Kind.NOT_IN_USE, _GYM),
-    Row("grpo.adv_estimator.minus_baseline", Kind.NOT_IN_USE, "is read by other estimators than grpo"),
-    Row(
-        "grpo.reward_shaping.reasoning_length",
-        Kind.NOT_IN_USE,
-        "tunes reward shaping by the length of the reasoning, which is off",
-    ),
-    Row(
-        "grpo.zero_variance_prompt_filtering",
-        Kind.NO_EFFECT,
-        _NOT_READ + "grpo.use_dynamic_sampling drops prompts whose rewards are all equal",
-    ),
-    Row("logger.mlflow", Kind.NOT_IN_USE, "tunes mlflow_enabled, which is off"),
-    Row("logger.swanlab", Kind.NOT_IN_USE, "tunes swanlab_enabled, which is off"),
-    Row("logger.tensorboard.log_dir", Kind.NO_EFFECT, "TensorBoard files go into the run folder"),
-    Row("logger.tensorboard", Kind.NOT_IN_USE, "TensorBoard files go into the run folder"),
-    Row(
-        "policy.generation.mcore_generation_config",
-        Kind.NOT_IN_USE,
-        "tunes generation with Megatron, which is not in use",
-    ),
-    *each("policy.generation", "port_range_high port_range_low", Kind.NOT_IN_USE, "engines open no port to others"),
-    *each(
-        "policy",
-        "disable_modelopt_layer_spec generation.real_quant_export_cpu_offload generation.real_quant_ignore "
-        "generation.vllm_cfg.quantization_ignore_patterns generation.vllm_cfg.quantization_ignored_layer_kws "
-        "quant_batch_size quant_calib_data quant_calib_size quant_sequence_length",
-        Kind.NOT_IN_USE,
-        "tunes quantised weights, which are not in use",
-    ),
-    *each(
-        "policy.generation",
-        "dynamo_cfg sglang_cfg sglang_kwargs trtllm_cfg trtllm_kwargs",
-        Kind.NOT_IN_USE,
-        "tunes a backend of generation that this package lacks",
-    ),
-    *each("policy.generation", "refit_cfg vllm_cfg.refit_with_reload_api", Kind.NOT_IN_USE, _TRANSPORTS),
-    Row(
-        "policy.generation.vllm_cfg.cap_max_tokens_to_context",
-        Kind.NO_EFFECT,
-        "a prompt plus its answer never exceeds policy.max_total_sequence_length",
-    ),
-    Row(
-        "policy.generation.vllm_cfg.enable_expert_parallel",
-        Kind.NO_EFFECT,
-        _NOT_READ + "policy.generation.vllm_cfg.expert_parallel_size above 1 turns it on",
-    ),
-    *each(
-        "policy.generation.vllm_cfg",
-        "enable_vllm_metrics_logger http_refit_api_key_env_var http_server_serving_chat_kwargs "
-        "reasoning_parser_plugin tool_parser_plugin vllm_metrics_logger_interval",
-        Kind.NOT_IN_USE,
-        "is for vLLM's asynchronous engine or its servers, which are not in use",
-    ),
-    Row("policy.generation.vllm_cfg.use_tqdm", Kind.NOT_IN_USE, "engines have no terminal to draw a progress bar on"),
-    Row(f"{_MEGATRON}.converter_type", Kind.NO_EFFECT, "the model's Hugging Face config determines its architecture"),
-    Row(
-        f"{_MEGATRON}.defer_fp32_logits",
-        Kind.NO_EFFECT,
-        _ALWAYS_ON + "logits have the dtype policy.precision, and float32 values are computed from them in chunks of "
-        "tokens",
-    ),
-    Row(
-        "policy.sequence_packing.fuse_loss",
-        Kind.NO_EFFECT,
-        _ALWAYS_ON + "log-probs and loss of a packed row are computed in one pass",
-    ),
-    Row(f"{_MEGATRON}.force_reconvert_from_hf", Kind.NOT_IN_USE, "weights are always read from the Hugging Face files"),
-    Row(
-        f"{_MEGATRON}.track_moe_metrics",
-        Kind.NO_EFFECT,
-        _NOT_READ + "the experts' auxiliary losses are logged wherever the recipe has them",
+    *(
+        Row(key, Kind.NO_EFFECT, why)
+        for key, why in {
+            "env.*.stop_strings": _NOT_READ + "policy.generation.stop_strings ends answers",
+            "grpo.zero_variance_prompt_filtering": _NOT_READ
+            + "grpo.use_dynamic_sampling drops prompts whose rewards are all equal",
+            "logger.tensorboard.log_dir": _RUN_FOLDER,
+            "policy.generation.vllm_cfg.cap_max_tokens_to_context": "a prompt plus its answer never exceeds "
+            "policy.max_total_sequence_length",
+            "policy.generation.vllm_cfg.enable_expert_parallel": _NOT_READ
+            + "policy.generation.vllm_cfg.expert_parallel_size above 1 turns it on",
+            f"{_MEGATRON}.converter_type": "the model's Hugging Face config determines its architecture",
+            f"{_MEGATRON}.defer_fp32_logits": _ALWAYS_ON + "logits have the dtype policy.precision, and float32 values "
+            "are computed from them in chunks of tokens",
+            "policy.sequence_packing.fuse_loss": _ALWAYS_ON
+            + "log-probs and loss of a packed row are computed in one pass",
+            f"{_MEGATRON}.track_moe_metrics": _NOT_READ
+            + "the experts' auxiliary losses are logged wherever the recipe has them",
+            "policy.optimizer": f"only the DTensor policy reads it; Megatron reads {_MEGATRON}.optimizer",
+            "policy.scheduler": f"only the DTensor policy reads it; Megatron reads {_MEGATRON}.scheduler",
+        }.items()
     ),
     *(
-        Row(f"policy.{name}", Kind.NO_EFFECT, f"only the DTensor policy reads it; Megatron reads {_MEGATRON}.{name}")
-        for name in ("optimizer", "scheduler")
+        row
+        for why, keys in {
+            "is for the DTensor policy; Megatron's checkpoints have one format": "checkpointing.model_save_format",
+            "batches are prepared in the driver": "data.num_workers",
+            "tunes NeMo Gym, which is not in use": "env.should_log_nemo_gym_responses env.should_mask_flagged_samples",
+            "is read by other estimators than grpo": "grpo.adv_estimator.minus_baseline",
+            "tunes reward shaping by the length of the reasoning, which is off": "grpo.reward_shaping.reasoning_length",
+            "tunes mlflow_enabled, which is off": "logger.mlflow",
+            "tunes swanlab_enabled, which is off": "logger.swanlab",
+            _RUN_FOLDER: "logger.tensorboard",
+            "weights are always read from the Hugging Face files": f"{_MEGATRON}.force_reconvert_from_hf",
+        }.items()
+        for row in (Row(key, Kind.NOT_IN_USE, why) for key in keys.split())
+    ),
+    *(
+        row
+        for why, names in {
+            "tunes generation with Megatron, which is not in use": "mcore_generation_config",
+            "engines open no port to others": "port_range_high port_range_low",
+            "tunes a backend of generation that this package lacks": "dynamo_cfg sglang_cfg sglang_kwargs trtllm_cfg "
+            "trtllm_kwargs",
+            "tunes NeMo-RL's refit transports, which are not in use": "refit_cfg vllm_cfg.refit_with_reload_api",
+            "is for vLLM's asynchronous engine or servers, which are not in use": "vllm_cfg.reasoning_parser_plugin "
+            "vllm_cfg.enable_vllm_metrics_logger vllm_cfg.http_refit_api_key_env_var vllm_cfg.tool_parser_plugin "
+            "vllm_cfg.http_server_serving_chat_kwargs vllm_cfg.vllm_metrics_logger_interval",
+            "engines have no terminal to draw a progress bar on": "vllm_cfg.use_tqdm",
+            _QUANTISED_OFF: "real_quant_export_cpu_offload real_quant_ignore vllm_cfg.quantization_ignore_patterns "
+            "vllm_cfg.quantization_ignored_layer_kws",
+        }.items()
+        for row in each("policy.generation", names, Kind.NOT_IN_USE, why)
+    ),
+    *each(
+        "policy",
+        "disable_modelopt_layer_spec quant_batch_size quant_calib_data quant_calib_size quant_sequence_length",
+        Kind.NOT_IN_USE,
+        _QUANTISED_OFF,
     ),
     *(
         Row(key, Kind.OTHER_VALUE, "is not supported here", remedy=remedy)

@@ -1,165 +1,15 @@
-"""Holds the values of absent keys, and fills them in: the only place where a recipe's defaults are resolved."""
+"""Fills in the values of absent keys: the schema's (`IfAbsent`), and those that other keys decide."""
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args, get_origin, is_typeddict
 
-from nemo_offload_rl.config.schema.value_types import is_import_path
+from nemo_offload_rl.config.algorithms import ALGORITHMS
+from nemo_offload_rl.config.keys.section_kinds import is_kind
+from nemo_offload_rl.config.keys.tree import alternatives, hints_of, if_absent
+from nemo_offload_rl.config.schema import GRPOMasterConfig
+from nemo_offload_rl.config.schema.residency import ResidencyConfig
 from nemo_offload_rl.named_datasets import NAMED_DATASETS
-
-# Full path of an optional key: its value if it is absent. A section comes before its keys.
-IF_ABSENT: Mapping[str, Any] = {
-    "policy.generation.colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
-    "policy.generation.colocated.resources": {"gpus_per_node": None, "num_nodes": None},
-    "policy.generation.colocated.resources.gpus_per_node": None,
-    "policy.generation.colocated.resources.num_nodes": None,
-    "policy.generation.stop_strings": None,
-    "policy.generation.ignore_eos": False,
-    "policy.generation.bad_words": None,
-    "policy.generation.vllm_cfg.build_beside_policy": "auto",
-    "policy.skip_model_check": False,
-    "policy.unchecked_megatron_fields": False,
-    "policy.trust_remote_code": False,
-    "policy.max_grad_norm": None,
-    "policy.sequence_packing": {"enabled": False},
-    "policy.max_skipped_steps": 0,
-    "policy.refit_buffer_size_gb": 1.0,
-    "policy.verify_refit": False,
-    "policy.logprob_chunk_size": None,
-    "policy.megatron_cfg.use_fused_linear_logprobs": False,
-    "policy.megatron_cfg.fused_linear_logprobs_chunk_size": 256,
-    "policy.megatron_cfg.scheduler.override_opt_param_scheduler": True,
-    "policy.megatron_cfg.moe_per_layer_logging": False,
-    "policy.megatron_cfg.recompute_granularity": "full",
-    "policy.megatron_cfg.recompute_modules": None,
-    "policy.megatron_cfg.mlp_tile_tokens": None,
-    "policy.megatron_cfg.fine_grained_activation_offloading": False,
-    "policy.megatron_cfg.offload_modules": None,
-    "policy.megatron_cfg.cuda_graph_impl": "none",
-    "policy.megatron_cfg.cuda_graph_modules": [],
-    "policy.megatron_cfg.cuda_graph_warmup_steps": 3,
-    "policy.offload_optimizer_for_refit": None,
-    "policy.use_pinned_optimizer_offload": True,
-    "policy.residency": {},
-    "policy.residency.verify": False,
-    "policy.residency.huge_pages": True,
-    "policy.residency.host_memory_limit_gib": None,
-    "policy.residency.stream_window_mib": 512,
-    "policy.residency.generation_weights": None,
-    "policy.residency.table": None,
-    "policy.activation_offload": {},
-    "policy.activation_offload.strict": False,
-    "policy.activation_offload.host_memory_limit_gib": None,
-    "policy.numa": "auto",
-    "policy.megatron_cfg.checkpoint": {
-        "async_save": False,
-        "ckpt_assume_constant_structure": False,
-        "dist_ckpt_optim_fully_reshardable": False,
-    },
-    "policy.megatron_cfg.checkpoint.async_save": False,
-    "policy.megatron_cfg.checkpoint.ckpt_assume_constant_structure": False,
-    "policy.megatron_cfg.checkpoint.dist_ckpt_optim_fully_reshardable": False,
-    "cluster.segment_size": None,
-    "cluster.max_restarts": 0,
-    "logger.monitor_gpus": False,
-    "logger.num_val_samples_to_print": 0,
-    "logger.gpu_monitoring": {"collection_interval": 10, "flush_interval": 10},
-    "logger.gpu_monitoring.collection_interval": 10,
-    "logger.gpu_monitoring.flush_interval": 10,
-    "checkpointing.keep_top_k": None,
-    "checkpointing.save_optimizer": True,
-    "checkpointing.ft_save_period": None,
-    "checkpointing.ft_keep_latest_k": None,
-    "checkpointing.on_damaged": "error",
-    "checkpointing.grace_period_s": None,
-    "checkpointing.checkpoint_must_save_by": None,
-    "loss_fn.reference_policy_kl_penalty": 0.01,
-    "loss_fn.reference_policy_kl_type": "k3",
-    "loss_fn.kl_input_clamp_value": 20.0,
-    "loss_fn.kl_output_clamp_value": 10.0,
-    "loss_fn.ratio_clip_min": 0.2,
-    "loss_fn.ratio_clip_max": 0.2,
-    "loss_fn.ratio_clip_c": None,
-    "loss_fn.token_level_loss": True,
-    "loss_fn.use_importance_sampling_correction": False,
-    "loss_fn.sequence_level_importance_ratios": False,
-    "loss_fn.disable_ppo_ratio": False,
-    "loss_fn.force_on_policy_ratio": False,
-    "loss_fn.use_on_policy_kl_approximation": False,
-    "loss_fn.use_cispo": False,
-    "loss_fn.truncated_importance_sampling_type": None,
-    "loss_fn.truncated_importance_sampling_ratio": None,
-    "loss_fn.truncated_importance_sampling_ratio_min": None,
-    "grpo.num_prompts_per_step": 32,
-    "grpo.num_generations_per_prompt": 16,
-    "grpo.max_num_steps": 1_000_000,
-    "grpo.max_num_epochs": 1,
-    "grpo.adv_estimator.name": "grpo",
-    "grpo.adv_estimator.normalize_rewards": True,
-    "grpo.adv_estimator.use_leave_one_out_baseline": True,
-    "grpo.overlong_filtering": False,
-    "grpo.seq_logprob_error_threshold": None,
-    "grpo.skip_reference_policy_logprobs_calculation": False,
-    "grpo.use_dynamic_sampling": False,
-    "grpo.dynamic_sampling_max_gen_batches": 10,
-    "grpo.val_period": 10,
-    "grpo.val_at_start": False,
-    "grpo.val_at_end": False,
-    "grpo.max_val_samples": 256,
-    "grpo.val_batch_size": 256,
-    "grpo.seed": 42,
-    "grpo.advantage_clip_low": None,
-    "grpo.advantage_clip_high": None,
-    "grpo.batch_multiplier": 1,
-    "grpo.token_mult_prob_error_limit": None,
-    "grpo.val_num_generations_per_prompt": 1,
-    "grpo.reward_scaling.enabled": False,
-    "grpo.reward_scaling.source_min": 0.0,
-    "grpo.reward_scaling.source_max": 1.0,
-    "grpo.reward_scaling.target_min": 0.0,
-    "grpo.reward_scaling.target_max": 1.0,
-    "grpo.reward_shaping.enabled": False,
-    "grpo.reward_shaping.overlong_buffer_length": None,
-    "grpo.reward_shaping.overlong_buffer_penalty": None,
-    "grpo.reward_shaping.max_response_length": None,
-    "grpo.reward_shaping.stop_properly_penalty_coef": None,
-    "sft.max_num_steps": 60,
-    "sft.max_num_epochs": 1,
-    "sft.val_period": 10,
-    "sft.val_at_start": True,
-    "sft.val_at_end": False,
-    "sft.val_batches": 8,
-    "sft.val_global_batch_size": 32,
-    "sft.val_micro_batch_size": 1,
-    "sft.only_unmask_final": False,
-    "sft.seed": 42,
-    "dpo.max_num_steps": 150,
-    "dpo.max_num_epochs": 1,
-    "dpo.val_period": 25,
-    "dpo.val_at_start": True,
-    "dpo.val_at_end": False,
-    "dpo.val_batches": 8,
-    "dpo.val_global_batch_size": 8,
-    "dpo.val_micro_batch_size": 1,
-    "dpo.seed": 42,
-    "dpo.reference_policy_kl_penalty": 0.05,
-    "dpo.preference_loss_weight": 1.0,
-    "dpo.sft_loss_weight": 0.0,
-    "dpo.preference_average_log_probs": False,
-    "dpo.sft_average_log_probs": False,
-}
-
-_SPECIAL_TOKENS = {"data.add_bos": True, "data.add_eos": True, "data.add_generation_prompt": False}
-
-# The same for keys that only recipes of some algorithms have, by the algorithm's section.
-IF_ABSENT_IN: Mapping[str, Mapping[str, Any]] = {"dpo": _SPECIAL_TOKENS, "sft": _SPECIAL_TOKENS}
-
-# The same for keys of `data.train` and `data.validation`, and for further ones of `data.train`, by dataset_name.
-IF_ABSENT_IN_DATASET: Mapping[str, Mapping[str, Any]] = {
-    "ResponseDataset": {"input_key": "input", "output_key": "output"},
-    "BinaryPreferenceDataset": {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"},
-}
-IF_ABSENT_IN_TRAINING: Mapping[str, Mapping[str, Any]] = {"ResponseDataset": {"seed": 42}}
 
 # Keys of a dataset that `data.default` may hold for all datasets (nemo_rl/data/datasets/utils.py,
 # `update_single_dataset_config`).
@@ -171,20 +21,19 @@ SHARED_DATASET_KEYS = (
 MATH_ENVIRONMENTS = ("math", "math_default")
 MATH_VERIFY_IMPL = "hf_math_verify"
 
-# The same for keys of `env.NAME` with a `math_verify_impl`, and with `reward: python`, whose function may keep a state,
-# or ask a model.
-IF_ABSENT_WITH_MATH_VERIFY: Mapping[str, Any] = {"num_workers": 8, "time_limit_s": 10.0}
-IF_ABSENT_WITH_PYTHON: Mapping[str, Any] = {"num_workers": 1, "time_limit_s": 60.0}
+# Absent keys of `env.NAME` with a `math_verify_impl`, and with `reward: python`, whose function may keep a state or ask
+# a model.
+IF_ABSENT_WITH_MATH_VERIFY: dict[str, Any] = {"num_workers": 8, "time_limit_s": 10.0}
+IF_ABSENT_WITH_PYTHON: dict[str, Any] = {"num_workers": 1, "time_limit_s": 60.0}
 
 # `policy.generation.vllm_kwargs.max_num_seqs` with vLLM: sequences that an engine runs at once, as many as vLLM
 # captures CUDA graphs for. vLLM's own default, 256 or 1024, depends on the GPU, which the plan would have to know.
 MAX_NUM_SEQS = 512
 
-# Full path of a section that a recipe may write as `auto`: the keys that this sets to auto; the others get their values
-# as absent keys.
-AUTO_SECTIONS: Mapping[str, Mapping[str, Any]] = {
-    "policy.residency": {"table": {"generate": {"params": "auto", "optimizer_state": "auto"}}}
-}
+# The section that a recipe may write as `auto`, and the keys that this sets to auto; the others get their values as
+# absent keys.
+RESIDENCY = "policy.residency"
+_AUTO: Mapping[str, Any] = {"table": {"generate": {"params": "auto", "optimizer_state": "auto"}}}
 
 
 def section_of_auto(path: str, value: Any) -> dict[str, Any] | None:
@@ -194,16 +43,11 @@ def section_of_auto(path: str, value: Any) -> dict[str, Any] | None:
         path: the section's full path.
         value: the recipe's value at this path.
     """
-    if value != "auto" or path not in AUTO_SECTIONS:
+    if value != "auto" or path != RESIDENCY:
         return None
-    absent = {key.removeprefix(f"{path}."): value for key, value in IF_ABSENT.items() if key.rpartition(".")[0] == path}
-    return copy.deepcopy({**absent, **AUTO_SECTIONS[path]})
-
-
-def _if_absent_in_environment(environment: Mapping[str, Any]) -> Mapping[str, Any]:
-    if environment.get("math_verify_impl") is not None:
-        return IF_ABSENT_WITH_MATH_VERIFY
-    return IF_ABSENT_WITH_PYTHON if environment.get("reward") == "python" else {}
+    section = copy.deepcopy(dict(_AUTO))
+    _fill(ResidencyConfig, section)
+    return section
 
 
 def share_dataset_keys(config: dict[str, Any]) -> dict[str, str]:
@@ -233,25 +77,41 @@ def resolve_absent_keys(config: dict[str, Any]) -> None:
     Args:
         config: a recipe's config, modified in place.
     """
-    data = config["data"] if "data" in config and isinstance(config["data"], dict) else {}
-    if "default" in data and data["default"] is None:
-        del data["default"]
+    data, policy, grpo, environments = (
+        config[name] if isinstance(config.get(name), dict) else {} for name in ("data", "policy", "grpo", "env")
+    )
+    if data.get("default", {}) is None:
+        data["default"] = {}
     for role in ("train", "validation"):
         for dataset in datasets_of(data, role).values():
-            _resolve_dataset(dataset, is_training=role == "train")
-    _resolve_environments(config["env"] if isinstance(config.get("env"), dict) else {})
-    _resolve_vllm(config)
-    _resolve_advantages(config)
-    own = [values for section, values in IF_ABSENT_IN.items() if section in config]
-    for path, value in [pair for values in (IF_ABSENT, *own) for pair in values.items()]:
-        section, _, name = path.rpartition(".")
-        found: Any = config
-        for part in section.split("."):
-            found = found[part] if isinstance(found, dict) and part in found else None
-        if isinstance(found, dict):
-            found.setdefault(name, copy.deepcopy(value))
-            of_auto = section_of_auto(path, found[name])
-            found[name] = found[name] if of_auto is None else of_auto
+            named = NAMED_DATASETS.get(str(dataset.get("dataset_name")))
+            if named is not None:
+                further = named.if_absent_in_training if role == "train" else {}
+                dataset |= named.if_absent | further | dataset
+    _resolve_environments(environments)
+    _resolve_vllm(policy)
+    # NeMo-RL reads these from the estimator alone.
+    for name in ("normalize_rewards", "use_leave_one_out_baseline"):
+        if isinstance(grpo.get("adv_estimator"), dict) and name in grpo["adv_estimator"]:
+            grpo.setdefault(name, grpo["adv_estimator"][name])
+    if (section := section_of_auto(RESIDENCY, policy.get("residency"))) is not None:
+        policy["residency"] = section
+    _fill(next((spec.schema for name, spec in ALGORITHMS.items() if name in config), GRPOMasterConfig), config)
+
+
+def _fill(annotation: Any, value: Any) -> None:
+    """Fills in the absent keys of a section with this annotation, and of the sections in it."""
+    for kind in alternatives(annotation):
+        if get_origin(kind) in (list, dict) and isinstance(value, get_origin(kind)):
+            for item in value if isinstance(value, list) else value.values():
+                _fill(get_args(kind)[-1], item)
+        elif is_typeddict(kind) and isinstance(value, dict) and is_kind(kind, value):
+            for name, hint in hints_of(kind).items():
+                absent = if_absent(hint)
+                if absent is not None:
+                    value.setdefault(name, copy.deepcopy(absent.value))
+                if name in value:
+                    _fill(hint, value[name])
 
 
 def datasets_of(data: Mapping[str, Any], role: str) -> dict[str, dict[str, Any]]:
@@ -275,11 +135,8 @@ def splits_validation_data(train: Mapping[str, Any]) -> bool:
         train: the section ``data.train``.
     """
     named = NAMED_DATASETS.get(train["dataset_name"])
-    if named is not None and named.validation_share is None:  # as in NeMo-RL
-        return False
-    if "split_validation_size" in train:
-        return bool(train["split_validation_size"])
-    return named is not None
+    is_never_split = named is not None and named.validation_share is None  # as in NeMo-RL
+    return not is_never_split and bool(train.get("split_validation_size"))  # a class of the user's may have no such key
 
 
 def _resolve_environments(environments: Mapping[str, Any]) -> None:
@@ -288,35 +145,13 @@ def _resolve_environments(environments: Mapping[str, Any]) -> None:
             continue
         if name in MATH_ENVIRONMENTS and "reward" not in environment:
             environment.setdefault("math_verify_impl", MATH_VERIFY_IMPL)
-        for key, value in _if_absent_in_environment(environment).items():
-            environment.setdefault(key, value)
+        if environment.get("math_verify_impl") is not None:
+            environment |= IF_ABSENT_WITH_MATH_VERIFY | environment
+        elif environment.get("reward") == "python":
+            environment |= IF_ABSENT_WITH_PYTHON | environment
 
 
-def _resolve_vllm(config: Mapping[str, Any]) -> None:
-    policy = config["policy"] if isinstance(config.get("policy"), dict) else {}
+def _resolve_vllm(policy: Mapping[str, Any]) -> None:
     generation = policy["generation"] if isinstance(policy.get("generation"), dict) else {}
     if generation.get("backend") == "vllm" and isinstance(generation.get("vllm_kwargs") or {}, dict):
-        generation["vllm_kwargs"] = {"max_num_seqs": MAX_NUM_SEQS, **(generation.get("vllm_kwargs") or {})}
-
-
-def _resolve_advantages(config: Mapping[str, Any]) -> None:
-    """Sets absent keys of `grpo` to those of `grpo.adv_estimator`, which are the ones that NeMo-RL reads."""
-    section = config["grpo"] if isinstance(config.get("grpo"), dict) else {}
-    estimator = section["adv_estimator"] if isinstance(section.get("adv_estimator"), dict) else {}
-    for name in ("normalize_rewards", "use_leave_one_out_baseline"):
-        section.setdefault(name, estimator[name] if name in estimator else IF_ABSENT[f"grpo.adv_estimator.{name}"])
-
-
-def _resolve_dataset(section: dict[str, Any], *, is_training: bool) -> None:
-    name = section["dataset_name"] if "dataset_name" in section else None
-    if not isinstance(name, str) or is_import_path(name):  # a class has its own defaults
-        return
-    values: dict[str, Any] = {"split_validation_size": 0} if is_training else {}
-    if name in NAMED_DATASETS:
-        dataset = NAMED_DATASETS[name]
-        values |= dataset.if_absent | (dataset.if_absent_in_training if is_training else {})
-    for table in (IF_ABSENT_IN_DATASET, *((IF_ABSENT_IN_TRAINING,) if is_training else ())):
-        if name in table:
-            values |= table[name]
-    for key, value in values.items():
-        section.setdefault(key, value)
+        generation["vllm_kwargs"] = {"max_num_seqs": MAX_NUM_SEQS} | (generation.get("vllm_kwargs") or {})

@@ -10,8 +10,8 @@ from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, check_fie
 from nemo_offload_rl.config.key_table.nemo_rl import OTHER_ALGORITHMS, OTHER_DATASETS
 from nemo_offload_rl.config.key_table.row import PASSES, Kind
 from nemo_offload_rl.config.key_table.table import accepted_paths, nemo_rl_paths, row_of
-from nemo_offload_rl.config.keys.section_kinds import kinds_of, meaning_in_kind, unknown_in_kind
-from nemo_offload_rl.config.keys.tree import find_key, nearest_key, short_section
+from nemo_offload_rl.config.keys.section_kinds import kind_of, kinds_of, unknown_in_kind
+from nemo_offload_rl.config.keys.tree import find_key, key_comments, nearest_key, schema_keys
 from nemo_offload_rl.config.problems import is_number, nearest, show, show_choices
 from nemo_offload_rl.config.schema.value_types import TAGS
 
@@ -67,19 +67,13 @@ def _unknown_keys(schema: type, config: dict[str, Any], path: str, value: Any) -
         return
     section, _, name = path.rpartition(".")
     message = unknown_in_kind(schema, section, value_at(config, section), name)
-    yield path, message or _unknown_key(schema, path)
+    close = nearest_key(schema, path, accepted_paths())
+    names = [key.name for key in schema_keys(schema).values() if key.path.rpartition(".")[0] == section]
+    listed = "" if close or not 0 < len(names) <= 4 else f"; {section} has {', '.join(names)}"
+    yield path, message or f"unknown key{f'; nearest valid key: {close}' if close else listed}"
 
 
-def _unknown_key(schema: type, path: str) -> str:
-    """Returns the message; for a short section it lists all of the keys, unless one of them has a similar spelling."""
-    section = path.rpartition(".")[0]
-    suggestion = nearest_key(schema, path, accepted_paths())
-    message = "unknown key" + (f"; nearest valid key: {suggestion}" if suggestion else "")
-    names = short_section(schema, section)
-    is_sibling = suggestion is not None and suggestion.rpartition(".")[0] == section
-    return message if is_sibling or not names else f"{message}; {section} has {', '.join(names)}"
-
-
+# The type of a pydantic error: what is expected, with names from its context.
 _EXPECTED = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -91,12 +85,10 @@ _EXPECTED = {
     "model_attributes_type": "a section (a mapping)",
     "string_too_short": "text that is not empty",
     "finite_number": "a finite number",
-}
-_BOUNDS = {
-    "greater_than": ("gt", "above"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "below"),
-    "less_than_equal": ("le", "at most"),
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
 }
 
 
@@ -104,8 +96,8 @@ def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error
     kind, context = error["type"], error.get("ctx", {})
     if kind == "missing":
         section, _, name = path.rpartition(".")
-        key = find_key(schema, path)
-        meaning = meaning_in_kind(schema, section, value_at(config, section), name) or (key.comment if key else "")
+        kind, key = kind_of(schema, section, value_at(config, section)), find_key(schema, path)
+        meaning = key_comments(kind).get(name) if kind is not None else key.comment if key is not None else ""
         return f"missing (its meaning: {meaning})" if meaning else "missing"
     if kind == "union_tag_not_found":
         return f"missing; it is {show_choices(kinds_of(schema, path.rpartition('.')[0]))}"
@@ -121,24 +113,13 @@ def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error
     if kind == "literal_error":
         return _wrong_choice(value, str(context["expected"]))
     found = f"found {show(value)}"
-    if kind in _BOUNDS:
-        name, words = _BOUNDS[kind]
-        return f"must be {words} {context[name]}; {found}"
     if kind not in _EXPECTED:
         return f"{error['msg'][0].lower()}{error['msg'][1:]}; {found}"
-    hint = "; write it without quotes" if _is_quoted(kind, value) else ""
+    quoted = {"bool_type": ("true", "false").__contains__, "int_type": is_number, "float_type": is_number}
+    hint = "; write it without quotes" if isinstance(value, str) and kind in quoted and quoted[kind](value) else ""
     if kind == "list_type" and (value is None or isinstance(value, str)):
         hint = f"; write [{value or ''}]"
-    return f"must be {_EXPECTED[kind]}; {found}{hint}"
-
-
-def _is_quoted(kind: str, value: Any) -> bool:
-    """Returns whether text has the expected value, but in quotes."""
-    if not isinstance(value, str):
-        return False
-    return (
-        value in ("true", "false") if kind == "bool_type" else kind in ("int_type", "float_type") and is_number(value)
-    )
+    return f"must be {_EXPECTED[kind].format(**context)}; {found}{hint}"
 
 
 def _wrong_choice(value: Any, choices: str) -> str:

@@ -1,12 +1,22 @@
 """Sections of several kinds, distinguished by one of their keys: `dataset_name` determines the kind of `data.train`."""
 
 from collections.abc import Mapping
-from typing import Any, get_args, get_type_hints, is_typeddict
+from typing import Any, Literal, get_args, get_origin, is_typeddict
 
-from nemo_offload_rl.config.keys.tree import alternatives, find_key, key_comments
+from nemo_offload_rl.config.keys.tree import alternatives, find_key, hints_of, key_comments
 from nemo_offload_rl.config.problems import KEYS_ALIKE, nearest, show, show_choices
 
 MARK = "dataset_name"
+
+
+def is_kind(kind: type, section: Mapping[str, Any]) -> bool:
+    """Returns whether a section is of a kind; also true if no key tells kinds apart."""
+    return MARK not in kind.__annotations__ or section.get(MARK) in _marks(kind)
+
+
+def _marks(kind: type) -> tuple[str, ...]:
+    mark = hints_of(kind)[MARK]
+    return get_args(mark) if get_origin(mark) is Literal else ()
 
 
 def kind_of(root: type, section: str, value: Any) -> type | None:
@@ -36,13 +46,7 @@ def kinds_of(root: type, section: str) -> dict[str, type]:
     if key is None:
         return {}
     kinds = [kind for kind in alternatives(key.annotation) if is_typeddict(kind) and MARK in kind.__annotations__]
-    return {mark: kind for kind in kinds for mark in get_args(get_type_hints(kind)[MARK])}
-
-
-def meaning_in_kind(root: type, section: str, value: Any, name: str) -> str | None:
-    """Returns a key's comment in the schema of the section's kind; None if there is no kind or no such key."""
-    kind = kind_of(root, section, value)
-    return None if kind is None else key_comments(kind).get(name)
+    return {mark: kind for kind in kinds for mark in _marks(kind)}
 
 
 def unknown_in_kind(root: type, section: str, value: Any, name: str) -> str | None:
@@ -72,4 +76,4 @@ def unknown_in_kind(root: type, section: str, value: Any, name: str) -> str | No
 
 def _names(kind: type) -> list[str]:
     """Returns the keys of a kind: first its own, then those that every kind has."""
-    return list(dict.fromkeys([*key_comments(kind), *get_type_hints(kind)]))
+    return list(dict.fromkeys([*key_comments(kind), *hints_of(kind)]))

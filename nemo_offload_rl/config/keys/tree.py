@@ -12,7 +12,8 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.key_table.row import PASSES
 from nemo_offload_rl.config.key_table.table import rows_of
-from nemo_offload_rl.config.problems import KEYS_ALIKE, nearest
+from nemo_offload_rl.config.problems import KEYS_ALIKE, nearest, show
+from nemo_offload_rl.config.schema.value_types import IfAbsent
 
 ANY_NAME = "*"  # placeholder for a name that the user chooses, as in `env.*.reward`
 
@@ -50,10 +51,16 @@ def schema_keys(root: type) -> Mapping[str, Key]:
     return types.MappingProxyType({key.path: key for key in _walk(root, "")})
 
 
+@cache
+def hints_of(typed_dict: type) -> dict[str, Any]:
+    """Returns the annotations of all keys of a TypedDict, those that it inherits included."""
+    return get_type_hints(typed_dict, include_extras=True)
+
+
 def _walk(annotation: Any, path: str) -> Iterator[Key]:
     for alternative in alternatives(annotation):
         if is_typeddict(alternative):
-            for name, hint in get_type_hints(alternative, include_extras=True).items():
+            for name, hint in hints_of(alternative).items():
                 child = f"{path}.{name}" if path else name
                 required = name in alternative.__required_keys__
                 yield Key(child, _declaring_class(alternative, name), _without_markers(hint), required)
@@ -70,6 +77,12 @@ def _without_markers(annotation: Any) -> Any:
     return annotation
 
 
+def if_absent(annotation: Any) -> IfAbsent | None:
+    """Returns the value of an absent key with this annotation; None if the key then has none."""
+    marks = getattr(_without_markers(annotation), "__metadata__", ())
+    return next((mark for mark in marks if isinstance(mark, IfAbsent)), None)
+
+
 def alternatives(annotation: Any) -> Iterator[Any]:
     """Yields the types that a value may have: the members of a union, without Annotated."""
     annotation = _without_markers(annotation)
@@ -84,14 +97,14 @@ def alternatives(annotation: Any) -> Iterator[Any]:
 
 def _declaring_class(typed_dict: type, name: str) -> type:
     for base in types.get_original_bases(typed_dict):
-        if is_typeddict(base) and name in get_type_hints(base):
+        if is_typeddict(base) and name in hints_of(base):
             return _declaring_class(base, name)
     return typed_dict
 
 
 @cache
 def key_comments(typed_dict: type) -> dict[str, str]:
-    """Returns the comment above each key that a TypedDict declares, as one line; empty if there is none."""
+    """Returns the comment above each key that a TypedDict declares, as one line, with the value of an absent key."""
     lines = inspect.getsource(typed_dict).splitlines()
     [definition] = ast.parse("\n".join(lines)).body
     assert isinstance(definition, ast.ClassDef)
@@ -103,7 +116,10 @@ def key_comments(typed_dict: type) -> dict[str, str]:
                 if not line.strip().startswith("#"):
                     break
                 block.insert(0, line.strip().removeprefix("#").strip())
-            comments[statement.target.id] = " ".join(block)
+            text, absent = " ".join(block), if_absent(hints_of(typed_dict)[statement.target.id])
+            if absent is not None and "bsent: " not in text:  # that of a section is in words
+                text += f" Absent: {absent.value if isinstance(absent.value, str) else show(absent.value)}."
+            comments[statement.target.id] = text
     return comments
 
 
@@ -127,23 +143,6 @@ def is_valid_key(path: str) -> bool:
     if section in SECTIONS and name in megatron_fields(section):
         return True
     return any(find_key(spec.schema, path) for spec in ALGORITHMS.values())
-
-
-def short_section(root: type, path: str, longest: int = 4) -> list[str]:
-    """Returns the keys of a short section.
-
-    Args:
-        root: the algorithm's schema.
-        path: the section's path.
-        longest: the largest number of keys of a short section.
-
-    Returns:
-        The names of the keys; empty if there are more than `longest`, if the user chooses the names, or if the section
-        also takes Megatron's fields.
-    """
-    pattern = _with_any_name(root, path)
-    names = [key.name for key in schema_keys(root).values() if key.path.rpartition(".")[0] == pattern]
-    return names if path not in SECTIONS and ANY_NAME not in names and len(names) <= longest else []
 
 
 def nearest_key(root: type, path: str, also: tuple[str, ...] = ()) -> str | None:

@@ -69,9 +69,7 @@ def engine_devices(vllm_cfg: Mapping[str, Any]) -> int:
 
 def is_colocated(policy: Mapping[str, Any]) -> bool:
     """Returns whether generation shares the policy's devices; also true for a policy without generation."""
-    generation = policy["generation"] if "generation" in policy else {}
-    colocated = generation["colocated"] if "colocated" in generation else None
-    return colocated is None or bool(colocated["enabled"])
+    return "generation" not in policy or bool(policy["generation"]["colocated"]["enabled"])
 
 
 def split_devices(cluster: Mapping[str, Any], policy: Mapping[str, Any]) -> DeviceSplit:
@@ -95,41 +93,25 @@ def checked_split(per_node: int, num_nodes: int, colocated: Mapping[str, Any] | 
     """
     if colocated is None or colocated["enabled"]:
         return DeviceSplit(num_nodes, per_node)
-    resources = colocated.get("resources") or {}
-    gpus, nodes = resources.get("gpus_per_node"), resources.get("num_nodes")
-    apart = "policy.generation.colocated.enabled is false"
-    if num_nodes == 1:
-        if nodes not in (None, 1):
-            return "num_nodes", f"is {nodes}, but cluster.num_nodes is 1; set it to null, or raise cluster.num_nodes"
-        if gpus is None:
-            if per_node == 1:
-                return "gpus_per_node", (
-                    f"is missing, but {apart}, and with cluster.gpus_per_node 1 the policy needs the only GPU; raise "
-                    "cluster.gpus_per_node"
-                )
-            return "gpus_per_node", (
-                f"is missing, but {apart}; set it to the number of GPUs for generation: 1 to {per_node - 1}, since "
-                f"cluster.gpus_per_node is {per_node}"
-            )
-        if gpus >= per_node:
-            return "gpus_per_node", (
-                f"is {gpus}, but the policy needs at least one of cluster.gpus_per_node ({per_node}); lower it, or "
-                "raise cluster.gpus_per_node"
-            )
-        return DeviceSplit(1, per_node, gpus)
-    if nodes is None:
-        return "num_nodes", (
-            f"is missing, but {apart}; set it to the number of nodes for generation, below cluster.num_nodes "
-            f"({num_nodes})"
-        )
-    if nodes >= num_nodes:
-        return "num_nodes", (
-            f"is {nodes}, but the policy needs at least one of cluster.num_nodes ({num_nodes}); lower it, or raise "
-            "cluster.num_nodes"
-        )
-    if gpus not in (None, per_node):
+    gpus, nodes = colocated["resources"]["gpus_per_node"], colocated["resources"]["num_nodes"]
+    if num_nodes > 1 and gpus not in (None, per_node):
         return "gpus_per_node", (
             f"is {gpus}, but on a cluster of several nodes generation uses all GPUs of a node; set it to "
             f"cluster.gpus_per_node ({per_node}) or null"
         )
-    return DeviceSplit(num_nodes, per_node, nodes * per_node)
+    if num_nodes == 1 and nodes not in (None, 1):
+        return "num_nodes", f"is {nodes}, but cluster.num_nodes is 1; set it to null, or raise cluster.num_nodes"
+    key, unit, taken, total = (
+        ("gpus_per_node", 1, gpus, per_node) if num_nodes == 1 else ("num_nodes", per_node, nodes, num_nodes)
+    )
+    if taken is None:
+        return key, (
+            "is missing, but policy.generation.colocated.enabled is false; set it to the part that generation gets, "
+            f"below cluster.{key} ({total}), or raise that: the policy needs at least one"
+        )
+    if taken >= total:
+        return key, (
+            f"is {taken}, but the policy needs at least one of cluster.{key} ({total}); lower it, or raise "
+            f"cluster.{key}"
+        )
+    return DeviceSplit(num_nodes, per_node, taken * unit)

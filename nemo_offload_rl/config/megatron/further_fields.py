@@ -6,12 +6,10 @@ from typing import Any
 # megatron-core's defaults, as a recipe writes them. Of the other fields that are read here, absent means null, or what
 # the model's own config says.
 DEFAULTS: Mapping[str, Any] = {
-    "activation_offload_fraction": 1.0,
     "bias_activation_fusion": False,
     "exp_avg_dtype": "float32",
     "exp_avg_sq_dtype": "float32",
     "main_params_dtype": "float32",
-    "min_offloaded_tensor_size": 1024 * 1024,
     "moe_pad_expert_input_to_capacity": False,
     "pad_buckets_for_high_nccl_busbw": False,
     "param_name_patterns_for_fp32_local_accumulation": (),

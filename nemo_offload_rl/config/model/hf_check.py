@@ -87,17 +87,16 @@ def _section_problems(path: str, values: Mapping[str, Any], known: HfFamily | No
 
 def _field_problem(path: str, name: str, value: Any, known: HfFamily | None) -> str | None:
     """Returns what is wrong with a field, of any family if that is unknown; None if it is valid."""
-    declared = next((found for one in _families(known) if (found := one.field(name)) is not None), None)
-    if declared is None and name in _MTP_KEYS:
-        return None if value in (0, None) else "multi-token prediction is not supported here; set it to 0"
-    if declared is None:
+    if not any(one.has(name) for one in _families(known)):
+        if name in _MTP_KEYS:
+            return None if value in (0, None) else "multi-token prediction is not supported here; set it to 0"
         which = "no family of transformers has" if known is None else f"transformers' {known.class_name} has no"
         close = nearest(name, {name for one in _families(known) for name in one.names()}, cutoff=KEYS_ALIKE)
         hint = f"; nearest valid key: {path}.{close}" if close else ""
         return f"unknown key: {which} such field{hint}"
-    annotation = None if known is None or name in ROPE_KEYS else declared.annotation
+    annotation = None if known is None or name in ROPE_KEYS else known.annotation(name)
     if annotation is not None and not _ANNOTATIONS.accepts(annotation, value):
-        words = " or ".join(dict.fromkeys(_ANNOTATIONS.words(annotation)))
+        words = _ANNOTATIONS.words(annotation)
         quoted = "; write it without quotes" if isinstance(value, str) and is_number(value) else ""
         return f"must be {words}, as transformers says; found {show(value)}{quoted}"
     if name in _ACTIVATION_KEYS and isinstance(value, str) and value not in activations():
@@ -137,7 +136,7 @@ def _rope_problems(path: str, value: Any, known: HfFamily | None) -> Iterator[Fo
             hint = f"; nearest valid key: {close}" if close else ""
             yield f"{path}.{name}", f"unknown key{hint}; rope_type {rope_type} has {', '.join(sorted(names))}"
         elif annotation is not None and not _ANNOTATIONS.accepts(annotation, item):
-            yield f"{path}.{name}", f"must be {' or '.join(_ANNOTATIONS.words(annotation))}; found {show(item)}"
+            yield f"{path}.{name}", f"must be {_ANNOTATIONS.words(annotation)}; found {show(item)}"
     for name in sorted(
         required - {name for name in value if value[name] is not None} - {*_EVERY_ROPE, _ORIGINAL_LENGTH}
     ):

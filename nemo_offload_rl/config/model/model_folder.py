@@ -27,7 +27,7 @@ def check_model_folder(config: Mapping[str, Any], *, needs_weights: bool = True)
     """
     policy = config["policy"]
     name = policy["model_name"]
-    is_label = bool(policy.get("hf_config")) or "warm_start" in config
+    is_label = bool(policy["hf_config"]) or "warm_start" in config
     if is_label:
         return
     path = Path(name)

@@ -55,7 +55,7 @@ def why_not_frozen(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -
         megatron_cfg: the recipe's section `policy.megatron_cfg`.
     """
     towers = [name for name in _TOWERS if name in fields and fields[name] is not None]
-    if not towers or "freeze_config" not in megatron_cfg or not megatron_cfg["freeze_config"]:
+    if not towers or not megatron_cfg["freeze_config"]:
         return None
     return (
         f"is {show(megatron_cfg['freeze_config'])}, but the model has a {towers[0]}, and parts of such a model cannot "

@@ -6,30 +6,16 @@ from nemo_offload_rl.config.algorithms import AlgorithmSpec
 from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
 from nemo_offload_rl.config.megatron.graph_modules import GRAPH_IMPL_KEY as GRAPHS
 from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
-from nemo_offload_rl.config.rules.base import (
-    COLOCATED,
-    CP,
-    GPUS,
-    LENGTH,
-    MEGATRON,
-    NODES,
-    PACKING,
-    PP,
-    SECTION,
-    SPEC,
-    TP,
-    RuleResult,
-    note,
-    rule,
-)
+from nemo_offload_rl.config.rules import base
+from nemo_offload_rl.config.rules.base import RuleResult, note, rule
 
-_RANKS = (TP, PP, CP, GPUS, NODES, COLOCATED)
+_RANKS = (base.TP, base.PP, base.CP, base.GPUS, base.NODES, base.COLOCATED)
 _PACKING = "policy.sequence_packing"
 _SIZES = (f"{_PACKING}.train_mb_tokens?", f"{_PACKING}.logprob_mb_tokens?", f"{_PACKING}.sequence_length_round?")
 
 
 @rule("policy.train_global_batch_size", "policy.train_micro_batch_size", *_RANKS)
-@rule(f"{SECTION}.val_global_batch_size", f"{SECTION}.val_micro_batch_size", *_RANKS)
+@rule(f"{base.SECTION}.val_global_batch_size", f"{base.SECTION}.val_micro_batch_size", *_RANKS)
 def batch_micro_batches(
     gbs: int, mbs: int, tp: int, pp: int, cp: int, gpus: int, nodes: int, apart: dict[str, Any] | None
 ) -> RuleResult:
@@ -41,7 +27,7 @@ def batch_micro_batches(
     return f"is {gbs}, which is not a multiple of data-parallel size {dp} x micro-batch size {mbs}; change either"
 
 
-@rule(PACKING, *_SIZES, f"{_PACKING}.algorithm?", LENGTH, SPEC)
+@rule(base.PACKING, *_SIZES, f"{_PACKING}.algorithm?", base.LENGTH, base.SPEC)
 def packing_sizes(
     enabled: bool,
     train: int | str | None,
@@ -70,12 +56,12 @@ def packing_sizes(
     for name in ("train_mb_tokens", "logprob_mb_tokens"):
         size = sizes[name] if name in sizes else None
         if isinstance(size, int) and size < longest * spec.group_size:
-            least = f"{spec.group_size} x {LENGTH} ({longest})"
+            least = f"{spec.group_size} x {base.LENGTH} ({longest})"
             return f"needs {name} ({size}) to be at least {least}; raise {_PACKING}.{name}"
     return None
 
 
-@note(PACKING, f"{_PACKING}.train_mb_tokens?", f"{_PACKING}.logprob_mb_tokens?", LENGTH)
+@note(base.PACKING, f"{_PACKING}.train_mb_tokens?", f"{_PACKING}.logprob_mb_tokens?", base.LENGTH)
 def packing_long_samples(enabled: bool, train: int | str | None, logprob: int | str | None, longest: int) -> RuleResult:
     """Notes that a sample which the sequence limit allows may be too long for a packed row."""
     if not enabled:
@@ -83,13 +69,13 @@ def packing_long_samples(enabled: bool, train: int | str | None, logprob: int | 
     for name, size in (("train_mb_tokens", train), ("logprob_mb_tokens", logprob)):
         if isinstance(size, int) and size < longest:
             return f"{_PACKING}.{name}", (
-                f"is {size}, below {LENGTH} ({longest}): as in NeMo-RL, a sample of more than {size} tokens stops the "
-                "run"
+                f"is {size}, below {base.LENGTH} ({longest}): as in NeMo-RL, a sample of more than {size} tokens stops "
+                "the run"
             )
     return None
 
 
-@rule(PACKING, *_SIZES, GRAPHS, f"{MEGATRON}.sequence_parallel", TP)
+@rule(base.PACKING, *_SIZES, GRAPHS, f"{base.MEGATRON}.sequence_parallel", base.TP)
 def packing_row_sizes(
     enabled: bool, train: Any, logprob: Any, rounding: int | None, impl: str, sequence_parallel: bool, tp: int
 ) -> RuleResult:
@@ -100,5 +86,8 @@ def packing_row_sizes(
             return f"{_PACKING}.{name}", f"is auto, which does not count the memory of graphs ({GRAPHS}); set a number"
     for name, size in (("sequence_length_round", rounding), ("train_mb_tokens", train if graphs else None)):
         if enabled and sequence_parallel and isinstance(size, int) and size % tp:
-            return f"{_PACKING}.{name}", f"must be a multiple of {TP} ({tp}) for sequence parallelism; found {size}"
+            return (
+                f"{_PACKING}.{name}",
+                f"must be a multiple of {base.TP} ({tp}) for sequence parallelism; found {size}",
+            )
     return None

@@ -5,7 +5,7 @@ from typing import Any
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
 from nemo_offload_rl.config.keys.absent_keys import splits_validation_data
 from nemo_offload_rl.config.problems import show, show_choices
-from nemo_offload_rl.config.rules.base import MEGATRON, SECTION, SPEC, RuleResult, note, rule
+from nemo_offload_rl.config.rules.base import SECTION, SPEC, RuleResult, note, rule
 from nemo_offload_rl.config.schema.value_types import is_import_path
 from nemo_offload_rl.config.upstream.durations import duration_s
 from nemo_offload_rl.metrics.names import validation_name, without_default_set
@@ -108,11 +108,3 @@ def checkpoint_ft_save_period(period: int | None, num_newest: int | None, num_be
     if period is None or num_newest is not None or num_best is not None:
         return None
     return f"is {period}, and all of these checkpoints stay, since ft_keep_latest_k and keep_top_k are null"
-
-
-@rule(f"{MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable?")
-def checkpoint_fully_reshardable(enabled: bool | None) -> RuleResult:
-    """Refuses a format from which megatron-core 0.19.2 silently restores wrong state if a model has several buckets."""
-    if not enabled:
-        return None
-    return "is true, with which megatron-core 0.19.2 restores wrong optimizer state; set it to false"

@@ -8,46 +8,37 @@ from nemo_offload_rl.config.megatron.graph_modules import GRAPH_IMPL_KEY as GRAP
 from nemo_offload_rl.config.megatron.graph_modules import GRAPH_MODULES_KEY
 from nemo_offload_rl.config.megatron.mlp_tiles import MLP_TILES_KEY
 from nemo_offload_rl.config.problems import show, show_choices
-from nemo_offload_rl.config.rules.base import (
-    CPU_OPTIMIZER,
-    DDP,
-    DISTRIBUTED,
-    LENGTH,
-    MEGATRON,
-    OFFLOADING,
-    OPTIMIZER,
-    PRECISION_AWARE,
-    SCHEDULER,
-    RuleResult,
-    note,
-    rule,
-)
+from nemo_offload_rl.config.rules import base
+from nemo_offload_rl.config.rules.base import RuleResult, note, rule
 
 _OFF: tuple[Any, ...] = (None, False, 0, "none", [])
 SET = "a value"
 """In NEEDS: any value but null."""
-_LOSS, _CAPACITY = "loss_fn", f"{MEGATRON}.moe_expert_capacity_factor"
-_DELAY, _OFFLOAD_LIMIT = f"{MEGATRON}.delay_offload_until_cuda_graph", "policy.activation_offload.host_memory_limit_gib"
+_LOSS, _CAPACITY = "loss_fn", f"{base.MEGATRON}.moe_expert_capacity_factor"
+_DELAY, _OFFLOAD_LIMIT = (
+    f"{base.MEGATRON}.delay_offload_until_cuda_graph",
+    "policy.activation_offload.host_memory_limit_gib",
+)
 _PORT, _SCALING = "cluster.master_port_range", "grpo.reward_scaling"
 
 # A key, and what another key must be while this one is on.
 NEEDS: tuple[tuple[str, str, Any], ...] = (
-    (f"{DDP}.overlap_param_gather", DISTRIBUTED, True),
-    (PRECISION_AWARE, DISTRIBUTED, True),
-    (PRECISION_AWARE, f"{OPTIMIZER}.optimizer", "adam"),
+    (f"{base.DDP}.overlap_param_gather", base.DISTRIBUTED, True),
+    (base.PRECISION_AWARE, base.DISTRIBUTED, True),
+    (base.PRECISION_AWARE, f"{base.OPTIMIZER}.optimizer", "adam"),
     # megatron-core's other optimizers ignore the switch; the CPU's kernel is AdamW's; only it makes these copies.
-    (CPU_OPTIMIZER, DISTRIBUTED, True),
-    (CPU_OPTIMIZER, f"{OPTIMIZER}.decoupled_weight_decay", (True, None)),
-    (f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d", CPU_OPTIMIZER, True),
+    (base.CPU_OPTIMIZER, base.DISTRIBUTED, True),
+    (base.CPU_OPTIMIZER, f"{base.OPTIMIZER}.decoupled_weight_decay", (True, None)),
+    (f"{base.OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d", base.CPU_OPTIMIZER, True),
     # The static inputs of graphs are bfloat16 and silently round others.
     (GRAPHS, "policy.precision", "bfloat16"),
-    (GRAPHS, f"{MEGATRON}.fp32_residual_connection", (False, None)),
+    (GRAPHS, f"{base.MEGATRON}.fp32_residual_connection", (False, None)),
     # Delayed copies wait for the replay of a graph.
-    (_DELAY, OFFLOADING, True),
+    (_DELAY, base.OFFLOADING, True),
     (_DELAY, GRAPHS, "transformer_engine"),
     # With the op fuser the MLP is another class, which was never compared in tiles.
-    (MLP_TILES_KEY, f"{MEGATRON}.use_transformer_engine_op_fuser", (False, None)),
-    (f"{MEGATRON}.moe_pad_expert_input_to_capacity", _CAPACITY, SET),
+    (MLP_TILES_KEY, f"{base.MEGATRON}.use_transformer_engine_op_fuser", (False, None)),
+    (f"{base.MEGATRON}.moe_pad_expert_input_to_capacity", _CAPACITY, SET),
     ("cluster.max_restarts", "checkpointing.enabled", True),
     ("cluster.max_restarts", "checkpointing.save_optimizer", True),
     (f"{_PORT}_low", f"{_PORT}_high", SET),
@@ -73,13 +64,13 @@ _HOLDS = {"at most": operator.le, "below": operator.lt, "at least": operator.ge}
 # A key, and how its value compares with another key's.
 BOUNDS: tuple[tuple[str, str, str], ...] = (
     # megatron-core's scheduler asserts these, but after the model is built.
-    (f"{OPTIMIZER}.min_lr", "at most", f"{OPTIMIZER}.lr"),
-    (f"{OPTIMIZER}.decoupled_min_lr", "at most", f"{OPTIMIZER}.decoupled_lr"),
-    (f"{SCHEDULER}.lr_warmup_init", "at most", f"{OPTIMIZER}.lr"),
-    (f"{SCHEDULER}.lr_warmup_iters", "below", f"{SCHEDULER}.lr_decay_iters"),
-    ("data.max_input_seq_length", "at most", LENGTH),
-    ("policy.generation.max_new_tokens", "at most", LENGTH),
-    ("policy.generation.vllm_cfg.max_model_len", "at least", LENGTH),
+    (f"{base.OPTIMIZER}.min_lr", "at most", f"{base.OPTIMIZER}.lr"),
+    (f"{base.OPTIMIZER}.decoupled_min_lr", "at most", f"{base.OPTIMIZER}.decoupled_lr"),
+    (f"{base.SCHEDULER}.lr_warmup_init", "at most", f"{base.OPTIMIZER}.lr"),
+    (f"{base.SCHEDULER}.lr_warmup_iters", "below", f"{base.SCHEDULER}.lr_decay_iters"),
+    ("data.max_input_seq_length", "at most", base.LENGTH),
+    ("policy.generation.max_new_tokens", "at most", base.LENGTH),
+    ("policy.generation.vllm_cfg.max_model_len", "at least", base.LENGTH),
     (_OFFLOAD_LIMIT, "at most", "policy.residency.host_memory_limit_gib"),
     (f"{_PORT}_low", "at most", f"{_PORT}_high"),
     ("grpo.advantage_clip_low", "below", "grpo.advantage_clip_high"),
@@ -90,11 +81,11 @@ BOUNDS: tuple[tuple[str, str, str], ...] = (
 
 # A key that has no effect unless another key has this value.
 READ_ONLY_WITH: tuple[tuple[str, str, Any], ...] = (
-    (f"{MEGATRON}.offload_modules", OFFLOADING, True),
-    (f"{MEGATRON}.delta_offload_bytes_across_pp_ranks", OFFLOADING, True),
-    ("policy.activation_offload.strict", OFFLOADING, True),
+    (f"{base.MEGATRON}.offload_modules", base.OFFLOADING, True),
+    (f"{base.MEGATRON}.delta_offload_bytes_across_pp_ranks", base.OFFLOADING, True),
+    ("policy.activation_offload.strict", base.OFFLOADING, True),
     (GRAPH_MODULES_KEY, GRAPHS, "transformer_engine"),
-    (f"{OPTIMIZER}.optimizer_offload_fraction", CPU_OPTIMIZER, True),
+    (f"{base.OPTIMIZER}.optimizer_offload_fraction", base.CPU_OPTIMIZER, True),
     ("policy.offload_optimizer_for_refit", "policy.generation.colocated.enabled", (True, None)),
     ("grpo.reward_shaping.overlong_buffer_penalty", "grpo.reward_shaping.stop_properly_penalty_coef", None),
 )

@@ -14,33 +14,16 @@ from nemo_offload_rl.config.model.model_kind import (
     model_kind,
 )
 from nemo_offload_rl.config.problems import show
-from nemo_offload_rl.config.rules.base import (
-    COLOCATED,
-    CP,
-    DIVISOR,
-    EP,
-    ETP,
-    GPUS,
-    LENGTH,
-    MEGATRON,
-    MODEL,
-    MODEL_FIELDS,
-    NODES,
-    OFFLOADING,
-    PACKING,
-    PP,
-    TP,
-    RuleResult,
-    rule,
-)
+from nemo_offload_rl.config.rules import base
+from nemo_offload_rl.config.rules.base import RuleResult, rule
 from nemo_offload_rl.config.rules.modules import GRAPHS
 
-VIRTUAL_STAGES = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
-GROUP_SIZE = f"{MEGATRON}.microbatch_group_size_per_vp_stage"
+VIRTUAL_STAGES = f"{base.MEGATRON}.virtual_pipeline_model_parallel_size"
+GROUP_SIZE = f"{base.MEGATRON}.microbatch_group_size_per_vp_stage"
 
 
-@rule(TP, PP, CP, GPUS, NODES, COLOCATED)
-@rule(EP, ETP, PP, GPUS, NODES, COLOCATED)
+@rule(base.TP, base.PP, base.CP, base.GPUS, base.NODES, base.COLOCATED)
+@rule(base.EP, base.ETP, base.PP, base.GPUS, base.NODES, base.COLOCATED)
 def parallel_world_size(one: int, two: int, three: int, gpus: int, nodes: int, apart: Any) -> RuleResult:
     """Requires the ranks to be a whole number of replicas of the model, and of its experts."""
     split = checked_split(gpus, nodes, apart)
@@ -50,7 +33,7 @@ def parallel_world_size(one: int, two: int, three: int, gpus: int, nodes: int, a
     generation = "" if ranks == gpus * nodes else " less those of generation"
     return (
         f"gives replicas of {one} x {two} x {three} ranks with the parallel sizes beside it, which do not divide the "
-        f"{ranks} ranks of the cluster ({GPUS} {gpus} x {NODES} {nodes}{generation}); change either"
+        f"{ranks} ranks of the cluster ({base.GPUS} {gpus} x {base.NODES} {nodes}{generation}); change either"
     )
 
 
@@ -59,8 +42,8 @@ def parallel_world_size(one: int, two: int, three: int, gpus: int, nodes: int, a
     "policy.train_micro_batch_size",
     f"{VIRTUAL_STAGES}?",
     f"{GROUP_SIZE}?",
-    PACKING,
-    *(TP, PP, CP, GPUS, NODES, COLOCATED),
+    base.PACKING,
+    *(base.TP, base.PP, base.CP, base.GPUS, base.NODES, base.COLOCATED),
 )
 def virtual_pipeline_micro_batches(
     gbs: int, mbs: int, vpp: int | None, group_size: int | None, packs: bool, *sizes: Any
@@ -74,9 +57,9 @@ def virtual_pipeline_micro_batches(
     if vpp is None:
         return None
     if pp == 1 or vpp == 1:
-        return VIRTUAL_STAGES, f"is {vpp} with {PP} {pp}, but both must be 2 or more; change one, or set it to null"
+        return VIRTUAL_STAGES, f"is {vpp} with {base.PP} {pp}, but both must be 2 or more; change one, or set null"
     if group_size is not None and group_size < pp:
-        return GROUP_SIZE, f"is {group_size}, below {PP} ({pp}); set it to null, or to {pp} or more"
+        return GROUP_SIZE, f"is {group_size}, below {base.PP} ({pp}); set it to null, or to {pp} or more"
     split = checked_split(gpus, nodes, apart)
     dp = data_parallel_size(split.policy_ranks, tp, pp, cp) if isinstance(split, DeviceSplit) else None
     if dp is None or gbs % (dp * mbs):  # another rule reports it
@@ -93,12 +76,12 @@ def virtual_pipeline_micro_batches(
 
 
 @rule(
-    PP,
+    base.PP,
     f"{VIRTUAL_STAGES}?",
-    f"{MEGATRON}.num_layers_in_first_pipeline_stage",
-    f"{MEGATRON}.num_layers_in_last_pipeline_stage",
-    f"{MEGATRON}.pipeline_model_parallel_layout?",
-    *MODEL_FIELDS,
+    f"{base.MEGATRON}.num_layers_in_first_pipeline_stage",
+    f"{base.MEGATRON}.num_layers_in_last_pipeline_stage",
+    f"{base.MEGATRON}.pipeline_model_parallel_layout?",
+    *base.MODEL_FIELDS,
 )
 def pipeline_layers(
     pp: int, vpp: int | None, first: int | None, last: int | None, layout: Any, *model: Any
@@ -120,8 +103,8 @@ def pipeline_layers(
     )
 
 
-@rule(TP, *MODEL_FIELDS)
-@rule("policy.generation.vllm_cfg.tensor_parallel_size", *MODEL_FIELDS)
+@rule(base.TP, *base.MODEL_FIELDS)
+@rule("policy.generation.vllm_cfg.tensor_parallel_size", *base.MODEL_FIELDS)
 def tensor_parallel_heads(tp: int, *model: Any) -> RuleResult:
     """Requires whole attention heads on each tensor-parallel rank, and on each GPU of an engine."""
     heads = count_of(model_fields(*model), NUM_HEADS_KEYS)
@@ -130,7 +113,7 @@ def tensor_parallel_heads(tp: int, *model: Any) -> RuleResult:
     return f"is {tp}, which does not divide the model's {heads} attention heads; choose a divisor"
 
 
-@rule(EP, *MODEL)
+@rule(base.EP, *base.MODEL)
 def expert_parallel_experts(ep: int, *model: Any) -> RuleResult:
     """Refuses expert parallelism for a dense model, and uneven shares of the experts."""
     kind = model_kind(*model)
@@ -145,33 +128,33 @@ def expert_parallel_experts(ep: int, *model: Any) -> RuleResult:
     return f"is {ep}, which does not divide the model's {experts} experts; choose a divisor"
 
 
-@rule(f"{MEGATRON}.sequence_parallel", TP, *MODEL)
+@rule(f"{base.MEGATRON}.sequence_parallel", base.TP, *base.MODEL)
 def sequence_parallel_experts(sequence_parallel: bool, tp: int, *model: Any) -> RuleResult:
     """Refuses tensor-parallel experts without sequence parallelism, which megatron-core rejects in the first step."""
     if sequence_parallel or tp == 1 or not model_kind(*model).has_experts:
         return None
-    return f"is false, but a mixture of experts needs it with {TP} {tp}; set this to true, or {TP} to 1"
+    return f"is false, but a mixture of experts needs it with {base.TP} {tp}; set this to true, or {base.TP} to 1"
 
 
-@rule(f"{MEGATRON}.sequence_parallel", TP, DIVISOR, LENGTH)
+@rule(f"{base.MEGATRON}.sequence_parallel", base.TP, base.DIVISOR, base.LENGTH)
 def sequence_parallel_length(enabled: bool, tp: int, multiple: int, longest: int) -> RuleResult:
     """Requires sequences that split evenly over the tensor-parallel ranks."""
     if not enabled or tp == 1 or longest % multiple == 0:
         return None
-    return f"needs {LENGTH} ({longest}) to be a multiple of {DIVISOR} ({multiple})"
+    return f"needs {base.LENGTH} ({longest}) to be a multiple of {base.DIVISOR} ({multiple})"
 
 
-@rule("cluster.segment_size?", NODES)
+@rule("cluster.segment_size?", base.NODES)
 def cluster_segment_size(size: int | None, nodes: int) -> RuleResult:
     """Requires the nodes to be a whole number of segments."""
     if size is None or nodes % size == 0:
         return None
-    return f"is {size}, which does not divide {NODES} ({nodes}); change either, or set it to null"
+    return f"is {size}, which does not divide {base.NODES} ({nodes}); change either, or set it to null"
 
 
-@rule(f"{MEGATRON}.moe_expert_capacity_factor?", OFFLOADING, GRAPHS)
+@rule(f"{base.MEGATRON}.moe_expert_capacity_factor?", base.OFFLOADING, GRAPHS)
 def moe_expert_capacity_factor(capacity: float | None, enabled: bool, graphs: str) -> RuleResult:
     """Refuses dropped tokens with both offloading and CUDA graphs, which was never compared with plain steps."""
     if capacity is None or not enabled or graphs == "none":
         return None
-    return f"is {show(capacity)}, which drops tokens and excludes {OFFLOADING} beside {GRAPHS}; switch one of them off"
+    return f"is {show(capacity)}, which drops tokens and excludes {base.OFFLOADING} beside {GRAPHS}; switch one off"

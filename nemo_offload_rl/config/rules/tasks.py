@@ -24,7 +24,7 @@ def env_reward(used: str | None, env: dict[str, Any]) -> RuleResult:
     section = env.get(used) if used else None
     if section is None:
         return None
-    reward, math = section.get("reward"), section.get("math_verify_impl")
+    reward, math = section.get("reward"), section["math_verify_impl"]
     if (reward is None) == (math is None):
         return f"env.{used}", (
             "must have either reward (exact_match, numeric_match or python) or math_verify_impl (hf_math_verify or "
@@ -38,7 +38,6 @@ def env_reward(used: str | None, env: dict[str, Any]) -> RuleResult:
 @rule("data")
 def dataset_keys(data: dict[str, Any]) -> RuleResult:
     """Requires values that the named dataset has, and refuses keys that only other datasets read."""
-    default = data.get("default", {})
     for path, section in {**datasets_of(data, "train"), **datasets_of(data, "validation")}.items():
         name = section["dataset_name"]
         if name not in NAMED_DATASETS:
@@ -50,7 +49,7 @@ def dataset_keys(data: dict[str, Any]) -> RuleResult:
                 return f"{path}.{key}", f"{remedy} for {name}; found {show(section[key])}"
         if "repeat" in section and dataset.repeat is None:
             return f"{path}.repeat", f"must be deleted for {name}, which does not read it"
-        prompt_file = section.get("system_prompt_file", default.get("system_prompt_file"))
+        prompt_file = (data["default"] | section).get("system_prompt_file")
         if name in CONVERSATIONS and prompt_file is not None:
             return f"{path}.system_prompt_file", f"must be null for {name}, whose rows have their own system messages"
     return None

@@ -3,7 +3,6 @@
 from typing import Any
 
 from nemo_offload_rl.config.installed.vllm_arguments import why_refused
-from nemo_offload_rl.config.key_table.row import same
 from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split, engine_devices, engine_replicas
 from nemo_offload_rl.config.model.model_kind import NUM_EXPERTS_KEYS, count_of, model_fields, model_kind
 from nemo_offload_rl.config.problems import show
@@ -14,24 +13,6 @@ VLLM = f"{GENERATION}.vllm_cfg"
 BACKEND, VLLM_TP, VLLM_EP = f"{GENERATION}.backend", f"{VLLM}.tensor_parallel_size", f"{VLLM}.expert_parallel_size"
 # vLLM silently raises lower temperatures to this value.
 LEAST_TEMPERATURE = 0.01
-
-# Key of vllm_cfg: the only value that it may have, and why.
-ONLY_VALUES: dict[str, tuple[Any, str]] = {
-    "pipeline_parallel_size": (1, "pipeline parallelism in vLLM is not supported here; use tensor_parallel_size"),
-    "load_format": ("dummy", "the first refit loads the policy's weights, which would replace weights read from disk"),
-    "kv_cache_dtype": ("auto", "a quantised KV cache is not supported here"),
-    "skip_tokenizer_init": (True, "prompts and answers are token ids here"),
-    "logprobs_mode": (
-        "processed_logprobs",
-        "training compares the policy's log-probs with those of the distribution that vLLM samples from",
-    ),
-    "num_first_layers_in_bf16": (0, "fp8 is not supported here"),
-    "num_last_layers_in_bf16": (0, "fp8 is not supported here"),
-    "use_deep_gemm": (False, "fp8 is not supported here"),
-    "http_refit_server_port": (None, "refits over HTTP are not supported here"),
-    "zmq_refit_server_port": (None, "refits over ZeroMQ are not supported here"),
-    "reset_encoder_cache_after_weight_update": (False, "multimodal models are not supported here"),
-}
 
 # Argument of vLLM's LLM: the key of the recipe that sets it.
 KEY_OF_ARGUMENT: dict[str, str] = {
@@ -45,9 +26,7 @@ KEY_OF_ARGUMENT: dict[str, str] = {
     **{
         name: f"{VLLM}.{name}"
         for name in (
-            "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len",
-            "enforce_eager", "enable_prefix_caching", "load_format", "kv_cache_dtype", "skip_tokenizer_init",
-            "logprobs_mode",
+            "tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "enable_prefix_caching",
         )
     },
 }  # fmt: skip
@@ -55,7 +34,8 @@ KEY_OF_ARGUMENT: dict[str, str] = {
 REFUSED_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(
         ("distributed_executor_backend", "worker_cls", "worker_extension_cls", "enable_sleep_mode", "generation_config",
-         "disable_custom_all_reduce"),
+         "disable_custom_all_reduce", "pipeline_parallel_size", "load_format", "kv_cache_dtype", "skip_tokenizer_init",
+         "logprobs_mode"),
         "this package sets it for vLLM",
     ),
     "override_generation_config": f"the keys of {GENERATION} set how answers are sampled",
@@ -107,15 +87,6 @@ def vllm_section(backend: str, section: dict[str, Any] | None) -> RuleResult:
     if backend != "vllm" or section is not None:
         return None
     return f"is vllm, which needs the section {VLLM}; copy it from examples/configs/common/grpo.yaml"
-
-
-@rule(VLLM)
-def vllm_only_values(section: dict[str, Any]) -> RuleResult:
-    """Refuses values of NeMo-RL's keys that turn on features which the engine lacks here."""
-    for name, (only, why) in ONLY_VALUES.items():
-        if name in section and not same(section[name], only):
-            return f"{VLLM}.{name}", f"must be {show(only)}, since {why}; found {show(section[name])}"
-    return None
 
 
 @rule(f"{VLLM}.precision", "policy.precision")

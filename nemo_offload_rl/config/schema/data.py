@@ -1,6 +1,6 @@
 """The section `data`: problems and their answers, or pairs of answers."""
 
-from typing import Annotated, Literal, NotRequired, TypedDict
+from typing import Annotated, Literal, NotRequired, TypedDict, TypeVar
 
 from pydantic import Discriminator, Field, Tag, with_config
 
@@ -12,6 +12,7 @@ from nemo_offload_rl.config.schema.value_types import (
     SEVERAL,
     STRICT,
     STRICT_WITH_FURTHER_FIELDS,
+    IfAbsent,
     NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
@@ -48,8 +49,7 @@ class ArithmeticDataset(PromptFiles):
     # Seed by which problems are drawn. 0 or more.
     seed: NonNegativeInt
     # For data.train only: share (below 1) or number of its problems to split off as validation data, drawn with `seed`.
-    # Absent: 0.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
+    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
 
 
 @with_config(STRICT)
@@ -60,19 +60,28 @@ class ResponseDataset(PromptFiles):
     dataset_name: Literal["ResponseDataset"]
     # The file, relative to the folder that the run is started in.
     data_path: NonEmptyStr
-    # Field of the prompt. Absent: input.
-    input_key: NotRequired[NonEmptyStr]
-    # Field of the answer. Absent: output.
-    output_key: NotRequired[NonEmptyStr]
+    # Field of the prompt.
+    input_key: NotRequired[Annotated[NonEmptyStr, IfAbsent("input")]]
+    # Field of the answer.
+    output_key: NotRequired[Annotated[NonEmptyStr, IfAbsent("output")]]
     # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
-    # Absent: 0.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
-    # Seed of this split. Absent: 42.
+    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
+    # Seed of this split.
+    seed: NotRequired[Annotated[NonNegativeInt, IfAbsent(42)]]
+
+
+@with_config(STRICT)
+class SplitRows(PromptFiles):
+    """Rows of files, of which some may be split off."""
+
+    # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
+    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
+    # Seed of this split, required if there is one. Absent: no rows are split off.
     seed: NotRequired[NonNegativeInt]
 
 
 @with_config(STRICT)
-class HFDataset(PromptFiles):
+class HFDataset(SplitRows):
     """`data.train` or `data.validation` with `dataset_name: HFDataset`: a folder written by `datasets`."""
 
     # Selects a folder that `datasets` has saved.
@@ -85,11 +94,6 @@ class HFDataset(PromptFiles):
     input_key: NonEmptyStr
     # Column of the answer, such as output.
     output_key: NonEmptyStr
-    # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
-    # Absent: 0.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
-    # Seed of this split, required if there is one. Absent: no rows are split off.
-    seed: NotRequired[NonNegativeInt]
 
 
 @with_config(STRICT)
@@ -118,7 +122,7 @@ class NamedProblems(PromptFiles):
     # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
     # Absent: 0.05 for OpenMathInstruct-2, otherwise 0. No effect on the other datasets, which are not split, as in
     # NeMo-RL.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
+    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
     # Seed of this split. Absent: 42 for OpenMathInstruct-2.
     seed: NotRequired[NonNegativeInt]
 
@@ -136,7 +140,7 @@ class NamedConversations(PromptFiles):
     split: NotRequired[NonEmptyStr]
     # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
     # Absent: 0.05 for tulu3_sft_mixture. No effect on squad, which is not split, as in NeMo-RL.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
+    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
     # Seed of this split. Absent: 42 for tulu3_sft_mixture.
     seed: NotRequired[NonNegativeInt]
 
@@ -150,33 +154,26 @@ class ImportedDataset(PromptFiles):
     dataset_name: NonEmptyStr
 
 
-BuiltInDataset = Annotated[
-    ArithmeticDataset | ResponseDataset | HFDataset | NamedProblems, Field(discriminator="dataset_name")
+_Kind = TypeVar("_Kind")
+_OrImported = Annotated[
+    Annotated[ImportedDataset, Tag(IMPORTED)] | Annotated[_Kind, Tag(BUILT_IN)], Discriminator(imported_or_built_in)
 ]
+_OneOrSeveral = Annotated[
+    Annotated[_Kind, Tag(ONE)] | Annotated[list[_Kind], Tag(SEVERAL)] | Annotated[None, Tag(NONE)],
+    Discriminator(how_many),
+]
+_BY_NAME = Field(discriminator="dataset_name")
+
+BuiltInDataset = Annotated[ArithmeticDataset | ResponseDataset | HFDataset | NamedProblems, _BY_NAME]
 BuiltInSFTDataset = Annotated[
-    ArithmeticDataset | ResponseDataset | HFDataset | NamedProblems | NamedConversations,
-    Field(discriminator="dataset_name"),
+    ArithmeticDataset | ResponseDataset | HFDataset | NamedProblems | NamedConversations, _BY_NAME
 ]
-Dataset = Annotated[
-    Annotated[ImportedDataset, Tag(IMPORTED)] | Annotated[BuiltInDataset, Tag(BUILT_IN)],
-    Discriminator(imported_or_built_in),
-]
-SFTDataset = Annotated[
-    Annotated[ImportedDataset, Tag(IMPORTED)] | Annotated[BuiltInSFTDataset, Tag(BUILT_IN)],
-    Discriminator(imported_or_built_in),
-]
-ValidationData = Annotated[
-    Annotated[Dataset, Tag(ONE)] | Annotated[list[Dataset], Tag(SEVERAL)] | Annotated[None, Tag(NONE)],
-    Discriminator(how_many),
-]
-SFTValidationData = Annotated[
-    Annotated[SFTDataset, Tag(ONE)] | Annotated[list[SFTDataset], Tag(SEVERAL)] | Annotated[None, Tag(NONE)],
-    Discriminator(how_many),
-]
+Dataset = _OrImported[BuiltInDataset]
+SFTDataset = _OrImported[BuiltInSFTDataset]
 
 
 @with_config(STRICT)
-class BinaryPreferenceDataset(PromptFiles):
+class BinaryPreferenceDataset(SplitRows):
     """`data.train` or `data.validation` of DPO with `dataset_name: BinaryPreferenceDataset`: rows of two answers."""
 
     # Selects a JSONL file, or a folder that `datasets` has saved, whose rows have a prompt, a chosen and a rejected
@@ -186,21 +183,16 @@ class BinaryPreferenceDataset(PromptFiles):
     data_path: NonEmptyStr
     # Split to read from a folder that has several. Null or absent: a file, or a folder without splits.
     split: NotRequired[NonEmptyStr | None]
-    # Field of the prompt, a text or a list of messages. Absent: prompt.
-    prompt_key: NotRequired[NonEmptyStr]
-    # Field of the preferred answer: a text, or messages of which the last is the answer. Absent: chosen.
-    chosen_key: NotRequired[NonEmptyStr]
-    # Field of the other answer, in the same formats. Absent: rejected.
-    rejected_key: NotRequired[NonEmptyStr]
-    # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
-    # Absent: 0.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
-    # Seed of this split, required if there is one. Absent: no rows are split off.
-    seed: NotRequired[NonNegativeInt]
+    # Field of the prompt, a text or a list of messages.
+    prompt_key: NotRequired[Annotated[NonEmptyStr, IfAbsent("prompt")]]
+    # Field of the preferred answer: a text, or messages of which the last is the answer.
+    chosen_key: NotRequired[Annotated[NonEmptyStr, IfAbsent("chosen")]]
+    # Field of the other answer, in the same formats.
+    rejected_key: NotRequired[Annotated[NonEmptyStr, IfAbsent("rejected")]]
 
 
 @with_config(STRICT)
-class PreferenceDataset(PromptFiles):
+class PreferenceDataset(SplitRows):
     """`data.train` or `data.validation` of DPO with `dataset_name: PreferenceDataset`: rows of ranked completions."""
 
     # Selects a JSONL file, or a folder that `datasets` has saved, whose rows have a `context` and two ranked
@@ -210,11 +202,6 @@ class PreferenceDataset(PromptFiles):
     data_path: NonEmptyStr
     # Split to read from a folder that has several. Null or absent: a file, or a folder without splits.
     split: NotRequired[NonEmptyStr | None]
-    # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
-    # Absent: 0.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
-    # Seed of this split, required if there is one. Absent: no rows are split off.
-    seed: NotRequired[NonNegativeInt]
 
 
 @with_config(STRICT)
@@ -229,23 +216,14 @@ class NamedPairs(PromptFiles):
     # Split of the dataset. Absent: the first one that [Recipes](recipes.md#named-datasets) lists for it.
     split: NotRequired[NonEmptyStr]
     # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
-    # Absent: 0. No effect on these datasets, which are not split, as in NeMo-RL.
-    split_validation_size: NotRequired[NonNegativeFloat | None]
+    # No effect on these datasets, which are not split, as in NeMo-RL.
+    split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
     # Seed of this split. Absent: none.
     seed: NotRequired[NonNegativeInt]
 
 
-BuiltInPairDataset = Annotated[
-    ArithmeticDataset | BinaryPreferenceDataset | PreferenceDataset | NamedPairs, Field(discriminator="dataset_name")
-]
-PairDataset = Annotated[
-    Annotated[ImportedDataset, Tag(IMPORTED)] | Annotated[BuiltInPairDataset, Tag(BUILT_IN)],
-    Discriminator(imported_or_built_in),
-]
-PairValidationData = Annotated[
-    Annotated[PairDataset, Tag(ONE)] | Annotated[list[PairDataset], Tag(SEVERAL)] | Annotated[None, Tag(NONE)],
-    Discriminator(how_many),
-]
+BuiltInPairDataset = Annotated[ArithmeticDataset | BinaryPreferenceDataset | PreferenceDataset | NamedPairs, _BY_NAME]
+PairDataset = _OrImported[BuiltInPairDataset]
 
 
 @with_config(STRICT)
@@ -288,8 +266,8 @@ class DataOrder(TypedDict):
     # Read the training data in a new random order in each epoch. Recommended: true.
     shuffle: bool
     # A folder with local copies of named datasets; a dataset that it has as NAME/ (saved by `datasets`, parquet files,
-    # or SPLIT.jsonl) or as NAME.jsonl is not read from the hub. Null or absent: none.
-    dataset_root: NotRequired[NonEmptyStr | None]
+    # or SPLIT.jsonl) or as NAME.jsonl is not read from the hub. Null: none.
+    dataset_root: NotRequired[Annotated[NonEmptyStr | None, IfAbsent(None)]]
 
 
 @with_config(STRICT)
@@ -299,49 +277,46 @@ class DataConfig(DataOrder):
     # Training data.
     train: Dataset
     # Validation data, in addition to what is split off the training data: one dataset, or a list of several, which are
-    # read as one. Null or absent: no additional data.
-    validation: NotRequired[ValidationData]
+    # read as one. Null: no additional data.
+    validation: NotRequired[Annotated[_OneOrSeveral[Dataset], IfAbsent(None)]]
     # Settings that training and validation data share. Null or absent: none.
-    default: NotRequired[DataDefaults | None]
+    default: NotRequired[Annotated[DataDefaults | None, IfAbsent({})]]
 
 
 @with_config(STRICT)
 class SFTDataConfig(DataOrder):
     """Section `data` of an SFT recipe."""
 
-    # Begin each sample with the beginning-of-sequence token. Recommended: true where the tokenizer has one. Absent:
-    # true.
-    add_bos: NotRequired[bool]
-    # End answers with the end-of-sequence token. Recommended: true. Absent: true.
-    add_eos: NotRequired[bool]
+    # Begin each sample with the beginning-of-sequence token. Recommended: true where the tokenizer has one.
+    add_bos: NotRequired[Annotated[bool, IfAbsent(True)]]
+    # End answers with the end-of-sequence token. Recommended: true.
+    add_eos: NotRequired[Annotated[bool, IfAbsent(True)]]
     # End prompts with the chat template's generation prompt. Recommended: true with a chat template, otherwise false.
-    # Absent: false.
-    add_generation_prompt: NotRequired[bool]
+    add_generation_prompt: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Training data.
     train: SFTDataset
     # Validation data, in addition to what is split off the training data: one dataset, or a list of several, which are
-    # read as one. Null or absent: no additional data.
-    validation: NotRequired[SFTValidationData]
+    # read as one. Null: no additional data.
+    validation: NotRequired[Annotated[_OneOrSeveral[SFTDataset], IfAbsent(None)]]
     # Settings that training and validation data share. Null or absent: none.
-    default: NotRequired[SFTDataDefaults | None]
+    default: NotRequired[Annotated[SFTDataDefaults | None, IfAbsent({})]]
 
 
 @with_config(STRICT)
 class PreferenceDataConfig(DataOrder):
     """Section `data` of a DPO recipe."""
 
-    # Begin each sample with the beginning-of-sequence token. Recommended: true where the tokenizer has one. Absent:
-    # true.
-    add_bos: NotRequired[bool]
-    # End answers with the end-of-sequence token. Recommended: true. Absent: true.
-    add_eos: NotRequired[bool]
+    # Begin each sample with the beginning-of-sequence token. Recommended: true where the tokenizer has one.
+    add_bos: NotRequired[Annotated[bool, IfAbsent(True)]]
+    # End answers with the end-of-sequence token. Recommended: true.
+    add_eos: NotRequired[Annotated[bool, IfAbsent(True)]]
     # End prompts with the chat template's generation prompt, which is otherwise trained as a part of the answer.
-    # Recommended: true with a chat template, otherwise false. Absent: false, as in NeMo-RL.
-    add_generation_prompt: NotRequired[bool]
+    # Recommended: true with a chat template, otherwise false.
+    add_generation_prompt: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Training pairs.
     train: PairDataset
     # Validation pairs, in addition to what is split off the training pairs: one dataset, or a list of several, which
-    # are read as one. Null or absent: no additional pairs.
-    validation: NotRequired[PairValidationData]
+    # are read as one. Null: no additional pairs.
+    validation: NotRequired[Annotated[_OneOrSeveral[PairDataset], IfAbsent(None)]]
     # Settings that training and validation data share. Null or absent: none.
-    default: NotRequired[PreferenceDataDefaults | None]
+    default: NotRequired[Annotated[PreferenceDataDefaults | None, IfAbsent({})]]

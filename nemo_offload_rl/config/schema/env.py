@@ -1,10 +1,10 @@
 """The section `env`: the environments that judge answers, one for each key."""
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Annotated, Literal, NotRequired, TypedDict
 
 from pydantic import with_config
 
-from nemo_offload_rl.config.schema.value_types import STRICT, NonEmptyStr, PositiveFloat, PositiveInt
+from nemo_offload_rl.config.schema.value_types import STRICT, IfAbsent, NonEmptyStr, PositiveFloat, PositiveInt
 
 
 @with_config(STRICT)
@@ -19,7 +19,7 @@ class EnvConfig(TypedDict):
     # How answers to math problems are judged, in worker processes: hf_math_verify (the package math-verify compares
     # formulas and numbers for equality) or dapo_math_verify (compares the text after the last `Answer:`). Null: reward
     # decides. Absent: reward decides; in env.math and env.math_default without a reward, hf_math_verify.
-    math_verify_impl: NotRequired[Literal["hf_math_verify", "dapo_math_verify"] | None]
+    math_verify_impl: NotRequired[Annotated[Literal["hf_math_verify", "dapo_math_verify"] | None, IfAbsent(None)]]
     # Worker processes of math_verify_impl or of a Python function, all on the driver's machine. Recommended: as many as
     # there are spare cores; 1 for a function that keeps a state between calls. Absent: 8, with a function 1.
     num_workers: NotRequired[PositiveInt]

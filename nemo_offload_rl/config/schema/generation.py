@@ -6,6 +6,7 @@ from pydantic import Field, with_config
 
 from nemo_offload_rl.config.schema.value_types import (
     STRICT,
+    IfAbsent,
     NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
@@ -27,8 +28,6 @@ class VllmConfig(TypedDict):
     # GPUs that generation has on each node (cluster.gpus_per_node, unless colocated gives it fewer) or, for an engine
     # on several whole nodes, a multiple of it. Recommended: 1, or as many as the weights need, on one node.
     tensor_parallel_size: PositiveInt
-    # Number of GPUs that an engine's layers are divided among; only 1 is supported.
-    pipeline_parallel_size: PositiveInt
     # Number of GPUs that an engine's experts are divided among: 1 splits each expert, tensor_parallel_size gives whole
     # experts to each GPU, and a multiple of it divides them among that many GPUs of several replicas, which share
     # nothing else. Recommended: 1, or more if the experts do not fit.
@@ -43,43 +42,20 @@ class VllmConfig(TypedDict):
     # Run without CUDA graphs and compilation: the engine starts faster and decodes more slowly. Recommended: false.
     enforce_eager: bool
     # Cache keys and values of common prompt prefixes until the weights change; null for vLLM's default. Recommended:
-    # null, since all answers to a prompt share a prefix. Absent: null.
-    enable_prefix_caching: NotRequired[bool | None]
+    # null, since all answers to a prompt share a prefix.
+    enable_prefix_caching: NotRequired[Annotated[bool | None, IfAbsent(None)]]
     # Dtype of weights and activations; must equal policy.precision, since refits send that dtype. Recommended:
     # "${policy.precision}".
     precision: Precision
     # Whether the policy is built at the same time as the engines on its GPUs: with auto, if the GPU has room for both
     # and the size of vLLM's KV cache is given in bytes; with false, after them. Recommended: auto, for a faster start.
-    # Absent: auto.
-    build_beside_policy: NotRequired[Literal["auto", False]]
+    build_beside_policy: NotRequired[Annotated[Literal["auto", False], IfAbsent("auto")]]
     # Environment variables of the engines' processes, set before they import anything; null or {} for none. Numbers and
-    # booleans are read as text. Absent: none.
-    env_vars: NotRequired[dict[str, str] | None]
-    # Where vLLM loads the initial weights from; only dummy, as the first refit brings them. Absent: dummy.
-    load_format: NotRequired[str]
-    # Dtype of the KV cache; only auto, which is the dtype of the weights. Absent: auto.
-    kv_cache_dtype: NotRequired[str]
+    # booleans are read as text.
+    env_vars: NotRequired[Annotated[dict[str, str] | None, IfAbsent(None)]]
     # Use vLLM's asynchronous engine, for asynchronous GRPO and multi-turn rollouts. Here all requests of a step are
     # submitted at once, so true is read as false, and a note says so. Recommended: false. Absent: false.
     async_engine: NotRequired[bool]
-    # Build the engine without a tokenizer; only true, as prompts and answers are token ids. With
-    # policy.generation.stop_strings or bad_words the engine has a tokenizer all the same. Absent: true.
-    skip_tokenizer_init: NotRequired[bool]
-    # Which log-probs the engine reports; only processed_logprobs: those of the sampled distribution, after temperature,
-    # top_k and top_p. Absent: processed_logprobs.
-    logprobs_mode: NotRequired[str]
-    # Number of first layers of an fp8 engine that stay in bfloat16; only 0. Absent: 0.
-    num_first_layers_in_bf16: NotRequired[NonNegativeInt]
-    # Number of last layers of an fp8 engine that stay in bfloat16; only 0. Absent: 0.
-    num_last_layers_in_bf16: NotRequired[NonNegativeInt]
-    # Use DeepGEMM's fp8 kernels; only false. Absent: false.
-    use_deep_gemm: NotRequired[bool]
-    # Port of a server that receives weights over HTTP; only null. Absent: null.
-    http_refit_server_port: NotRequired[int | None]
-    # Port of a server that receives weights over ZeroMQ; only null. Absent: null.
-    zmq_refit_server_port: NotRequired[int | None]
-    # Reset the cache of image encodings after a refit; only false. Absent: false.
-    reset_encoder_cache_after_weight_update: NotRequired[bool]
 
 
 @with_config(STRICT)
@@ -87,10 +63,10 @@ class ColocatedResourcesConfig(TypedDict):
     """Section `policy.generation.colocated.resources`: the GPUs of generation where `enabled` is false."""
 
     # On one node (cluster.num_nodes 1): how many of cluster.gpus_per_node generation gets; the rest trains; 1 or more.
-    # On several nodes: cluster.gpus_per_node or null, as generation then gets whole nodes. Absent: null.
-    gpus_per_node: NotRequired[PositiveInt | None]
-    # How many of cluster.num_nodes generation gets; the rest trains; null or 1 if cluster.num_nodes is 1. Absent: null.
-    num_nodes: NotRequired[PositiveInt | None]
+    # On several nodes: cluster.gpus_per_node or null, as generation then gets whole nodes.
+    gpus_per_node: NotRequired[Annotated[PositiveInt | None, IfAbsent(None)]]
+    # How many of cluster.num_nodes generation gets; the rest trains; null or 1 if cluster.num_nodes is 1.
+    num_nodes: NotRequired[Annotated[PositiveInt | None, IfAbsent(None)]]
 
 
 @with_config(STRICT)
@@ -101,7 +77,7 @@ class ColocatedConfig(TypedDict):
     # weights are sent by broadcast. Recommended: true, since otherwise one side idles while the other works.
     enabled: bool
     # The GPUs reserved for generation; no effect if enabled is true. Absent: none.
-    resources: NotRequired[ColocatedResourcesConfig]
+    resources: NotRequired[Annotated[ColocatedResourcesConfig, IfAbsent({})]]
 
 
 @with_config(STRICT)
@@ -112,7 +88,7 @@ class GenerationConfig(TypedDict):
     # runs everywhere. Without a GPU, vllm becomes transformers.
     backend: Literal["transformers", "vllm"]
     # Whether engines share the policy's GPUs. Absent: they share them.
-    colocated: NotRequired[ColocatedConfig]
+    colocated: NotRequired[Annotated[ColocatedConfig, IfAbsent({"enabled": True})]]
     # Largest number of tokens in an answer; prompt and answer together stay within policy.max_total_sequence_length.
     # Recommended: "${policy.max_total_sequence_length}".
     max_new_tokens: PositiveInt
@@ -134,19 +110,21 @@ class GenerationConfig(TypedDict):
     stop_token_ids: list[NonNegativeInt] | None
     # false: the model's own ends also end an answer; they are the eos_token_id of its generation_config.json, or of its
     # config.json or policy.hf_config without that file. true: only stop_token_ids, where null still stands for the
-    # tokenizer's end-of-sequence token, and stop_strings do. Recommended: false. Absent: false.
-    ignore_eos: NotRequired[bool]
+    # tokenizer's end-of-sequence token, and stop_strings do. Recommended: false.
+    ignore_eos: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Strings that also end an answer as soon as its text contains one; the string stays in the answer. Special tokens
     # count with the text they are written as. Null or [] for none. Recommended: null, since the end-of-sequence token
-    # needs no text search. Absent: null.
-    stop_strings: NotRequired[list[NonEmptyStr] | None]
+    # needs no text search.
+    stop_strings: NotRequired[Annotated[list[NonEmptyStr] | None, IfAbsent(None)]]
     # Words that answers must not contain, each as the tokenizer encodes it, and as it does behind a space: no token is
     # sampled that would complete one. Log-probs of the sampler are of the distribution without these tokens, those of
-    # the policy of the whole one. Null or [] for none. Recommended: null. Absent: null.
-    bad_words: NotRequired[list[NonEmptyStr] | None]
+    # the policy of the whole one. Null or [] for none. Recommended: null.
+    bad_words: NotRequired[Annotated[list[NonEmptyStr] | None, IfAbsent(None)]]
     # NeMo-RL's transport of weights to generation's own GPUs. All of them bring the same bits; here the weights are
-    # broadcast whichever is named, and a note says so. Null if GPUs are shared. Recommended: null. Absent: null.
-    refit_transport: NotRequired[Literal["nccl_reshard", "nixl", "vllm_s3_sparse", "vllm_zmq_sparse"] | None]
+    # broadcast whichever is named, and a note says so. Null if GPUs are shared. Recommended: null.
+    refit_transport: NotRequired[
+        Annotated[Literal["nccl_reshard", "nixl", "vllm_s3_sparse", "vllm_zmq_sparse"] | None, IfAbsent(None)]
+    ]
     # The engines of backend: vllm. Absent: only with another backend, since the engines' sizes have no defaults. No
     # effect with another backend.
     vllm_cfg: NotRequired[VllmConfig]

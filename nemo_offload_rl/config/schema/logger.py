@@ -1,10 +1,10 @@
 """The section `logger`: where the run writes its metrics."""
 
-from typing import NotRequired, TypedDict
+from typing import Annotated, NotRequired, TypedDict
 
 from pydantic import with_config
 
-from nemo_offload_rl.config.schema.value_types import STRICT, NonEmptyStr, NonNegativeInt, PositiveFloat
+from nemo_offload_rl.config.schema.value_types import STRICT, IfAbsent, NonEmptyStr, NonNegativeInt, PositiveFloat
 
 
 @with_config(STRICT)
@@ -23,11 +23,11 @@ class WandbConfig(TypedDict):
 class GpuMonitoringConfig(TypedDict):
     """Section `logger.gpu_monitoring`, read only with monitor_gpus."""
 
-    # Seconds between two readings of a GPU. Above 0; recommended 10. Absent: 10.
-    collection_interval: NotRequired[PositiveFloat]
+    # Seconds between two readings of a GPU. Above 0; recommended 10.
+    collection_interval: NotRequired[Annotated[PositiveFloat, IfAbsent(10)]]
     # Seconds between two collections of the nodes' readings by the driver; a step's metrics contain the readings
-    # collected by then. Above 0; recommended the value of collection_interval. Absent: 10.
-    flush_interval: NotRequired[PositiveFloat]
+    # collected by then. Above 0; recommended the value of collection_interval.
+    flush_interval: NotRequired[Annotated[PositiveFloat, IfAbsent(10)]]
 
 
 @with_config(STRICT)
@@ -43,10 +43,10 @@ class LoggerConfig(TypedDict):
     # Weights & Biases. Absent: allowed while wandb_enabled is false.
     wandb: NotRequired[WandbConfig]
     # Record utilization, memory, power and temperature of each GPU of each node in the metrics, read through NVML
-    # during the run. Needs the package nvidia-ml-py, which the extra `te` installs. Recommended: true. Absent: false.
-    monitor_gpus: NotRequired[bool]
+    # during the run. Needs the package nvidia-ml-py, which the extra `te` installs. Recommended: true.
+    monitor_gpus: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Number of answers of each GRPO validation that are printed, logged and written to TensorBoard's texts: half of
-    # them have the highest rewards, the other half the lowest. 0 or more; recommended 4. Absent: 0.
-    num_val_samples_to_print: NotRequired[NonNegativeInt]
+    # them have the highest rewards, the other half the lowest. 0 or more; recommended 4.
+    num_val_samples_to_print: NotRequired[Annotated[NonNegativeInt, IfAbsent(0)]]
     # How often GPUs are read. Absent: every 10 seconds.
-    gpu_monitoring: NotRequired[GpuMonitoringConfig]
+    gpu_monitoring: NotRequired[Annotated[GpuMonitoringConfig, IfAbsent({})]]

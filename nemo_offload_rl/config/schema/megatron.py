@@ -5,7 +5,7 @@ All but the scheduler and the checkpoint section also accept fields of the corre
 must set.
 """
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from pydantic import with_config
 
@@ -14,6 +14,7 @@ from nemo_offload_rl.config.schema.value_types import (
     STRICT_WITH_FURTHER_FIELDS,
     Decay,
     Fraction,
+    IfAbsent,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -62,15 +63,14 @@ class MegatronOptimizerConfig(TypedDict):
     clip_grad: NonNegativeFloat
     # Keep gradients, master weights and moments of a share of the parameters in host memory and run their optimizer
     # step on the CPU, which is slower (docs/optimizer-offload.md). Needs the distributed optimizer and a GPU, switched
-    # off on a CPU. Recommended: false while optimizer state fits on the GPU in training. Absent: false.
-    optimizer_cpu_offload: NotRequired[bool]
+    # off on a CPU. Recommended: false while optimizer state fits on the GPU in training.
+    optimizer_cpu_offload: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Largest share of the parameters whose optimizer step runs on the CPU; read only with optimizer_cpu_offload. Above
-    # 0 there, up to 1; recommended 1.0, less where the rest fits on the GPU. Absent: 0, which optimizer_cpu_offload
-    # rejects.
-    optimizer_offload_fraction: NotRequired[Fraction]
+    # 0 there, up to 1; recommended 1.0, less where the rest fits on the GPU.
+    optimizer_offload_fraction: NotRequired[Annotated[Fraction, IfAbsent(0.0)]]
     # Copy the CPU optimizer's gradients and parameters in parts, overlapped with its steps on other parts. Must be
-    # false without optimizer_cpu_offload; recommended true with it. Absent: false.
-    overlap_cpu_optimizer_d2h_h2d: NotRequired[bool]
+    # false without optimizer_cpu_offload; recommended true with it.
+    overlap_cpu_optimizer_d2h_h2d: NotRequired[Annotated[bool, IfAbsent(False)]]
 
 
 @with_config(STRICT)
@@ -89,8 +89,7 @@ class MegatronSchedulerConfig(TypedDict):
     # Training steps until the learning rate reaches min_lr, including the warm-up. The schedule moves once a training
     # step, as in NeMo-RL, also if that has several optimizer steps (policy.train_global_batch_size below the samples of
     # a step). Null: the run's own number, which is max_num_steps, or the steps of max_num_epochs if these are fewer.
-    # Absent: same as null.
-    lr_decay_iters: NotRequired[PositiveInt | None]
+    lr_decay_iters: NotRequired[Annotated[PositiveInt | None, IfAbsent(None)]]
     # Training steps of linear warm-up from lr_warmup_init to lr; a shorter run with lr_decay_iters null warms up until
     # its end. 0 or more; recommended 1 to 5% of the run.
     lr_warmup_iters: NonNegativeInt
@@ -98,8 +97,8 @@ class MegatronSchedulerConfig(TypedDict):
     lr_warmup_init: NonNegativeFloat
     # Whether a resumed run follows the recipe's schedule if the checkpoint's differs, instead of refusing the
     # checkpoint. The number of steps taken is the checkpoint's. Recommended: true, so that a run can be extended.
-    # Absent: true (in NeMo-RL false).
-    override_opt_param_scheduler: NotRequired[bool]
+    # NeMo-RL's own default is false.
+    override_opt_param_scheduler: NotRequired[Annotated[bool, IfAbsent(True)]]
 
 
 @with_config(STRICT_WITH_FURTHER_FIELDS)
@@ -125,15 +124,12 @@ class MegatronCheckpointConfig(TypedDict):
 
     # Write checkpoints in the background while training continues, from a host-memory copy of the state of their step.
     # With streamed optimizer state the next training step waits until the files are written. Takes host memory for the
-    # weights and for the optimizer state that is not offloaded anyway. Recommended: true. Absent: false.
-    async_save: NotRequired[bool]
+    # weights and for the optimizer state that is not offloaded anyway. Recommended: true.
+    async_save: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Reuse the last checkpoint's plan of what goes into which file, if names, shapes and dtypes are unchanged on every
     # rank; the values are always the current ones. Recommended: false; true saves planning time with thousands of
-    # tensors on many ranks. Absent: false.
-    ckpt_assume_constant_structure: NotRequired[bool]
-    # Save optimizer state in the format that loads at any parallel size. Must be false: megatron-core 0.19.2 restores
-    # wrong values from it when a model has several gradient buckets. Absent: false.
-    dist_ckpt_optim_fully_reshardable: NotRequired[bool]
+    # tensors on many ranks.
+    ckpt_assume_constant_structure: NotRequired[Annotated[bool, IfAbsent(False)]]
 
 
 @with_config(STRICT_WITH_FURTHER_FIELDS)
@@ -154,8 +150,7 @@ class MegatronConfig(TypedDict):
     # Number of ranks that share each expert. 1 or more; recommended 1.
     expert_tensor_parallel_size: PositiveInt
     # Layer chunks of each pipeline stage (interleaved schedule). 2 or more with pipeline parallelism; null for none.
-    # Absent: same as null.
-    virtual_pipeline_model_parallel_size: NotRequired[PositiveInt | None]
+    virtual_pipeline_model_parallel_size: NotRequired[Annotated[PositiveInt | None, IfAbsent(None)]]
     # Split the sequence over tensor-parallel ranks outside attention and MLP. Takes effect only with
     # tensor_model_parallel_size above 1; recommended true there on GPUs.
     sequence_parallel: bool
@@ -170,21 +165,21 @@ class MegatronConfig(TypedDict):
     # more compute; recommended false while they fit.
     activation_checkpointing: bool
     # What is recomputed; takes effect only with activation_checkpointing: full (whole layers) or selective
-    # (recompute_modules). Recommended: full. Absent: full.
-    recompute_granularity: NotRequired[Literal["full", "selective"] | None]
+    # (recompute_modules). Recommended: full.
+    recompute_granularity: NotRequired[Annotated[Literal["full", "selective"] | None, IfAbsent("full")]]
     # Modules recomputed with selective granularity: core_attn, moe_act, layernorm, mla_up_proj, mlp, moe,
-    # shared_experts; null for megatron-core's default, core_attn. Absent: null.
-    recompute_modules: NotRequired[list[str] | None]
+    # shared_experts; null for megatron-core's default, core_attn.
+    recompute_modules: NotRequired[Annotated[list[str] | None, IfAbsent(None)]]
     # Compute the MLPs of a dense model this many tokens of a micro-batch at a time, and again in the backward pass, so
     # that a layer's MLP saves only its input, and the intermediates of a whole micro-batch are never in memory at once,
     # also with recompute_granularity full. 1 or more; auto: 16,384, or the hidden size if that is larger, since smaller
     # tiles spend more time on adding up gradients; null: all tokens at once, and saved. Recommended: auto if long rows
-    # run out of memory without it. Absent: null.
-    mlp_tile_tokens: NotRequired[RowTokens | None]
+    # run out of memory without it.
+    mlp_tile_tokens: NotRequired[Annotated[RowTokens | None, IfAbsent(None)]]
     # Offload the activations of offload_modules to pinned host memory between their forward and backward pass; not in
     # log-prob passes and validation. Needs Transformer Engine on a GPU, switched off on a CPU; cannot be combined with
-    # the CPU optimizer (optimizer_cpu_offload). Recommended: false while they fit. Absent: false.
-    fine_grained_activation_offloading: NotRequired[bool]
+    # the CPU optimizer (optimizer_cpu_offload). Recommended: false while they fit.
+    fine_grained_activation_offloading: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Parts of a layer whose activations are offloaded; read only with fine_grained_activation_offloading: attn_norm,
     # qkv_linear, core_attn, attn_proj (with core_attn), mlp_norm; for a mixture of experts also expert_fc1 and moe_act,
     # or fused_group_mlp (with use_transformer_engine_op_fuser). With full recomputation (recompute_granularity)
@@ -192,45 +187,46 @@ class MegatronConfig(TypedDict):
     # core_attn, whose attention is then not recomputed. May be null while fine_grained_activation_offloading is false.
     # Recommended: [qkv_linear, core_attn, attn_proj] for dense models, [moe_act, expert_fc1] for mixtures of experts,
     # [layer_input, core_attn] for rows that do not fit otherwise, [layer_input] where the host is too small for that.
-    # Absent: null.
-    offload_modules: NotRequired[list[str] | None]
+    offload_modules: NotRequired[Annotated[list[str] | None, IfAbsent(None)]]
     # Largest share of a micro-batch's eligible bytes that is offloaded; the bytes that stay are spread over the layers.
-    # 0 to 1; recommended 1.0, less where the link is the bottleneck. Absent: 1.0.
-    activation_offload_fraction: NotRequired[Fraction]
+    # 0 to 1; recommended 1.0, less where the link is the bottleneck.
+    activation_offload_fraction: NotRequired[Annotated[Fraction, IfAbsent(1.0)]]
     # Smallest tensor that is offloaded, in elements (not bytes). 0 or more; recommended 1048576, 0 for tiny models in
-    # tests. Absent: 1048576.
-    min_offloaded_tensor_size: NotRequired[NonNegativeInt]
+    # tests.
+    min_offloaded_tensor_size: NotRequired[Annotated[NonNegativeInt, IfAbsent(1048576)]]
     # Number of bytes by which each pipeline stage offloads less than the stage before it, which holds more
-    # micro-batches at a time. 0 or more; recommended 0. Absent: 0.
-    delta_offload_bytes_across_pp_ranks: NotRequired[NonNegativeInt]
+    # micro-batches at a time. 0 or more; recommended 0.
+    delta_offload_bytes_across_pp_ranks: NotRequired[Annotated[NonNegativeInt, IfAbsent(0)]]
     # Delay the offload copies of experts until the next graph has been replayed, when the CPU is idle; no effect on a
-    # dense model. Needs cuda_graph_impl transformer_engine. Recommended: false. Absent: false.
-    delay_offload_until_cuda_graph: NotRequired[bool]
+    # dense model. Needs cuda_graph_impl transformer_engine. Recommended: false.
+    delay_offload_until_cuda_graph: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Groups (a module's activations in one layer) whose copies to the host may be in flight before computation waits
     # for the oldest: 0 waits for each, null is as many as a layer has, or two where not all layers offload the same
-    # groups, as with a fraction. 0 or more; recommended null. Absent: same as null.
-    fine_grained_offloading_max_inflight_offloads: NotRequired[NonNegativeInt | None]
+    # groups, as with a fraction. 0 or more; recommended null.
+    fine_grained_offloading_max_inflight_offloads: NotRequired[Annotated[NonNegativeInt | None, IfAbsent(None)]]
     # Which implementation captures parts of the layers as CUDA graphs in training: none, or transformer_engine (local
     # and full_iteration are rejected). Needs Transformer Engine on a GPU, switched off on a CPU. Recommended: none;
-    # transformer_engine for mixtures of experts where the CPU cannot launch kernels fast enough. Absent: none.
-    cuda_graph_impl: NotRequired[Literal["none", "local", "transformer_engine", "full_iteration"]]
+    # transformer_engine for mixtures of experts where the CPU cannot launch kernels fast enough.
+    cuda_graph_impl: NotRequired[
+        Annotated[Literal["none", "local", "transformer_engine", "full_iteration"], IfAbsent("none")]
+    ]
     # Parts of a layer that are captured; read only with cuda_graph_impl other than none: attn; mlp of dense layers;
     # moe_router and, with it, moe_preprocess of a mixture of experts. With attn or mlp, rows are padded to
     # policy.max_total_sequence_length, which with attn must be a multiple of 128, and are not packed. Recommended: []
     # while off, otherwise [attn] for dense models, [attn, moe_router] for mixtures of experts, [moe_router] for those
-    # with packed rows. Absent: [].
-    cuda_graph_modules: NotRequired[list[str]]
+    # with packed rows.
+    cuda_graph_modules: NotRequired[Annotated[list[str], IfAbsent([])]]
     # Number of training steps before the capture; read only with cuda_graph_impl other than none. 1 or more;
-    # recommended 3. Absent: 3.
-    cuda_graph_warmup_steps: NotRequired[PositiveInt]
+    # recommended 3.
+    cuda_graph_warmup_steps: NotRequired[Annotated[PositiveInt, IfAbsent(3)]]
     # When torch's allocator returns its cached memory to CUDA: 0 when generation needs it, which residency takes care
     # of; 1 also before each optimizer step; 2 also after it. Recommended: 0; 1 or 2 against fragmentation.
     empty_unused_memory_level: Literal[0, 1, 2]
     # Do not train the routers of a mixture-of-experts model (no effect on a dense one). Recommended for RL: true.
     freeze_moe_router: bool
     # Parts of a model with a vision or sound tower that are not trained. Has no effect on a text-only model, as in
-    # NeMo-RL; a model with a tower is refused. Null or {} for none. Absent: none.
-    freeze_config: NotRequired[dict[str, Any] | None]
+    # NeMo-RL; a model with a tower is refused. Null or {} for none.
+    freeze_config: NotRequired[Annotated[dict[str, Any] | None, IfAbsent(None)]]
     # Fuse rotary embeddings into one kernel; needs Transformer Engine, switched off on a CPU. Recommended: true.
     # Absent: what Megatron-Bridge sets for the model.
     apply_rope_fusion: NotRequired[bool]
@@ -242,23 +238,21 @@ class MegatronConfig(TypedDict):
     gradient_accumulation_fusion: NotRequired[bool]
     # Compute the logits of fused_linear_logprobs_chunk_size tokens at a time, and recompute them in the backward pass,
     # so that the logits of a whole micro-batch are never in memory at once. Recommended: true if training runs out of
-    # memory without it. Absent: false.
-    use_fused_linear_logprobs: NotRequired[bool]
+    # memory without it.
+    use_fused_linear_logprobs: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Number of tokens of a micro-batch whose logits are in memory at a time; read only with use_fused_linear_logprobs.
-    # 1 or more; recommended 1024, less if that still takes too much memory. Absent: 256.
-    fused_linear_logprobs_chunk_size: NotRequired[PositiveInt]
+    # 1 or more; recommended 1024, less if that still takes too much memory.
+    fused_linear_logprobs_chunk_size: NotRequired[Annotated[PositiveInt, IfAbsent(256)]]
     # Fuse the permutation of tokens to experts; needs Transformer Engine, switched off on a CPU. Recommended: true.
     # Absent: what Megatron-Bridge sets for the model.
     moe_permute_fusion: NotRequired[bool]
     # Also log the auxiliary losses of experts (moe_aux_loss_coeff, moe_z_loss_coeff) of each layer. Recommended: false.
-    # Absent: false.
-    moe_per_layer_logging: NotRequired[bool]
+    moe_per_layer_logging: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Fields of the model that have no key of their own in this section, as in NeMo-RL. They mean the same as in the
     # section itself and are checked as there, but must not be null. Null or {} for none. Absent: none.
     model_overrides: NotRequired[dict[str, Any] | None]
-    # Environment variables of the policy workers, set before the workers import anything; null or {} for none. Absent:
-    # none.
-    env_vars: NotRequired[dict[str, str] | None]
+    # Environment variables of the policy workers, set before the workers import anything; null or {} for none.
+    env_vars: NotRequired[Annotated[dict[str, str] | None, IfAbsent(None)]]
     # The optimizer.
     optimizer: MegatronOptimizerConfig
     # Learning rate and weight decay over the run.
@@ -266,4 +260,4 @@ class MegatronConfig(TypedDict):
     # Data parallelism.
     distributed_data_parallel_config: MegatronDDPConfig
     # How checkpoints are written. Absent: each checkpoint is planned anew and written synchronously.
-    checkpoint: NotRequired[MegatronCheckpointConfig]
+    checkpoint: NotRequired[Annotated[MegatronCheckpointConfig, IfAbsent({})]]

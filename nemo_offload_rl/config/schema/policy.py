@@ -1,7 +1,7 @@
 """The section `policy`: the model that is trained, and how."""
 
 import math
-from typing import Any, Literal, NotRequired, TypedDict, TypeGuard
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeGuard
 
 from pydantic import with_config
 
@@ -12,6 +12,7 @@ from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.residency import ResidencyOrAuto
 from nemo_offload_rl.config.schema.value_types import (
     STRICT,
+    IfAbsent,
     NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
@@ -34,8 +35,8 @@ class TokenizerConfig(TypedDict):
     # the tokenizer's own template; null joins the texts of the messages. Absent: the tokenizer's own template if it has
     # one, otherwise the plain text.
     chat_template: NotRequired[str | None]
-    # Additional arguments of the template, such as {enable_thinking: false}; null for none. Absent: none.
-    chat_template_kwargs: NotRequired[dict[str, Any] | None]
+    # Additional arguments of the template, such as {enable_thinking: false}; null for none.
+    chat_template_kwargs: NotRequired[Annotated[dict[str, Any] | None, IfAbsent(None)]]
 
 
 @with_config(STRICT)
@@ -71,21 +72,20 @@ class PolicyConfig(TypedDict):
     # The model: a folder in Hugging Face format or a name on the hub; only a label if hf_config is given.
     model_name: NonEmptyStr
     # A Hugging Face config as a mapping (model_type, hidden_size ...), from which a model with random weights is built.
-    # Null or absent: config and weights come from model_name.
-    hf_config: NotRequired[HfConfigFields | None]
+    # Null: config and weights come from model_name.
+    hf_config: NotRequired[Annotated[HfConfigFields | None, IfAbsent(None)]]
     # Train the model without the check that compares a small twin of it, with the same flags, with transformers; needed
-    # for a model that the check refuses or cannot compute. Recommended: false. Absent: false.
-    skip_model_check: NotRequired[bool]
+    # for a model that the check refuses or cannot compute. Recommended: false.
+    skip_model_check: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Pass fields of Megatron on whose effect was not checked here (docs/recipe-keys.md lists those that were), and log
-    # a line for each. They may have no effect, or one that other parts do not know of. Recommended: false. Absent:
-    # false.
-    unchecked_megatron_fields: NotRequired[bool]
+    # a line for each. They may have no effect, or one that other parts do not know of. Recommended: false.
+    unchecked_megatron_fields: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Fields of the Hugging Face config to override, such as {rope_theta: 1000000}. Absent: none.
-    hf_config_overrides: NotRequired[HfConfigFields]
+    hf_config_overrides: NotRequired[Annotated[HfConfigFields, IfAbsent({})]]
     # Run the code that comes with the files of model_name and tokenizer.name, where their auto_map names some, in
     # transformers, Megatron-Bridge and vLLM. Recommended: false; true only for models whose code you have read or
-    # trust. Absent: false. (NeMo-RL always runs it.)
-    trust_remote_code: NotRequired[bool]
+    # trust. (NeMo-RL always runs it.)
+    trust_remote_code: NotRequired[Annotated[bool, IfAbsent(False)]]
     # The tokenizer.
     tokenizer: TokenizerConfig
     # Dtype of parameters and activations: bfloat16 or float32. Recommended: bfloat16 on GPUs, float32 on a CPU.
@@ -102,47 +102,46 @@ class PolicyConfig(TypedDict):
     # Samples in one forward and backward pass on one rank. 1 or more; as large as memory allows.
     train_micro_batch_size: PositiveInt
     # Largest gradient norm, for megatron_cfg.optimizer.clip_grad to refer to; 0 disables clipping. Recommended: 1.0;
-    # null if clip_grad is set to a number directly. Absent: null.
-    max_grad_norm: NotRequired[NonNegativeFloat | None]
+    # null if clip_grad is set to a number directly.
+    max_grad_norm: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(None)]]
     # Number of steps with a loss or gradient that is not finite that a run may skip before it stops; a resumed run
-    # counts on. 0 or more; recommended 10. Absent: 0, so that the first one stops the run.
-    max_skipped_steps: NotRequired[NonNegativeInt]
+    # counts on. 0 or more; recommended 10; 0 stops the run at the first one.
+    max_skipped_steps: NotRequired[Annotated[NonNegativeInt, IfAbsent(0)]]
     # Megatron: parallelism, optimizer, memory.
     megatron_cfg: MegatronConfig
     # Packing of several samples into one row. Absent: no packing.
-    sequence_packing: NotRequired[SequencePackingConfig]
+    sequence_packing: NotRequired[Annotated[SequencePackingConfig, IfAbsent({"enabled": False})]]
     # Memory of the buffer through which weights go to generation, in GiB, allocated only during a refit. Above 0;
     # recommended 1.0. If policy and engine share their GPUs, the buffer exists once, and its halves alternate; for an
-    # engine on its own GPUs it is the size of a bucket, on both sides. Absent: 1.0.
-    refit_buffer_size_gb: NotRequired[PositiveFloat]
-    # Compare checksums of the weights on both sides after every refit. Recommended: true in tests. Absent: false.
-    verify_refit: NotRequired[bool]
+    # engine on its own GPUs it is the size of a bucket, on both sides.
+    refit_buffer_size_gb: NotRequired[Annotated[PositiveFloat, IfAbsent(1.0)]]
+    # Compare checksums of the weights on both sides after every refit. Recommended: true in tests.
+    verify_refit: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Compute log-probs outside of training (GRPO, DPO) from the logits of this many tokens at a time, so that the
     # logits of a whole micro-batch are never in memory at once; null: as in training
     # (megatron_cfg.use_fused_linear_logprobs). 1 or more; recommended 1024 if the log-prob pass runs out of memory
-    # without it. Absent: same as null.
-    logprob_chunk_size: NotRequired[PositiveInt | None]
+    # without it.
+    logprob_chunk_size: NotRequired[Annotated[PositiveInt | None, IfAbsent(None)]]
     # Offload optimizer state to the host before weights are sent to generation, until the next training step needs it.
     # null: with vLLM, only if the plan finds no room for it on the GPU; with transformers, true. Recommended: null.
-    # Absent: null.
-    offload_optimizer_for_refit: NotRequired[bool | None]
+    offload_optimizer_for_refit: NotRequired[Annotated[bool | None, IfAbsent(None)]]
     # Offload optimizer state to the host during log-prob passes, too. Recommended: false; true if the activations of
     # these passes need the memory. Absent: false, so that it stays where it is.
     offload_optimizer_for_logprob: NotRequired[bool]
     # Pin the host memory of optimizer state, so that it is copied at the speed of the link. With false, copies go
     # through a small pinned buffer at the speed of the CPU's memcpy; use it on machines where that much memory cannot
-    # be pinned. Recommended: true. Absent: true.
-    use_pinned_optimizer_offload: NotRequired[bool]
+    # be pinned. Recommended: true.
+    use_pinned_optimizer_offload: NotRequired[Annotated[bool, IfAbsent(True)]]
     # Where training state lives in each phase, and its host memory. auto: every key of the section gets the value that
     # it has when absent, and the cells of its table that may be auto are set to auto. Recommended: the section, or
     # auto. Absent: the flags above decide; no limit, no checksums, huge pages.
-    residency: NotRequired[ResidencyOrAuto]
+    residency: NotRequired[Annotated[ResidencyOrAuto, IfAbsent({})]]
     # Strictness and host memory of activation offloading (megatron_cfg.fine_grained_activation_offloading). Absent: not
     # strict, with as much host memory as the plan computes.
-    activation_offload: NotRequired[ActivationOffloadConfig]
+    activation_offload: NotRequired[Annotated[ActivationOffloadConfig, IfAbsent({})]]
     # NUMA node that a rank's CPU threads and host memory are bound to: auto (the node of its GPU), none, or the number
-    # of a node. Recommended: auto. Absent: auto.
-    numa: NotRequired[NumaSetting]
+    # of a node. Recommended: auto.
+    numa: NotRequired[Annotated[NumaSetting, IfAbsent("auto")]]
 
 
 @with_config(STRICT)

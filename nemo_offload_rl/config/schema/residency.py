@@ -9,6 +9,7 @@ from nemo_offload_rl.config.schema.value_types import (
     STRICT,
     WORD,
     Auto,
+    IfAbsent,
     PositiveGib,
     PositiveInt,
     section_or_word,
@@ -55,28 +56,26 @@ class ResidencyConfig(TypedDict):
     """Section `policy.residency`."""
 
     # Compare checksums of all state that moves, before it leaves the GPU and after it is back, and stop if they differ.
-    # Recommended: false; true for debugging, since it reads all state at every move. Absent: false.
-    verify: NotRequired[bool]
+    # Recommended: false; true for debugging, since it reads all state at every move.
+    verify: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Ask the kernel for 2 MiB pages for the pinned host buffers: the data are the same, and pinning is faster (18 GB in
-    # 0.9 s instead of 1.4 s on an H200). Recommended: true; false where the kernel is slow to find huge pages. Absent:
-    # true.
-    huge_pages: NotRequired[bool]
+    # 0.9 s instead of 1.4 s on an H200). Recommended: true; false where the kernel is slow to find huge pages.
+    huge_pages: NotRequired[Annotated[bool, IfAbsent(True)]]
     # Largest host memory that one rank may take for everything that moves, in GiB. Above 0; null for the free memory of
-    # the machine and its cgroup, shared by the ranks of a host. Recommended: null. Absent: null.
-    host_memory_limit_gib: NotRequired[PositiveGib | None]
+    # the machine and its cgroup, shared by the ranks of a host. Recommended: null.
+    host_memory_limit_gib: NotRequired[Annotated[PositiveGib | None, IfAbsent(None)]]
     # GPU memory that streamed optimizer state passes through, in MiB; read only with table.train.optimizer_state
     # streamed. 1 or more; recommended 512: a smaller window slows the copies, a larger one hardly shortens the step.
-    # Absent: 512.
-    stream_window_mib: NotRequired[PositiveInt]
+    stream_window_mib: NotRequired[Annotated[PositiveInt, IfAbsent(512)]]
     # Where vLLM keeps its weights while the policy computes on shared GPUs: discard (vLLM sleeps and frees their
     # memory, and the next refit brings them back), host (vLLM sleeps, and the weights wait in host memory, 2 bytes per
     # parameter of each engine, so that generating again with an unchanged policy, as in the step after a validation,
     # needs no refit) or gpu (vLLM does not sleep: weights and KV cache stay, and nothing moves between training and
     # generation). null: with vllm, gpu if the plan has room for it next to training and log-prob passes, otherwise
-    # discard; with transformers, which cannot discard them, host. Recommended: null. Absent: null.
-    generation_weights: NotRequired[Literal["discard", "host", "gpu"] | None]
-    # Overrides of single cells, such as {generate: {params: keep}}; {} or null for none. Recommended: {}. Absent: null.
-    table: NotRequired[ResidencyTable | None]
+    # discard; with transformers, which cannot discard them, host. Recommended: null.
+    generation_weights: NotRequired[Annotated[Literal["discard", "host", "gpu"] | None, IfAbsent(None)]]
+    # Overrides of single cells, such as {generate: {params: keep}}; {} or null for none. Recommended: {}.
+    table: NotRequired[Annotated[ResidencyTable | None, IfAbsent(None)]]
 
 
 # The type that a recipe may write; config.keys.absent_keys replaces auto by the section, which is what readers see.

@@ -1,6 +1,7 @@
 """Value types that the sections of the schema share."""
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -11,6 +12,17 @@ STRICT = ConfigDict(strict=True, extra="forbid")
 # Strict too, but further keys are fields of another library's config: config.installed.megatron_fields checks those of
 # Megatron, config.model.hf_check those of Hugging Face.
 STRICT_WITH_FURTHER_FIELDS = ConfigDict(strict=True, extra="allow")
+
+
+@dataclass(frozen=True, eq=False)
+class IfAbsent:
+    """Holds the value that an optional key has in a recipe without it: the only place where this default stands.
+
+    `config.keys.absent_keys` fills it in before anybody reads the recipe. A section's own keys are filled in as well.
+    """
+
+    value: Any
+
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -28,24 +40,19 @@ Port = Annotated[int, Field(ge=1024, le=65535)]
 Precision = Literal["bfloat16", "float32"]
 
 
-def _numa_setting(value: Any) -> Any:
-    """Validates a NUMA setting as a whole, since for a union pydantic would report a problem for each member."""
-    if value in ("auto", "none") or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value
-    raise PydanticCustomError("numa_setting", "must be auto, none or the number of a NUMA node (0 or more)")
+def _words_or_count(least: int, *words: str) -> BeforeValidator:
+    """Validates a value as a whole, since for a union pydantic would report a problem for each member."""
+
+    def check(value: Any) -> Any:
+        if value in words or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+            return value
+        raise PydanticCustomError("words_or_count", f"must be {', '.join(words)} or a number ({least} or more)")
+
+    return BeforeValidator(check)
 
 
-NumaSetting = Annotated[int | str, BeforeValidator(_numa_setting)]
-
-
-def _row_tokens(value: Any) -> Any:
-    """Validates a number of tokens as a whole, for the same reason."""
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    raise PydanticCustomError("row_tokens", "must be auto or a number of tokens (1 or more)")
-
-
-RowTokens = Annotated[int | Literal["auto"], BeforeValidator(_row_tokens)]
+NumaSetting = Annotated[int | str, _words_or_count(0, "auto", "none")]
+RowTokens = Annotated[int | Literal["auto"], _words_or_count(1, "auto")]
 
 # Discriminator tags of a value that is one section, a list of sections, null, or a word that stands for a section. They
 # appear in the locations (`loc`) of pydantic's errors.

@@ -4,7 +4,7 @@ from typing import Annotated, NotRequired, TypedDict
 
 from pydantic import Field, with_config
 
-from nemo_offload_rl.config.schema.value_types import STRICT, NonEmptyStr
+from nemo_offload_rl.config.schema.value_types import STRICT, IfAbsent, NonEmptyStr
 
 
 @with_config(STRICT)
@@ -14,4 +14,4 @@ class WarmStartConfig(TypedDict):
     # The SFT recipe; its path is relative to the file that names it.
     recipe: NonEmptyStr
     # Overrides of that recipe, each written as on the command line. Absent: none.
-    overrides: NotRequired[list[Annotated[str, Field(min_length=1)]]]
+    overrides: NotRequired[Annotated[list[Annotated[str, Field(min_length=1)]], IfAbsent([])]]

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from omegaconf.errors import OmegaConfBaseException
-
 from nemo_offload_rl.config.problems import show
 
 # NeMo-RL's arithmetic in recipes: "${mul:${a}, 2}".
@@ -26,23 +24,20 @@ ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
 ENVIRONMENT = "oc.env"  # "${oc.env:HOME}", and "${oc.env:NAME, default}"
 
 _REFERENCE = re.compile(r"\$\{\.*[A-Za-z_]\w*(\.\w+)*\}")  # "${section.key}", which needs no parser
+_TWO = re.compile(r"\$\{(\w+):(\$\{[\w.]+\}), *(\$\{[\w.]+\})\}")  # "${mul:${a}, ${b}}", likewise
 _MISSING = "???"
 
 
 class InterpolationError(ValueError):
-    """Says that a `${...}` has no value; the message continues the name of its key.
+    """Says that a `${...}` has no value, in words for a key that refers to this one.
 
     Attributes:
-        reason: the reason, in the words for a key that refers to this one.
+        message: the same in words that continue the name of its own key; empty until that is known.
     """
 
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-class _UnresolvedError(ValueError):
-    """Says why the interpolation that is being resolved has no value."""
+    def __init__(self, reason: str, message: str = "") -> None:
+        super().__init__(reason)
+        self.message = message
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -92,29 +87,30 @@ class Resolver:
             self._open.append(path)
             try:
                 self._resolved[path] = self._evaluate(path, text)
-            except _UnresolvedError as error:
-                self._failed[path] = InterpolationError(f"{show(text)} cannot be resolved: {error}", str(error))
-                raise self._failed[path] from error
             except InterpolationError as error:
-                self._failed[path] = error
-                raise
+                message = error.message or f"{show(text)} cannot be resolved: {error}"
+                self._failed[path] = InterpolationError(str(error), message)
+                raise self._failed[path] from error
             finally:
                 self._open.pop()
         return self._resolved[path]
 
     def _evaluate(self, path: str, text: str) -> Any:
         if text == _MISSING:
-            raise InterpolationError("must be given a value; it is ???", f"{path} is ???")
+            raise InterpolationError(f"{path} is ???", "must be given a value; it is ???")
         if _REFERENCE.fullmatch(text):
             return self._refer(path, text[2:-1])
-        # The grammar's tables take 0.1 s to import.
+        if (two := _TWO.fullmatch(text)) and two[1] in ARITHMETIC and all(map(_REFERENCE.fullmatch, two.groups()[1:])):
+            return _call(two[1], tuple(self._refer(path, one[2:-1]) for one in two.groups()[1:]))
+        # OmegaConf takes 0.1 s to import.
+        from omegaconf.errors import OmegaConfBaseException
         from omegaconf.grammar_visitor import GrammarVisitor
 
         try:
             tree = _parse(text)
         except OmegaConfBaseException as error:
             message = f"{show(text)} is not an interpolation such as ${{section.key}} ({_first_line(error)})"
-            raise InterpolationError(message, f"{path} is not an interpolation") from error
+            raise InterpolationError(f"{path} is not an interpolation", message) from error
 
         def call(name: str, args: tuple[Any, ...], args_str: tuple[str, ...]) -> Any:
             return _call(name, args)
@@ -123,7 +119,7 @@ class Resolver:
         try:
             value = visitor.visit(tree)
         except (OmegaConfBaseException, TypeError) as error:  # such as a section used as the name of a key
-            raise _UnresolvedError(f"{_first_line(error)}") from error
+            raise InterpolationError(f"{_first_line(error)}") from error
         return value
 
     def _refer(self, path: str, key: str) -> Any:
@@ -132,7 +128,7 @@ class Resolver:
         dots = len(key) - len(key.lstrip("."))
         section = path.split(".")[:-dots] if dots else []
         if dots > path.count(".") + 1:
-            raise _UnresolvedError(f"{key} lies outside of the recipe")
+            raise InterpolationError(f"{key} lies outside of the recipe")
         node: Any = self._plain
         at = ""
         for name in [*section, *names]:
@@ -142,7 +138,7 @@ class Resolver:
             elif isinstance(node, dict) and name in node:
                 node = node[name]
             else:
-                raise _UnresolvedError(f"Interpolation key {key!r} not found")
+                raise InterpolationError(f"Interpolation key {key!r} not found")
             at = f"{at}.{name}" if at else name
             if at in self._written and isinstance(node, str):
                 node = self._named(at)
@@ -152,11 +148,11 @@ class Resolver:
         """Returns the value of a key in `written` for a key that refers to it."""
         if path in self._open:
             circle = " -> ".join([*self._open[self._open.index(path) :], path])
-            raise _UnresolvedError(f"it refers to itself ({circle})")
+            raise InterpolationError(f"it refers to itself ({circle})")
         try:
             return self.resolve(path)
         except InterpolationError as error:
-            raise _UnresolvedError(error.reason) from error
+            raise InterpolationError(str(error)) from error
 
     def _copy(self, node: Any, path: str | None) -> Any:
         """Returns a copy with everything in it resolved; `path` is None if the node is already resolved."""
@@ -181,25 +177,25 @@ def _call(name: str, args: tuple[Any, ...]) -> Any:
     if name == ENVIRONMENT:
         return _environment(args)
     if name not in ARITHMETIC:
-        raise _UnresolvedError(f"Unsupported interpolation type {name}")
+        raise InterpolationError(f"Unsupported interpolation type {name}")
     if len(args) != 2:
-        raise _UnresolvedError(f"{name} expected 2 arguments, got {len(args)}")
+        raise InterpolationError(f"{name} expected 2 arguments, got {len(args)}")
     for arg in args:
         if not isinstance(arg, int | float) or isinstance(arg, bool):
-            raise _UnresolvedError(f"{name} takes two numbers, found {show(arg)}")
+            raise InterpolationError(f"{name} takes two numbers, found {show(arg)}")
     try:
         return ARITHMETIC[name](*args)
     except ArithmeticError as error:
-        raise _UnresolvedError(f"{name} of {show(args[0])} and {show(args[1])}: {error}") from error
+        raise InterpolationError(f"{name} of {show(args[0])} and {show(args[1])}: {error}") from error
 
 
 def _environment(args: tuple[Any, ...]) -> Any:
     if len(args) not in (1, 2) or not isinstance(args[0], str):
-        raise _UnresolvedError(f"{ENVIRONMENT} takes the name of a variable and, optionally, a default")
+        raise InterpolationError(f"{ENVIRONMENT} takes the name of a variable and, optionally, a default")
     if args[0] in os.environ:
         return os.environ[args[0]]
     if len(args) == 1:
-        raise _UnresolvedError(f"the environment has no variable {args[0]}")
+        raise InterpolationError(f"the environment has no variable {args[0]}")
     return None if args[1] is None else str(args[1])
 
 

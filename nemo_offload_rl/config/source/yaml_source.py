@@ -42,15 +42,6 @@ class _RecipeDumper(yaml.SafeDumper):
 _RecipeDumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 _TAG = "tag:yaml.org,2002:"
-# Tag that may precede a scalar: the tags that the scalar's text may resolve to without it.
-_SCALAR_TAGS = {
-    f"{_TAG}int": (f"{_TAG}int",),
-    f"{_TAG}float": (f"{_TAG}float", f"{_TAG}int"),
-    f"{_TAG}bool": (f"{_TAG}bool",),
-    f"{_TAG}null": (f"{_TAG}null",),
-    f"{_TAG}timestamp": (),
-}
-
 MAX_FILE_BYTES = 1_048_576
 """Size of the largest file that is read. The largest example has 6 KB; a chat template or a long list of layers adds a
 few more."""
@@ -204,27 +195,16 @@ class _Builder:
             first_lines.setdefault(name, line)
 
     def _scalar(self, node: Any, path: str, origin: Origin) -> Any:
-        message = self._wrong_scalar(node)
-        if message is None:
+        # A tag such as !!int may stand before a text that has it anyway.
+        if node.tag in (f"{_TAG}str", self.loader.resolve(yaml.ScalarNode, node.value, (True, False))):
             try:
                 value = self.loader.construct_object(node, deep=True)
                 if isinstance(value, int):
                     str(value)  # messages show it; other bases than 10 have no limit of digits until then
-            except _UNREADABLE:
-                self.problems.append(Problem(path, origin, _unreadable(node)))
-                return None
-            if isinstance(value, str | int | float | bool | None):
                 return value
-            message = f"is a {type(value).__name__}; put it into quotes to make it text"
-        self.problems.append(Problem(path, origin, message))
-        return None
-
-    def _wrong_scalar(self, node: Any) -> str | None:
-        """Returns what is wrong with a number's text, or with a tag before it; None if it is valid."""
-        if node.tag in _SCALAR_TAGS:
-            found = self.loader.resolve(yaml.ScalarNode, node.value, (True, False))
-            if found not in _SCALAR_TAGS[node.tag]:
-                return _unreadable(node)
+            except _UNREADABLE:
+                pass
+        self.problems.append(Problem(path, origin, _unreadable(node)))
         return None
 
 

@@ -1,56 +1,55 @@
 """Removes the keys of NeMo-RL's other features from a recipe, and reports those that turn something on."""
 
-import copy
-from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.config.key_table.nemo_rl import NEMO_RL_ROWS, NEMO_RL_SECTIONS
 from nemo_offload_rl.config.key_table.row import Kind, matches
-from nemo_offload_rl.config.upstream.env_vars import ENV_VARS, values_as_text
+from nemo_offload_rl.config.problems import show
+
+# Sections of environment variables, whose values are text: 1 and true without quotes are read as such.
+ENV_VARS = ("policy.generation.vllm_cfg.env_vars", "policy.megatron_cfg.env_vars")
 
 # Section from which an algorithm reads further keys, or nothing at all; an empty one is a problem.
 _NEVER_EMPTY = "policy.generation"
 
 
-@dataclass(frozen=True)
-class SplitKeys:
-    """Holds a recipe without the keys of NeMo-RL's features that this package lacks, and the messages about these keys.
+def remove_upstream_keys(config: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Removes the keys of NeMo-RL's features that this package lacks from a recipe.
 
-    Attributes:
-        config: the remaining keys, which the schema checks.
-        problems: (path, message) for each key that turns something on.
-        notes: what the user should know about keys that were accepted without effect.
+    Args:
+        config: the recipe's config, modified in place.
+
+    Returns:
+        A path with a message for each key that turns something on; and what the user should know about keys that were
+        accepted without effect.
     """
-
-    config: dict[str, Any]
-    problems: list[tuple[str, str]]
-    notes: list[str]
-
-
-def split_upstream_keys(config: dict[str, Any]) -> SplitKeys:
-    """Removes NeMo-RL's keys from a copy of a recipe, and reports those that ask for an unsupported feature."""
-    split = SplitKeys(copy.deepcopy(config), [], [])
+    problems: list[tuple[str, str]] = []
+    notes: list[str] = []
     for row in NEMO_RL_ROWS:
-        if row.kind is Kind.OTHER_VALUE or (row.unless and row.unless in matches(split.config, row.unless[0])):
+        if row.kind is Kind.OTHER_VALUE or (row.unless and row.unless in matches(config, row.unless[0])):
             continue
-        for path, value in matches(split.config, row.key):
+        for path, value in matches(config, row.key):
             if row.kind is Kind.OFF_ONLY and not row.allows(value):
-                split.problems.append((path, row.refusal(value)))
+                problems.append((path, row.refusal(value)))
             if row.kind is Kind.NO_EFFECT and value not in (None, {}, []):
-                split.notes.append(f"{path} has no effect: {row.why}")
-            _remove(split.config, path)
+                notes.append(f"{path} has no effect: {row.why}")
+            _remove(config, path)
     for section in ENV_VARS:
-        for path, values in matches(split.config, section):
-            split.notes.extend(values_as_text(path, values))
+        for path, values in matches(config, section):
+            for name, value in values.items() if isinstance(values, dict) else ():
+                if isinstance(value, bool | int | float):
+                    values[name] = show(value)
+                    text = f'is read as the text "{values[name]}"; writing it in quotes means the same'
+                    notes.append(f"{path}.{name} {text}")
     for section in NEMO_RL_SECTIONS:
-        for path, value in matches(split.config, section):
+        for path, value in matches(config, section):
             if value in ({}, None):
-                _remove(split.config, path)
-    if (_NEVER_EMPTY, {}) in matches(split.config, _NEVER_EMPTY):
+                _remove(config, path)
+    if (_NEVER_EMPTY, {}) in matches(config, _NEVER_EMPTY):
         message = "has no key with an effect; delete the section, or add the keys that GRPO needs"
-        split.problems.append((_NEVER_EMPTY, message))
-        _remove(split.config, _NEVER_EMPTY)
-    return split
+        problems.append((_NEVER_EMPTY, message))
+        _remove(config, _NEVER_EMPTY)
+    return problems, notes
 
 
 def _remove(config: dict[str, Any], path: str) -> None:

@@ -73,7 +73,7 @@ def parallel_sizes(megatron_cfg: MegatronConfig) -> ParallelSizes:
     return ParallelSizes(
         tensor=megatron_cfg["tensor_model_parallel_size"],
         pipeline=megatron_cfg["pipeline_model_parallel_size"],
-        virtual_pipeline=megatron_cfg.get("virtual_pipeline_model_parallel_size"),
+        virtual_pipeline=megatron_cfg["virtual_pipeline_model_parallel_size"],
         context=megatron_cfg["context_parallel_size"],
         expert=megatron_cfg["expert_model_parallel_size"],
         expert_tensor=megatron_cfg["expert_tensor_parallel_size"],
@@ -82,7 +82,7 @@ def parallel_sizes(megatron_cfg: MegatronConfig) -> ParallelSizes:
 
 def has_pretrained_weights(policy: PolicyConfig) -> bool:
     """Returns whether the policy starts from weights (a folder or hub name), not from random ones (`hf_config`)."""
-    return policy.get("hf_config") is None
+    return policy["hf_config"] is None
 
 
 def make_bridge(policy: PolicyConfig, config: Any) -> Any:
@@ -216,7 +216,7 @@ def model_overrides(policy: PolicyConfig, provider: Any) -> dict[str, Any]:
         # The default is allgather, which megatron-core refuses with variable lengths, also in models without experts.
         derived["moe_token_dispatcher_type"] = "alltoall"
     needed: dict[str, Any] = {}
-    if cfg.get("virtual_pipeline_model_parallel_size") is not None:
+    if cfg["virtual_pipeline_model_parallel_size"] is not None:
         # Between two stages the batched form matches sends and receives of one pair in the wrong order, and trains on
         # swapped activations and gradients (seen: gradient norm 1196, not 2.79). megatron's own trainer refuses it.
         needed |= _agreed(cfg, {"overlap_p2p_comm": True, "batch_p2p_comm": False}, "virtual pipeline stages need")

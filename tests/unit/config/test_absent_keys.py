@@ -1,12 +1,15 @@
 """What absent keys stand for is resolved once, and is what the recipe then prints."""
 
+import ast
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from nemo_offload_rl.config import RecipeError, load
-from nemo_offload_rl.config.keys.absent_keys import AUTO_SECTIONS, IF_ABSENT, IF_ABSENT_IN, resolve_absent_keys
-from nemo_offload_rl.config.keys.tree import schema_keys
+from nemo_offload_rl.config.keys.absent_keys import RESIDENCY, resolve_absent_keys
+from nemo_offload_rl.config.keys.tree import if_absent, schema_keys
+from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.schema import DPOMasterConfig, GRPOMasterConfig, SFTMasterConfig
 from nemo_offload_rl.config.source.yaml_source import as_yaml
 from nemo_offload_rl.plan.plan import settings
@@ -21,13 +24,18 @@ def at(config, path):
 
 ALGORITHM_OF = {"grpo": GRPOMasterConfig, "sft": SFTMasterConfig, "dpo": DPOMasterConfig}
 # What other keys of the recipe refer to, in numbers.
-INSTEAD = {"grpo": ["policy.train_global_batch_size=512", "~grpo.normalize_rewards"], "sft": [], "dpo": []}
-INSTEAD["grpo"].append("~grpo.use_leave_one_out_baseline")
+INSTEAD = {"grpo": ["policy.train_global_batch_size=512"], "sft": [], "dpo": []}
+
+
+DATASETS = ("data.train.", "data.validation.")
+NEEDED = ("policy.hf_config", "data.validation", "data.default", "warm_start.overrides", "env.*")  # by the tiny recipes
 
 
 def may_be_absent(algorithm):
-    values = IF_ABSENT | IF_ABSENT_IN.get(algorithm, {})
-    return {path: value for path, value in values.items() if path in schema_keys(ALGORITHM_OF[algorithm])}
+    keys = schema_keys(ALGORITHM_OF[algorithm])  # a dataset's keys depend on its kind, and have tests of their own
+    others = (key for path, key in keys.items() if not path.startswith(DATASETS + NEEDED))
+    absent = {key.path: if_absent(key.annotation) for key in others}
+    return {path: found.value for path, found in absent.items() if found is not None}
 
 
 @cache
@@ -50,10 +58,17 @@ SECTIONS = {
         "generation_weights": None,
         "table": None,
     },
+    "policy.megatron_cfg.checkpoint": {
+        "async_save": False,
+        "ckpt_assume_constant_structure": False,
+    },
+    "policy.generation.colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
+    "policy.generation.colocated.resources": {"gpus_per_node": None, "num_nodes": None},
+    "logger.gpu_monitoring": {"collection_interval": 10, "flush_interval": 10},
 }
 
 
-OF_VLLM = [path for path in IF_ABSENT if path.startswith("policy.generation.vllm_cfg.")]
+OF_VLLM = [path for path in may_be_absent("grpo") if path.startswith("policy.generation.vllm_cfg.")]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +120,44 @@ def test_absent_keys_have_nemo_rls_defaults():
         assert [data[f"add_{name}"] for name in ("bos", "eos", "generation_prompt")] == [True, True, False]
 
 
+NO_SECTION_OF_A_RECIPE = {"hf_config.py", "cli.py", "absent_keys.py", "model_config.py"}
+"""These read a model's source, the command line, what is not filled in yet, or fields for Megatron."""
+
+
+def fallbacks(source, names):
+    """Yields the code that reads a key so that its absence would have a value of its own."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="get" | "setdefault"), args=[ast.Constant(value=name), *_]):
+                found = name
+            case ast.Compare(left=ast.Constant(value=name), ops=[ast.In() | ast.NotIn()], comparators=[ast.Name()]):
+                found = name
+            case _:
+                continue
+        if found in names:
+            yield ast.unparse(node)
+
+
+def test_no_reader_supplies_a_default_that_the_schema_has():
+    names = {path.rpartition(".")[2] for algorithm in ALGORITHM_OF for path in may_be_absent(algorithm)}
+    names -= {"export_hf"}  # which the section of GRPO lacks
+    sources = [path for path in Path("nemo_offload_rl").rglob("*.py") if path.name not in NO_SECTION_OF_A_RECIPE]
+    assert [found for path in sources for found in fallbacks(path.read_text(), names)] == []
+    found = fallbacks("policy.get('numa', 'auto') if 'numa' in policy else policy['numa']", {"numa"})
+    assert sorted(found) == ["'numa' in policy", "policy.get('numa', 'auto')"]
+
+
+def test_no_comment_repeats_a_default():
+    """Words after `Absent:` are those of a section, or say which other key decides."""
+    for algorithm in ALGORITHM_OF:
+        for path, value in may_be_absent(algorithm).items():
+            comment = schema_keys(ALGORITHM_OF[algorithm])[path].comment
+            shown = value if isinstance(value, str) else show(value)
+            in_words = isinstance(value, dict) or "Absent: that of adv_estimator" in comment
+            assert comment.count("bsent: ") == 1, path
+            assert in_words or comment.endswith(f" Absent: {shown}."), path
+
+
 def test_absent_settings_of_advantages_are_those_of_the_estimator(error_of):
     """NeMo-RL reads those of the estimator alone."""
     without = [f"~grpo.{name}" for name in ("normalize_rewards", "use_leave_one_out_baseline")]
@@ -143,7 +196,7 @@ def test_absent_columns_are_those_of_nemo_rl(algorithm, dataset, values):
 def test_keys_of_vllm_are_resolved_in_recipes_that_have_it(path):
     assert not schema_keys(GRPOMasterConfig)[path].required
     loaded = load("benchmarks/recipes/grpo_1_5B_random.yaml", ["policy.generation.backend=vllm"])
-    assert at(loaded.config, path) == IF_ABSENT[path]
+    assert at(loaded.config, path) == may_be_absent("grpo")[path]
     assert path not in loaded.recipe.origins
 
 
@@ -214,7 +267,7 @@ def test_auto_behind_the_override_of_one_of_its_keys_is_refused(one_problem_of):
 
 
 def test_what_may_be_auto_is_a_section_that_may_be_absent():
-    assert set(AUTO_SECTIONS) <= set(IF_ABSENT)
+    assert RESIDENCY in may_be_absent("grpo")
 
 
 def test_datasets_have_the_keys_of_data_default_that_they_lack():
@@ -224,6 +277,6 @@ def test_datasets_have_the_keys_of_data_default_that_they_lack():
     data = load(CONFIGS / "sft_tiny_cpu.yaml", [default, own, "data.validation={_override_: true}"]).config["data"]
     shared = {"dataset_name": "ResponseDataset", "input_key": "question", "output_key": "output"}
     assert data["train"].items() >= (shared | {"data_path": "own.jsonl"}).items()
-    assert data["validation"] == shared | {"data_path": "shared.jsonl"}
+    assert data["validation"] == shared | {"data_path": "shared.jsonl", "split_validation_size": 0, "seed": 42}
     with pytest.raises(RecipeError, match=r"data\.default\.dataset_name: 'Nothing' is not supported here"):
         load(CONFIGS / "sft_tiny_cpu.yaml", [default.replace("ResponseDataset", "Nothing"), own])

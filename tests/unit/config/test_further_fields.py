@@ -1,14 +1,24 @@
-"""megatron-core's defaults stand in one table, where a field that a recipe leaves out is looked up."""
+"""megatron-core's defaults stand in one table, or in the schema, for a field that a recipe leaves out."""
 
 import dataclasses
 
 import pytest
 import torch
 
+from nemo_offload_rl.config.keys.tree import hints_of, if_absent
 from nemo_offload_rl.config.megatron.further_fields import DEFAULTS, megatron_field
+from nemo_offload_rl.config.schema.megatron import MegatronConfig
+
+OF_SCHEMA = {
+    name: if_absent(hints_of(MegatronConfig)[name]).value
+    for name in (
+        "activation_offload_fraction", "min_offloaded_tensor_size", "delta_offload_bytes_across_pp_ranks",
+        "delay_offload_until_cuda_graph",
+    )
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("name", [*DEFAULTS, *OF_SCHEMA])
 def test_default_is_that_of_megatron_core(name):
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
@@ -19,11 +29,11 @@ def test_default_is_that_of_megatron_core(name):
         for config in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
         for field in dataclasses.fields(config)
     }
-    default = DEFAULTS[name]
+    default = {**DEFAULTS, **OF_SCHEMA}[name]
     assert of_fields[name] == (getattr(torch, default) if name.endswith("_dtype") else default)
 
 
 def test_recipe_comes_before_the_default_and_null_after_it():
-    assert megatron_field({"min_offloaded_tensor_size": 0}, "min_offloaded_tensor_size") == 0
-    assert megatron_field({"min_offloaded_tensor_size": None}, "min_offloaded_tensor_size") == 1024 * 1024
+    assert megatron_field({"store_param_remainders": False}, "store_param_remainders") is False
+    assert megatron_field({"store_param_remainders": None}, "store_param_remainders") is True
     assert megatron_field({}, "moe_layer_freq") is None

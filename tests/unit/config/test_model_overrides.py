@@ -26,9 +26,9 @@ def test_a_field_means_the_same_as_in_the_section_and_reaches_the_model():
     ("field", "also", "message"),
     [
         ("maskd_softmax_fusion: false", "", f"unknown key; nearest valid key: {MEGATRON}.masked_softmax_fusion"),
-        ("moe_z_loss_coeff: 'x'", "", "must be a number or null"),
+        ("moe_z_loss_coeff: 'x'", "", "must be Optional[float]"),
         ("hidden_size: 64", "", "comes from the model's Hugging Face config"),
-        ("fp8: 'e4m3'", "", "fp8 is not supported here yet"),
+        ("fp8: 'e4m3'", "", "fp8 and fp4 are not supported here yet"),
         ("sequence_parallel: true", "", f"has a key of its own, {MEGATRON}.sequence_parallel"),
         ("defer_fp32_logits: true", "", f"has a key of its own, {MEGATRON}.defer_fp32_logits"),
         ("layernorm_epsilon: 0.1", "layernorm_epsilon: 0.2", f"has a key of its own, {MEGATRON}.layernorm_epsilon"),

@@ -154,7 +154,7 @@ def test_dynamic_batching_stays_refused(error_of):
     ("field", "value", "remedy"),
     [
         ("moe_layer_recompute", "true", "list moe in policy.megatron_cfg.recompute_modules, and delete it"),
-        ("moe_router_padding_for_quantization", "true", "fp8 is not supported here yet"),
+        ("moe_router_padding_for_quantization", "true", "fp8 and fp4 are not supported here yet"),
         ("moe_expert_rank_capacity_factor", "1.0", "is not supported here"),
         ("overlap_dispatch_backward_with_experts_wgrad", "true", "is not supported here"),
     ],

@@ -1,5 +1,6 @@
 """The section `data` of recipes with pairs of answers, by itself: what is wrong with it is said by its own schema."""
 
+import copy
 from dataclasses import replace
 from typing import TypedDict
 
@@ -12,7 +13,7 @@ from nemo_offload_rl.config.keys.schema_problems import schema_problems
 from nemo_offload_rl.config.problems import RecipeError
 from nemo_offload_rl.config.schema.data import PreferenceDataConfig
 from nemo_offload_rl.config.schema.value_types import STRICT
-from nemo_offload_rl.config.upstream.split import split_upstream_keys
+from nemo_offload_rl.config.upstream.split import remove_upstream_keys
 from tests.unit.config.conftest import CONFIGS
 
 BINARY = {
@@ -37,9 +38,10 @@ class Recipe(TypedDict):
 def problems_of(train, **further):
     tokens = {"add_bos": True, "add_eos": True, "add_generation_prompt": False}
     data = {"max_input_seq_length": 8, "shuffle": True, "train": train} | tokens | further
-    known = split_upstream_keys({"data": data})
-    share_dataset_keys(known.config)
-    return [*known.problems, *schema_problems(known.config, Recipe)]
+    recipe = {"data": copy.deepcopy(data)}
+    problems, _ = remove_upstream_keys(recipe)
+    share_dataset_keys(recipe)
+    return [*problems, *schema_problems(recipe, Recipe)]
 
 
 @pytest.mark.parametrize("train", [BINARY, RANKED, ARITHMETIC, BINARY | {"split": "train"}, RANKED | {"split": None}])

@@ -53,17 +53,17 @@ MEGATRON = "policy.megatron_cfg"
         ("loss_fn.ratio_clip_max=inf", "must be a finite number; found inf"),
         (
             f"+{MEGATRON}.layernorm_epsilon=small",
-            f"{MEGATRON}.layernorm_epsilon: must be a number, as megatron-core's TransformerConfig says; found 'small'",
+            f"{MEGATRON}.layernorm_epsilon: must be float, as megatron-core's TransformerConfig says; found 'small'",
         ),
         (
             f"+{MEGATRON}.optimizer.decoupled_lr='1e-3'",
-            "must be a number or null, as megatron-core's OptimizerConfig says",
+            "must be Optional[float], as megatron-core's OptimizerConfig says",
         ),
         (
             f"+{MEGATRON}.init_method=normal",
-            "cannot be set in a recipe: no YAML value has the type that it has in megatron-core's TransformerConfig",
+            "cannot be set in a recipe: it is a function in megatron-core's TransformerConfig",
         ),
-        (f"+{MEGATRON}.moe_router_score_function=soft", "must be 'softmax', 'sigmoid' or 'sqrtsoftplus'"),
+        (f"+{MEGATRON}.moe_router_score_function=soft", "must be Literal['softmax', 'sigmoid', 'sqrtsoftplus']"),
         # Values out of range.
         ("grpo.num_prompts_per_step=0", "must be at least 1; found 0"),
         ("loss_fn.ratio_clip_c=1.0", "loss_fn.ratio_clip_c: must be above 1.0; found 1.0"),
@@ -108,8 +108,8 @@ MEGATRON = "policy.megatron_cfg"
             "graphs of Megatron's inference are not supported here (found 'block'); leave it at null",
         ),
         (f"+{MEGATRON}.optimizer.optimizer_cuda_graph=true", "the optimizer's step is not captured here"),
-        (f"+{MEGATRON}.fp8=e4m3", "fp8 is not supported here yet"),
-        (f"+{MEGATRON}.fp4=e2m1", "fp4 is not supported here yet"),
+        (f"+{MEGATRON}.fp8=e4m3", "fp8 and fp4 are not supported here yet"),
+        (f"+{MEGATRON}.fp4=e2m1", "fp8 and fp4 are not supported here yet"),
         (
             f"+{MEGATRON}.cpu_offloading=true",
             "cpu_offloading is not supported here (found true); leave it at false or delete the key, and use "
@@ -192,17 +192,17 @@ MEGATRON = "policy.megatron_cfg"
         ("policy.residency.table={generate: null}", "table.generate: must be a section (a mapping); found null"),
         ("policy.residency.host_memory_limit_gib=0", "must be above 0.0; found 0"),
         ("~policy.model_name", "policy.model_name: missing (its meaning: "),
-        ("policy.numa=atuo", "policy.numa: must be auto, none or the number of a NUMA node (0 or more); found 'atuo'"),
+        ("policy.numa=atuo", "policy.numa: must be auto, none or a number (0 or more); found 'atuo'"),
         ("policy.numa=-1", "(0 or more); found -1"),
         (
             "policy.sequence_packing.train_mb_tokens=most",
-            "must be auto or a number of tokens (1 or more); found 'most'",
+            "must be auto or a number (1 or more); found 'most'",
         ),
         ("policy.generation.stop_strings=['']", "policy.generation.stop_strings.0: "),
         ("policy.generation.stop_strings=x", "policy.generation.stop_strings: must be a list"),
         ("+policy.generation.bad_words=['']", "policy.generation.bad_words.0: "),
         ("+policy.generation.ignore_eos=1", "policy.generation.ignore_eos: must be true or false"),
-        ("policy.sequence_packing.logprob_mb_tokens=0", "must be auto or a number of tokens (1 or more); found 0"),
+        ("policy.sequence_packing.logprob_mb_tokens=0", "must be auto or a number (1 or more); found 0"),
         ("policy.numa=true", "(0 or more); found true"),
         ("policy.numa=[0]", "(0 or more); found [0]"),
         ("policy.numa='0'", "(0 or more); found '0'"),

@@ -12,7 +12,7 @@ import yaml
 from support.pages import REPOSITORY, blocks, copy_with_changes, run_in
 from support.toy_policy import ToyPolicy
 
-from nemo_offload_rl.config import algorithms
+from nemo_offload_rl.config import algorithms, resolve_absent_keys
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 from nemo_offload_rl.worker import group
 
@@ -115,6 +115,7 @@ def recipe_of_the_page(**section) -> dict:
     recipe["data"]["validation"] |= problems
     recipe["checkpointing"] |= {"checkpoint_must_save_by": None, "save_optimizer": True}
     recipe["checkpointing"] |= {"save_period": 10, "ft_save_period": None}
+    resolve_absent_keys(recipe)
     return recipe
 
 
@@ -123,9 +124,8 @@ def test_every_key_of_the_recipe_is_read_that_is_for_the_algorithm(module, monke
     monkeypatch.setattr(group, "PolicyWorkerGroup", lambda *args, **settings: ToyPolicy())
     recipe = recipe_of_the_page()
     module.prepare(Recorded(recipe, read)).build(recipe["policy"], cluster=None)
-    optional = {"stop_at_validation_metric", "stop_at_validation_threshold"}  # read with get
     of_the_run = {"export_hf"}
-    assert {f"pairs.{key}" for key in recipe["pairs"].keys() - optional - of_the_run} <= read
+    assert {f"pairs.{key}" for key in recipe["pairs"].keys() - of_the_run} <= read
     assert {"data.add_bos", "data.add_eos", "data.add_generation_prompt"} <= read
 
 

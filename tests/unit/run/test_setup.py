@@ -1,3 +1,4 @@
+import copy
 import json
 from pathlib import Path
 
@@ -14,10 +15,27 @@ from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.preferences import PreferencePair
 from nemo_offload_rl.data.problem import AnsweredContext, Message, Problem
 from nemo_offload_rl.named_datasets import NAMED_DATASETS
+from nemo_offload_rl.run import setup
 from nemo_offload_rl.run.answer_sampling import check_words
 from nemo_offload_rl.run.job import Job
-from nemo_offload_rl.run.setup import check_rows, make_prompt_format, read_data, read_pairs, read_tokenizer
+from nemo_offload_rl.run.setup import check_rows, make_prompt_format, read_tokenizer
 from nemo_offload_rl.run.train_loop import StopTarget
+
+
+def resolved(data):
+    """Returns a section `data` with the values of absent keys."""
+    recipe = copy.deepcopy({"data": data})
+    config.resolve_absent_keys(recipe)
+    return recipe["data"]
+
+
+def read_data(data, seed):
+    return setup.read_data(resolved(data), seed)
+
+
+def read_pairs(data, seed):
+    return setup.read_pairs(resolved(data), seed)
+
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 
@@ -275,7 +293,10 @@ def test_batches_have_no_token_outside_the_vocabulary():
     tokenizer = read_tokenizer({"name": "arithmetic"})
     rows = {}
     for vocab_size in (13, 14, 15):
-        policy = {"tokenizer": {}, "hf_config": {"model_type": "qwen3", "vocab_size": vocab_size}}
+        policy = {
+            "tokenizer": {"chat_template_kwargs": None},
+            "hf_config": {"model_type": "qwen3", "vocab_size": vocab_size},
+        }
         examples = make_prompt_format({"max_input_seq_length": 20}, tokenizer, policy)
         rows[vocab_size] = example_batch(examples, problems)["input_ids"][1].tolist()
     assert rows == {13: [1, 11, 1, 12, 0, 0], 14: [1, 11, 1, 12, 13, 13], 15: [1, 11, 1, 12, 13, 13]}
@@ -298,7 +319,7 @@ def test_added_tokens_outside_the_vocabulary_may_not_occur_in_texts(tmp_path):
         _prepared("grpo", *own, "++policy.generation.bad_words=['<think>']")
     with pytest.raises(DataError, match=r"^policy.tokenizer.name has as its beginning of sequence the token '<bos>'"):
         _prepared("sft", *own, "data.add_bos=true")
-    policy = {"tokenizer": {}, "hf_config": {"model_type": "qwen3", "vocab_size": 14}}
+    policy = {"tokenizer": {"chat_template_kwargs": None}, "hf_config": {"model_type": "qwen3", "vocab_size": 14}}
     examples = make_prompt_format({"max_input_seq_length": 20}, tokenizer, policy)
     with pytest.raises(DataError, match=f"the text '<think>2<eos>' has {outside}"):
         examples.examples([Problem("1+1=", "2"), Problem("1+1=", "<think>2")])
@@ -311,9 +332,13 @@ def test_stop_tokens_are_of_the_models_folder(tmp_path):
     prompts = make_prompt_format(
         {"max_input_seq_length": 20},
         read_tokenizer({"name": "arithmetic"}),
-        {"tokenizer": {}, "model_name": str(tmp_path), "hf_config_overrides": {}},
+        {"tokenizer": {"chat_template_kwargs": None}, "model_name": str(tmp_path), "hf_config_overrides": {}},
     )
     with pytest.raises(DataError, match=r"^policy\.generation\.stop_token_ids has the token '<pad>', whose id 13 is"):
         check_words({"stop_token_ids": [12, 13]}, prompts.tokenizer, prompts.outside)
-    unreadable = {"tokenizer": {}, "model_name": str(tmp_path / "absent"), "hf_config_overrides": {}}
+    unreadable = {
+        "tokenizer": {"chat_template_kwargs": None},
+        "model_name": str(tmp_path / "absent"),
+        "hf_config_overrides": {},
+    }
     assert make_prompt_format({"max_input_seq_length": 20}, prompts.tokenizer, unreadable).pad_token_id == 13
