@@ -5,13 +5,13 @@ import torch
 
 from nemo_offload_rl.mcore.distributed import parallel
 from nemo_offload_rl.worker.batching import MicroBatcher
-from tests.support.tiny import batch_of_lengths, random_batch, tiny_policy
+from tests.support.tiny import batch_of_lengths, packed_rows, random_batch, tiny_policy
 
 
 @pytest.mark.parametrize("key", ["train_mb_tokens", "logprob_mb_tokens"])
 def test_a_worker_takes_no_number_that_is_left_open(key):
     policy = tiny_policy()
-    policy["sequence_packing"] = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 64}
+    policy["sequence_packing"] = packed_rows(64)
     MicroBatcher(policy, torch.device("cpu"))
     policy["sequence_packing"][key] = "auto"
     with pytest.raises(ValueError, match=rf"policy.sequence_packing.{key} is auto, which a run replaces by a number"):
