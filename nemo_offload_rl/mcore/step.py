@@ -170,7 +170,8 @@ def train_step(
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
     # The schedule divides by the number of micro-batches and DDP by the number of data-parallel ranks, but our
-    # losses are shares that add up.
+    # losses are shares that add up. Context parallelism cancels out: each of its ranks computes the whole loss and goes
+    # back through its own tokens, the schedule multiplies by CP (losses that are not per token), DDP divides by both.
     scale = len(batches) * mpu.get_data_parallel_world_size()
     sums: dict[str, Tensor] = {}
     (kept,) = of.kept
