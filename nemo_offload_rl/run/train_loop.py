@@ -34,6 +34,7 @@ class StopReason(Enum):
     STEPS = "all steps are done"
     EPOCHS = "all epochs of the training data are done"
     TARGET = "validation reached the recipe's target"
+    REPLAYED = "all saved rollouts are replayed"
     TIME = "the time limit of checkpointing.checkpoint_must_save_by is reached"
     INTERRUPTED = "interrupted"
 
@@ -74,6 +75,7 @@ class Schedule:
         must_save_by_s: seconds, from the first step of this command, within which the run has to save and end; None for
             no limit.
         ft_save_period: steps between further checkpoints, from which a run that has failed resumes; None for none.
+        last_replayed: the last step with saved rollouts to replay; None for a run that generates them.
     """
 
     max_num_steps: int
@@ -86,6 +88,7 @@ class Schedule:
     target: StopTarget | None
     must_save_by_s: float | None = None
     ft_save_period: int | None = None
+    last_replayed: int | None = None
 
     def is_save_due(self, step: int) -> bool:
         """Returns whether a checkpoint is due after `step` steps."""
@@ -307,6 +310,8 @@ class Run:
             return StopReason.STEPS
         if self.state.position.epoch >= self._schedule.max_num_epochs:
             return StopReason.EPOCHS
+        if self._schedule.last_replayed is not None and self.state.step >= self._schedule.last_replayed:
+            return StopReason.REPLAYED
         return None
 
     def _lacks_validation(self) -> bool:
