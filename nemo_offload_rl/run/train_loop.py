@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -162,6 +162,12 @@ class TimeLimit:
         return step_end + save_s >= self._end
 
 
+def no_profile(step: int, timer: Timer) -> AbstractContextManager[None]:
+    """Returns a context that does nothing around a step."""
+    del step, timer
+    return nullcontext()
+
+
 class Outputs(Protocol):
     """Defines where the metrics of a step go."""
 
@@ -194,6 +200,7 @@ class Run:
         outputs: stores and shows metrics.
         interrupt: says whether the run is to end after the current step.
         limit: the command's time limit; None for a limit of this run alone.
+        profile: returns the context of a step, which may record it; takes the step and its timer.
     """
 
     def __init__(
@@ -206,6 +213,7 @@ class Run:
         outputs: Outputs,
         interrupt: Interrupt,
         limit: TimeLimit | None = None,
+        profile: Callable[[int, Timer], AbstractContextManager[None]] = no_profile,
     ) -> None:
         self._algorithm = algorithm
         self._schedule = schedule
@@ -215,6 +223,7 @@ class Run:
         self._outputs = outputs
         self._interrupt = interrupt
         self._limit = limit or TimeLimit()
+        self._profile = profile
         self._timer = Timer()
         self._saved_step = state.step
         self._metrics: dict[str, float] = {}
@@ -273,7 +282,8 @@ class Run:
         start, progress = time.perf_counter(), self._interrupt.progress
         with self._limit.step():
             progress.in_step = True
-            metrics = self._algorithm.step(self.state.step + 1, self._timer)
+            with self._profile(self.state.step + 1, self._timer):
+                metrics = self._algorithm.step(self.state.step + 1, self._timer)
             metrics["performance/tokens_per_sec"] = metrics["train/num_tokens"] / (time.perf_counter() - start)
             self.state.step += 1
             progress.num_done, progress.in_step = self.state.step, False

@@ -48,7 +48,7 @@ from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
 from nemo_offload_rl.run.interrupt import Interrupt
-from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget
+from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget, no_profile
 from nemo_offload_rl.run.weight_sync import NoWeightSync, WeightSync
 
 EXACT_MATCH = make_reward("exact_match")
@@ -132,7 +132,7 @@ class Setting:
             save_optimizer=True,
         )
 
-    def run(self, schedule=SCHEDULE, checkpoints=None, state=None, interrupt=None):
+    def run(self, schedule=SCHEDULE, checkpoints=None, state=None, interrupt=None, profile=no_profile):
         outputs = Recorded()
         run = Run(
             self.grpo,
@@ -142,6 +142,7 @@ class Setting:
             WriteAtOnce(self.grpo.save),
             outputs,
             interrupt if interrupt is not None else Interrupt(),
+            profile=profile,
         )
         return run.train(), outputs, run
 
