@@ -207,7 +207,7 @@ def _plan(options: argparse.Namespace) -> None:
     from nemo_offload_rl.plan.optimizer_ways import plan_ways
     from nemo_offload_rl.plan.planner import PlannedRun, Planner, make_plan, plan_run
     from nemo_offload_rl.plan.report import print_plan, print_residency
-    from nemo_offload_rl.plan.resolve import Machine, resolve
+    from nemo_offload_rl.plan.resolve import Machine, resolve, without_replayed_engine
 
     earlier = _earlier_steps(options)
     link = _link_bytes_per_s(options, earlier)
@@ -244,7 +244,7 @@ def _plan(options: argparse.Namespace) -> None:
         raise
 
     def plan_with(more: Sequence[str]) -> PlannedRun:
-        other = load(options.recipe, [*overrides, *more]).config
+        other, _ = without_replayed_engine(load(options.recipe, [*overrides, *more]).config)
         return planned(with_resident_state(other, Planner(model, validated.algorithm, gpu_bytes))[0])
 
     cpu_speed = _cpu_speed(options, earlier, run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from nemo_offload_rl.algorithms.advantages import informative_groups
 from nemo_offload_rl.algorithms.reward_shaping import RewardShaping
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
+from nemo_offload_rl.algorithms.saved_rollouts import ReplayedRollouts
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.problem import Conversation
@@ -40,20 +41,22 @@ class GroupSampler:
 
     Attributes:
         prompts: the training data.
-        rollout: generates answers and judges them.
+        rollout: generates answers and judges them, or returns saved ones.
         sampling: the sampling parameters of the engine.
         settings: the recipe's settings.
         scale: maps rewards [P, N] to the scaled rewards from which advantages are computed and which dynamic sampling
             compares, since scaling may make different rewards equal.
         shape: changes scaled rewards by the length of answers; None to leave them unchanged.
+        save: called with the step and its generation batches, before anything is computed from them.
     """
 
     prompts: ProblemLoader[Conversation]
-    rollout: RolloutMaker
+    rollout: RolloutMaker | ReplayedRollouts
     sampling: SamplingParams
     settings: GroupSettings
     scale: Callable[[torch.Tensor], torch.Tensor]
     shape: RewardShaping | None
+    save: Callable[[int, Sequence[Rollouts]], None] = lambda step, batches: None
 
     def __call__(
         self, step: int, timer: Timer, on_last_answers: Callable[[], None] = lambda: None
@@ -93,6 +96,8 @@ class GroupSampler:
             kept.append(rollouts.select_prompts(useful.nonzero().flatten()))
         if len(sampled) < max_batches:
             on_last_answers()
+        with timer.phase("rewards"):
+            self.save(step, sampled)
         batch = Rollouts.concat(kept, pad_token_id).select_prompts(torch.arange(settings.num_prompts_per_step))
         metrics = self._metrics(Rollouts.concat(sampled, pad_token_id), len(sampled))
         trained = self.shaped_rewards(batch)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -18,6 +18,7 @@ from nemo_offload_rl.algorithms.importance_sampling import sequence_prob_errors
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty, RewardShaping, StopProperlyPenalty
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
+from nemo_offload_rl.algorithms.saved_rollouts import ReplayedRollouts, RolloutFolder, made_with
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.data.batch import BatchedData
@@ -25,6 +26,7 @@ from nemo_offload_rl.data.problem import Conversation
 from nemo_offload_rl.environments import Judge, make_math_reward, make_python_reward, make_reward
 from nemo_offload_rl.environments.rewards import PYTHON
 from nemo_offload_rl.generation.interface import GenerationInterface, SamplingParams
+from nemo_offload_rl.generation.no_engine import NoEngine
 from nemo_offload_rl.metrics.names import memory_metrics
 from nemo_offload_rl.metrics.samples import JudgedAnswer, best_and_worst
 from nemo_offload_rl.metrics.timer import Timer
@@ -41,9 +43,11 @@ from nemo_offload_rl.run.setup import (
     read_data,
     read_tokenizer,
 )
-from nemo_offload_rl.run.weight_sync import WeightSync
+from nemo_offload_rl.run.weight_sync import NoWeightSync, WeightSync
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from nemo_offload_rl.config.schema import GRPOMasterConfig
     from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
     from nemo_offload_rl.placement.cluster import Cluster
@@ -84,7 +88,7 @@ class GRPO(Algorithm):
 
     Args:
         policy: the policy to train.
-        generation: the engines that sample the answers.
+        generation: the engines that sample the answers; none where rollouts are replayed.
         weights: sends the policy's weights to the generation engine.
         sample: samples the rollouts of a step.
         validation: the problems and sampling of a validation.
@@ -103,8 +107,8 @@ class GRPO(Algorithm):
         self,
         *,
         policy: Policy,
-        generation: GenerationInterface,
-        weights: WeightSync,
+        generation: GenerationInterface | NoEngine,
+        weights: WeightSync | NoWeightSync,
         sample: GroupSampler,
         validation: ValidationSampling,
         advantages: Callable[[torch.Tensor], torch.Tensor],
@@ -233,7 +237,7 @@ class GRPO(Algorithm):
 
     def shutdown(self) -> None:
         """Ends the processes of rewards, generation and policy."""
-        self._sample.rollout.reward.shutdown()
+        self._sample.rollout.shutdown()
         self._generation.shutdown()
         super().shutdown()
 
@@ -267,13 +271,21 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
         *padding_notes(prompts),
         *check_rows(partial(prompts.check_rows, with_answers=False), train.problems, validation),
     ]
-    reward = _make_reward(config)
+    to_save, to_replay = (_rollout_folder(config, key, train.problems, tokenizer) for key in _DEBUG)
+    notes += to_save.check_to_save() if to_save is not None else []
+    notes += to_replay.check_to_replay() if to_replay is not None else []
+    reward = _make_reward(config) if to_replay is None else None
     loss_fn = ClippedPGLoss(**fields_from(ClippedPGLoss, config["loss_fn"]))
     check_words(policy_config["generation"], tokenizer, prompts.outside)
     steps_per_epoch = train.batches_per_epoch(groups.prompts_per_batch)
     schedule = make_schedule(
         section, config["checkpointing"], steps_per_epoch=steps_per_epoch, num_validation=len(validation)
     )
+    if to_replay is not None:  # a validation needs an engine
+        schedule = replace(
+            schedule, val_period=0, val_at_start=False, val_at_end=False, target=None, last_replayed=to_replay.steps[-1]
+        )
+        validation = ()
 
     def build(fitted_policy: GRPOPolicyConfig, cluster: Cluster) -> GRPO:
         from nemo_offload_rl.generation import make_generation
@@ -281,26 +293,43 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
         from nemo_offload_rl.worker.group import PolicyWorkerGroup
 
         sampling, validation_sampling = make_sampling(fitted_policy, tokenizer, section["seed"])
-        generation = make_generation(fitted_policy, cluster)
-        policy = PolicyWorkerGroup(
+        start_policy = partial(
+            PolicyWorkerGroup,
             fitted_policy,
             cluster,
             seed=section["seed"],
             init_reference_model=ALGORITHMS["grpo"].has_reference(config),
-            before_build=generation.wait_until_ready if generation.capabilities.built_alone else None,
         )
-        # Wait for the engine before the first export, which needs GPU memory, too; if the engine failed while the
-        # policy was being built, the run ends here.
-        generation.wait_until_ready()
-        verify = fitted_policy["verify_refit"]
-        transport = make_transport(generation.capabilities.refit_transport, generation.receivers, verify=verify)
-        rollout = RolloutMaker(generation, prompts, tokenizer, reward)
+        generation: GenerationInterface | NoEngine
+        weights: WeightSync | NoWeightSync
+        rollout: RolloutMaker | ReplayedRollouts
+        if to_replay is not None:
+            policy, generation, weights = start_policy(), NoEngine(), NoWeightSync()
+            rollout = ReplayedRollouts(to_replay, prompts)
+            policy.wait_until_ready()  # as a refit does, so that the first step is not longer than others
+        else:
+            engines = generation = make_generation(fitted_policy, cluster)
+            policy = start_policy(before_build=engines.wait_until_ready if engines.capabilities.built_alone else None)
+            # Wait for the engine before the first export, which needs GPU memory, too; if the engine failed while the
+            # policy was being built, the run ends here.
+            engines.wait_until_ready()
+            verify = fitted_policy["verify_refit"]
+            transport = make_transport(engines.capabilities.refit_transport, engines.receivers, verify=verify)
+            weights = WeightSync(policy, engines, transport, verify=verify)
+            assert reward is not None
+            rollout = RolloutMaker(engines, prompts, tokenizer, reward)
         return GRPO(
             policy=policy,
             generation=generation,
-            weights=WeightSync(policy, generation, transport, verify=verify),
+            weights=weights,
             sample=GroupSampler(
-                train, rollout, sampling, groups, _make_reward_scaling(section), _make_reward_shaping(section)
+                train,
+                rollout,
+                sampling,
+                groups,
+                _make_reward_scaling(section),
+                _make_reward_shaping(section),
+                **({} if to_save is None else {"save": to_save.save}),
             ),
             validation=ValidationSampling(
                 problems=_validated(validation, section["max_val_samples"], section["val_batch_size"]),
@@ -323,6 +352,19 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
         )
 
     return Preparation(build, schedule, tokenizer, notes)
+
+
+_DEBUG: tuple[Literal["save_rollouts", "replay_rollouts"], ...] = ("save_rollouts", "replay_rollouts")
+
+
+def _rollout_folder(
+    config: GRPOMasterConfig,
+    key: Literal["save_rollouts", "replay_rollouts"],
+    problems: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerFast,
+) -> RolloutFolder | None:
+    path = config["grpo"]["debug"][key]
+    return None if path is None else RolloutFolder(Path(path), made_with(config, problems, tokenizer))
 
 
 def _make_reward(config: GRPOMasterConfig) -> Judge:

@@ -144,6 +144,10 @@ class RolloutMaker:
             cases=cases,
         )
 
+    def shutdown(self) -> None:
+        """Ends the processes of rewards."""
+        self.reward.shutdown()
+
 
 def _next_sample_ids(prompt_ids: Sequence[Sequence[int]], num_sampled: Counter[tuple[int, ...]]) -> list[int]:
     """Numbers the samples of each prompt from those on that were sampled before, and counts them."""

@@ -41,4 +41,9 @@ def for_machine(config: Any, *, has_gpus: bool) -> tuple[Any, list[str]]:
     if adapted["logger"]["monitor_gpus"]:
         adapted["logger"]["monitor_gpus"] = False
         lines.append("logger.monitor_gpus is off on this machine: it has no GPU")
+    profile = adapted["logger"]["profile"] or {}
+    for key in ("memory", "nvtx"):
+        if profile.get(key):
+            profile[key] = False
+            lines.append(f"logger.profile.{key} is off on this machine: it has no GPU")
     return adapted, lines

@@ -54,6 +54,9 @@ def _missing(recipe: ValidatedRecipe) -> Iterator[tuple[str, str]]:
         text = value_at(recipe.config, key)
         if isinstance(text, str) and not os.path.exists(text):
             yield key, _absent(Path(text), "file")
+    replayed = value_at(recipe.config, "grpo.debug.replay_rollouts")
+    if isinstance(replayed, str) and not Path(replayed).is_dir():
+        yield "grpo.debug.replay_rollouts", _absent(Path(replayed), "folder")
     tokenizer = recipe.config["policy"]["tokenizer"]["name"]
     if tokenizer.startswith(("/", "./", "../", "~")) and not os.path.exists(tokenizer):
         yield "policy.tokenizer.name", _absent(Path(tokenizer), "folder")

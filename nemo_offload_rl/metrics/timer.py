@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class Timer:
@@ -16,15 +16,26 @@ class Timer:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._around: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts the time inside the `with` block towards `name`, even if the block raises."""
         start = time.perf_counter()
         try:
-            yield
+            with self._around(name):
+                yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    @contextmanager
+    def within(self, around: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
+        """Runs the phases inside of the `with` block in contexts that `around` makes from their names."""
+        self._around = around
+        try:
+            yield
+        finally:
+            self._around = nullcontext
 
     def seconds(self) -> dict[str, float]:
         """Returns phase -> seconds, in the order in which the phases first ended."""

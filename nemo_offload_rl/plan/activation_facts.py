@@ -9,7 +9,7 @@ from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.rules.modules import recomputes_layers
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
-from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation, row_multiple, sequence_multiple
+from nemo_offload_rl.config.schema.policy import PolicyConfig, has_logprob_batches, row_multiple, sequence_multiple
 from nemo_offload_rl.config.schema.value_types import RowTokens
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.activations import chunks_in_flight
@@ -102,7 +102,7 @@ def stated_row_tokens(policy: PolicyConfig, key: RowTokensKey, group_size: int) 
     if stated != AUTO:
         return int(stated)
     samples = policy["train_micro_batch_size"]
-    if key == LOGPROB_TOKENS and has_generation(policy):
+    if key == LOGPROB_TOKENS and has_logprob_batches(policy):
         samples = policy["logprob_batch_size"]
     return int(policy["max_total_sequence_length"] * samples * group_size)
 

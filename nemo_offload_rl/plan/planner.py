@@ -11,7 +11,7 @@ from nemo_offload_rl.config.megatron.device_split import split_devices
 from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronOptimizerConfig
-from nemo_offload_rl.config.schema.policy import PolicyConfig
+from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
 from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import limit_where_unknown, module_bytes, needed_slab_bytes, slab_bytes
@@ -41,6 +41,7 @@ from nemo_offload_rl.plan.training_memory import least_activation_bytes
 from nemo_offload_rl.residency.table import Phase, Placement, ShardFacts, Table, Target
 
 _FLOAT = 4
+_OF_GENERATION = (Phase.REFIT, Phase.GENERATE)
 
 
 def make_plan(
@@ -219,7 +220,8 @@ def plan_run(
     spec = ALGORITHMS[algorithm]
     facts = shard_facts(hf_config, policy, world_size=world_size, has_reference=spec.has_reference(config))
     engine = engine_memory(policy, hf_config)
-    plan = make_plan(policy, facts, cycle=spec.phases, link_bytes_per_s=link_bytes_per_s)
+    phases = [phase for phase in spec.phases if has_generation(policy) or phase not in _OF_GENERATION]
+    plan = make_plan(policy, facts, cycle=phases, link_bytes_per_s=link_bytes_per_s)
     activations = activation_facts(hf_config, policy, world_size=world_size, group_size=spec.group_size)
     least = least_activation_bytes(hf_config, policy, activations)
     in_host = {}

@@ -14,6 +14,7 @@ from nemo_offload_rl.config import for_machine
 from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.config.model.unsupported_models import check_model
 from nemo_offload_rl.config.schema import MasterConfig
+from nemo_offload_rl.config.schema.policy import REPLAYED
 from nemo_offload_rl.plan.activations import limit_where_unknown
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.colocation import (
@@ -88,8 +89,10 @@ def resolve(
         ValueError: the model cannot be split as the recipe says; Megatron or vLLM would not compute it as transformers
             does; the host memory for activations is not known.
     """
+    config, replayed = without_replayed_engine(config)
     check_model(hf_config, config["policy"])
     config, lines = for_machine(config, has_gpus=machine.has_gpus)
+    lines = [*replayed, *lines]
     planner = Planner(hf_config, algorithm, machine.gpu_bytes, machine.hosts, has_random_weights)
     problems = []
     for decide in _DECISIONS:
@@ -107,6 +110,22 @@ def resolve(
         if activations is not None:
             limit_where_unknown(activations, error)
     return Resolved(config, run, tuple(lines), tuple(problems))
+
+
+def without_replayed_engine(config: MasterConfig) -> tuple[MasterConfig, list[str]]:
+    """Returns the config without an engine where the run replays rollouts, and a line for the user about it."""
+    sections: Mapping[str, Any] = config
+    folder = sections["grpo"]["debug"]["replay_rollouts"] if "grpo" in sections else None
+    if folder is None:
+        return config, []
+    policy = dict(config["policy"])
+    policy[REPLAYED] = policy.pop("generation")
+    without: Any = {**config, "policy": policy}
+    line = (
+        f"grpo.debug.replay_rollouts is {folder}: the run starts no engine, needs no memory for generation and refit, "
+        "and does not validate"
+    )
+    return without, [line]
 
 
 def check_fits(resolved: Resolved, machine: Machine) -> None:

@@ -10,7 +10,7 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.megatron.device_split import split_devices
 from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
 from nemo_offload_rl.config.schema import MasterConfig
-from nemo_offload_rl.config.schema.policy import has_generation, row_multiple, sequence_multiple
+from nemo_offload_rl.config.schema.policy import has_logprob_batches, row_multiple, sequence_multiple
 from nemo_offload_rl.memory.units import round_up, show_gib
 from nemo_offload_rl.plan.activation_facts import (
     AUTO,
@@ -231,7 +231,7 @@ def logprob_bytes(config: MasterConfig, planner: Planner) -> tuple[int, ...]:
         passes = with_tokens(config, {TRAIN_TOKENS: policy["sequence_packing"][LOGPROB_TOKENS]})
     else:
         passes = copy.deepcopy(config)
-        if has_generation(policy):
+        if has_logprob_batches(policy):
             passes["policy"]["train_micro_batch_size"] = policy["logprob_batch_size"]
     return forward_pass_bytes(planner.hf_config, passes["policy"], _busy_facts(passes, planner))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.metrics.names import memory_metrics, residency_metrics, training_metrics
+from nemo_offload_rl.metrics.profile import ProfileOptions
 from nemo_offload_rl.metrics.samples import JudgedAnswer
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.metrics.utilization import bf16_peak_tflops, utilization_metrics
@@ -77,6 +79,16 @@ class Algorithm(ABC):
             | residency_metrics(moves)
             | memory_metrics("policy", memory)
         )
+
+    @contextmanager
+    def profiled(self, options: ProfileOptions, prefix: Path) -> Iterator[None]:
+        """Has ranks record what they do inside the `with` block, to files whose names begin with ``prefix``.
+
+        A block that raises leaves the recording unfinished: ranks that have failed cannot write it.
+        """
+        self._policy.start_profile(options, str(prefix))
+        yield
+        self._policy.stop_profile()
 
     @property
     def position(self) -> DataPosition:

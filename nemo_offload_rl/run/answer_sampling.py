@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.config.schema.generation import GenerationConfig
+from nemo_offload_rl.config.schema.policy import sampling_of
 from nemo_offload_rl.data.tokenizer import check_bad_words, check_stop_strings, check_token_ids
 from nemo_offload_rl.data.vocabulary import OutsideTokens
 from nemo_offload_rl.generation.interface import SamplingParams
@@ -44,7 +45,8 @@ def make_sampling(
         tokenizer: the policy's tokenizer.
         seed: the run's seed.
     """
-    section = policy["generation"]
+    section = sampling_of(policy)
+    assert section is not None
     ends = end_token_ids(section, model_end_token_ids(policy), tokenizer.eos_token_id)
     named = ", ".join(f"{token} ({tokenizer.decode([token])!r})" for token in ends)
     logger.info("Answers end at these tokens: %s.", named or "none")

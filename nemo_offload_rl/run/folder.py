@@ -24,6 +24,7 @@ from nemo_offload_rl.storage.manifest import UnreadableError
 RECIPE_FILE = "recipe.yaml"
 LOG_FILE = "run.log"
 HF_FOLDER = "hf"
+PROFILE_FOLDER = "profile"
 
 _RUN = re.compile(r"exp_(\d+)")
 

@@ -42,6 +42,7 @@ from nemo_offload_rl.run.checkpoints import (
 from nemo_offload_rl.run.folder import (
     HF_FOLDER,
     LOG_FILE,
+    PROFILE_FOLDER,
     changed_keys,
     lock_run_folder,
     logged_to,
@@ -60,12 +61,15 @@ from nemo_offload_rl.run.resume import (
     warn_without_manifest,
 )
 from nemo_offload_rl.run.setup import Preparation, with_run_length
+from nemo_offload_rl.run.step_profile import step_profile
 from nemo_offload_rl.run.train_loop import Run, StopReason, TimeLimit
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import HF_FILES, replace_folder, replacing, translate_disk_full, unfinished
 from nemo_offload_rl.storage.manifest import read_manifest
 
 logger = logging.getLogger(__name__)
+
+_FOLDERS = {"model": HF_FOLDER, "profile": PROFILE_FOLDER}
 
 
 @dataclass(frozen=True)
@@ -274,10 +278,14 @@ class Job:
             self.config,
             None if newest is None else state.step,
         )
+        assert self.resolved is not None
+        profile = step_profile(self.resolved.config["logger"]["profile"], run_dir / PROFILE_FOLDER, algorithm)
         progress = LiveProgress(self.algorithm.upper(), schedule.num_steps, session.console)
         with closing(metrics), progress:
             outputs = _Outputs(metrics, progress, gpus, session.console)
-            run = Run(algorithm, schedule, state, checkpoints, writer, outputs, session.interrupt, session.limit)
+            run = Run(
+                algorithm, schedule, state, checkpoints, writer, outputs, session.interrupt, session.limit, profile
+            )
             reason = run.train()
         return Ending(reason, run.is_saved and metrics.is_whole)
 
@@ -325,8 +333,7 @@ class Job:
         section = self.config["checkpointing"]
         if section["enabled"]:
             places["checkpoints"] = Path(section["checkpoint_dir"])
-        if (run_dir / HF_FOLDER).exists():
-            places["model"] = run_dir / HF_FOLDER
+        places |= {what: run_dir / name for what, name in _FOLDERS.items() if (run_dir / name).exists()}
         _say(console, ", ".join(f"{what}: {place}" for what, place in places.items()))
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.metrics.profile import ProfileOptions
 from nemo_offload_rl.plan.flops import FlopModel
 from nemo_offload_rl.run.weight_sync import WeightSource
 from nemo_offload_rl.storage.checksum import FileSum
@@ -29,6 +30,12 @@ class Policy(WeightSource, Protocol):
             after: Ray references that are done when generation has freed its GPU memory.
             logprobs: whether a log-prob pass comes before training.
         """
+
+    def start_profile(self, options: ProfileOptions, prefix: str) -> None:
+        """Makes ranks record what they do, to files whose names begin with ``prefix``."""
+
+    def stop_profile(self) -> None:
+        """Makes ranks write what they have recorded."""
 
     def train(self, data: BatchedData, loss_fn: LossFunction, gbs: int, mbs: int) -> dict[str, Any]:
         """Runs one optimizer step for every ``gbs`` samples; returns loss, grad_norm, lr, num_skipped and metrics."""

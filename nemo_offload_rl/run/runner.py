@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.run.interrupt import Interrupt
@@ -194,6 +194,9 @@ def _require_absolute_folders(config: MasterConfig) -> None:
     folders = {"logger.log_dir": config["logger"]["log_dir"]}
     if config["checkpointing"]["enabled"]:
         folders["checkpointing.checkpoint_dir"] = config["checkpointing"]["checkpoint_dir"]
+    sections: Mapping[str, Any] = config
+    debug = sections["grpo"]["debug"] if "grpo" in sections else {}
+    folders |= {f"grpo.debug.{name}": folder for name, folder in debug.items() if folder is not None}
     for key, folder in folders.items():
         if not Path(folder).is_absolute():
             raise _CommandError(

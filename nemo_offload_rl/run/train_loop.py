@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -34,6 +34,7 @@ class StopReason(Enum):
     STEPS = "all steps are done"
     EPOCHS = "all epochs of the training data are done"
     TARGET = "validation reached the recipe's target"
+    REPLAYED = "all saved rollouts are replayed"
     TIME = "the time limit of checkpointing.checkpoint_must_save_by is reached"
     INTERRUPTED = "interrupted"
 
@@ -74,6 +75,7 @@ class Schedule:
         must_save_by_s: seconds, from the first step of this command, within which the run has to save and end; None for
             no limit.
         ft_save_period: steps between further checkpoints, from which a run that has failed resumes; None for none.
+        last_replayed: the last step with saved rollouts to replay; None for a run that generates them.
     """
 
     max_num_steps: int
@@ -86,6 +88,7 @@ class Schedule:
     target: StopTarget | None
     must_save_by_s: float | None = None
     ft_save_period: int | None = None
+    last_replayed: int | None = None
 
     def is_save_due(self, step: int) -> bool:
         """Returns whether a checkpoint is due after `step` steps."""
@@ -159,6 +162,12 @@ class TimeLimit:
         return step_end + save_s >= self._end
 
 
+def no_profile(step: int, timer: Timer) -> AbstractContextManager[None]:
+    """Returns a context that does nothing around a step."""
+    del step, timer
+    return nullcontext()
+
+
 class Outputs(Protocol):
     """Defines where the metrics of a step go."""
 
@@ -191,6 +200,7 @@ class Run:
         outputs: stores and shows metrics.
         interrupt: says whether the run is to end after the current step.
         limit: the command's time limit; None for a limit of this run alone.
+        profile: returns the context of a step, which may record it; takes the step and its timer.
     """
 
     def __init__(
@@ -203,6 +213,7 @@ class Run:
         outputs: Outputs,
         interrupt: Interrupt,
         limit: TimeLimit | None = None,
+        profile: Callable[[int, Timer], AbstractContextManager[None]] = no_profile,
     ) -> None:
         self._algorithm = algorithm
         self._schedule = schedule
@@ -212,6 +223,7 @@ class Run:
         self._outputs = outputs
         self._interrupt = interrupt
         self._limit = limit or TimeLimit()
+        self._profile = profile
         self._timer = Timer()
         self._saved_step = state.step
         self._metrics: dict[str, float] = {}
@@ -270,7 +282,8 @@ class Run:
         start, progress = time.perf_counter(), self._interrupt.progress
         with self._limit.step():
             progress.in_step = True
-            metrics = self._algorithm.step(self.state.step + 1, self._timer)
+            with self._profile(self.state.step + 1, self._timer):
+                metrics = self._algorithm.step(self.state.step + 1, self._timer)
             metrics["performance/tokens_per_sec"] = metrics["train/num_tokens"] / (time.perf_counter() - start)
             self.state.step += 1
             progress.num_done, progress.in_step = self.state.step, False
@@ -307,6 +320,8 @@ class Run:
             return StopReason.STEPS
         if self.state.position.epoch >= self._schedule.max_num_epochs:
             return StopReason.EPOCHS
+        if self._schedule.last_replayed is not None and self.state.step >= self._schedule.last_replayed:
+            return StopReason.REPLAYED
         return None
 
     def _lacks_validation(self) -> bool:

@@ -83,3 +83,13 @@ class WeightSync:
         self._policy.offload_after_refit(wait=not has_room)
         self._generation.prepare_for_generation(["kv_cache"])
         self._stale = False
+
+
+class NoWeightSync:
+    """Stands for `WeightSync` in a run without an engine."""
+
+    def mark_stale(self) -> None:
+        """Does nothing."""
+
+    def refresh(self) -> None:
+        """Does nothing."""

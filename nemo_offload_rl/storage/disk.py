@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 # Files of a Hugging Face folder that would be wrong beside another model: the weights with their index, and its ends.
 HF_FILES = ("model*.safetensors*", "generation_config.json")
@@ -99,14 +100,21 @@ def require_free(path: Path, needed_bytes: int, free: int | None) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a file atomically, even if the process is killed; its mode follows the user's umask."""
+    with writing_whole(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def writing_whole(path: Path) -> Iterator[BinaryIO]:
+    """Yields a file that replaces the one at `path` once the `with` block has written it, as in `write_whole`."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with partial.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
     sync(path.parent)

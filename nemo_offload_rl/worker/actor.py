@@ -5,12 +5,14 @@ import gc
 import importlib
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.metrics.profile import Recording
 from nemo_offload_rl.placement.network import LOOPBACK, free_port
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.worker.rank_log import RankLog, Record
@@ -23,6 +25,7 @@ class WorkerActor:
     def __init__(self) -> None:
         ignore_ending_signals()
         self._worker: Any = None
+        self._recording: Recording | None = None
         self._log = RankLog()
         self._log.listen()
 
@@ -81,7 +84,22 @@ class WorkerActor:
 
     def call_after(self, function: Callable[[Any, None], Any], *_: Any) -> None:
         """Call a function with the worker once Ray has resolved the further arguments; later calls wait for it."""
-        function(self._worker, None)
+        with self._range_of(function):
+            function(self._worker, None)
+
+    def start_profile(self, prefix: str | None, *, trace: bool, memory: bool, nvtx: bool) -> None:
+        """Record this process, with a range for each verb; see `metrics.profile.Recording`. None records nothing."""
+        if prefix is not None:
+            self._recording = Recording(Path(prefix), trace=trace, memory=memory, nvtx=nvtx)
+
+    def stop_profile(self) -> None:
+        """Write what was recorded since `start_profile`, if anything was."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.stop()
+
+    def _range_of(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
+        return nullcontext() if self._recording is None else self._recording.range(verb_of(function))
 
     def call(
         self, function: Callable[[Any, BatchedData | None], Any], shard: WireBatch | None, *, wants_result: bool
@@ -91,10 +109,16 @@ class WorkerActor:
         Returns:
             The result, a batch as a `WireBatch`; None without `wants_result`.
         """
-        result = function(self._worker, None if shard is None else shard.unpack())
+        with self._range_of(function):
+            result = function(self._worker, None if shard is None else shard.unpack())
         if not wants_result:
             return None
         return WireBatch.pack(result) if isinstance(result, BatchedData) else result
+
+
+def verb_of(call: Callable[..., Any]) -> str:
+    """Returns the name of the method that a lambda of worker/group.py calls: the first name in it."""
+    return call.__code__.co_names[0]
 
 
 def exempt_from_gc() -> None:

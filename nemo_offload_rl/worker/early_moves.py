@@ -1,6 +1,6 @@
 """Starts moves of a rank's state before the phase that needs them, to overlap them with other work."""
 
-from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation, sequence_multiple
+from nemo_offload_rl.config.schema.policy import PolicyConfig, has_logprob_batches, sequence_multiple
 from nemo_offload_rl.mcore.model.model_config import packs
 from nemo_offload_rl.memory.units import GIB, round_up
 from nemo_offload_rl.plan.activation_facts import LOGPROB_TOKENS
@@ -68,7 +68,7 @@ class EarlyMoves:
 
 def _most_tokens(config: PolicyConfig) -> int:
     """Returns the most tokens of a log-prob micro-batch, padding included; 0 without policy.logprob_batch_size."""
-    if not has_generation(config) or "logprob_batch_size" not in config:
+    if not has_logprob_batches(config):
         return 0
     if packs(config):
         return int(config["sequence_packing"][LOGPROB_TOKENS])

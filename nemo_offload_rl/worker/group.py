@@ -16,6 +16,7 @@ from nemo_offload_rl.data.batch import LOGPROB_COLUMNS, BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.metrics.memory import largest_of
+from nemo_offload_rl.metrics.profile import ProfileOptions
 from nemo_offload_rl.model_check.check import checked_model
 from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
 from nemo_offload_rl.plan.flops import FlopModel
@@ -25,7 +26,7 @@ from nemo_offload_rl.refit.interface import RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.manifest import Manifest
-from nemo_offload_rl.worker.actor import WorkerActor
+from nemo_offload_rl.worker.actor import WorkerActor, verb_of
 from nemo_offload_rl.worker.environment import worker_environment
 from nemo_offload_rl.worker.errors import WorkerError, cause_of, worker_error
 from nemo_offload_rl.worker.gather import gather, is_disk_full
@@ -70,11 +71,6 @@ class _Layout:
 
 Call = Callable[["MegatronPolicyWorker", Any], Any]
 """Calls one method of a worker, with the rank's shard of a batch, or None; sent to the ranks with all it refers to."""
-
-
-def _verb_of(call: Call) -> str:
-    """Returns the name of the method that a lambda of this module calls: the first name in it."""
-    return call.__code__.co_names[0]
 
 
 def _gathered(shards: InferenceShards, results: Sequence[WireBatch]) -> BatchedData:
@@ -312,6 +308,18 @@ class PolicyWorkerGroup:
         relay(self._actors)
         return metrics
 
+    def start_profile(self, options: ProfileOptions, prefix: str) -> None:
+        """Record the chosen ranks until `stop_profile`, to files whose names begin with `prefix`."""
+        self._built()
+        kinds = {"trace": options.trace, "memory": options.memory, "nvtx": options.nvtx}
+        prefixes = [f"{prefix}_rank_{n}" if n in options.ranks else None for n in range(len(self._actors))]
+        pairs = zip(self._actors, prefixes, strict=True)
+        self._collect("start_profile", [actor.start_profile.remote(one, **kinds) for actor, one in pairs])
+
+    def stop_profile(self) -> None:
+        """Write what the ranks have recorded."""
+        self._collect("stop_profile", [actor.stop_profile.remote() for actor in self._actors])
+
     def flop_model(self) -> FlopModel | None:
         """Returns the model's FLOP model; None for a model family, or a config field, that it does not cover."""
         model: FlopModel | None = self._run(lambda worker, _: worker.flop_model())[0]
@@ -400,7 +408,7 @@ class PolicyWorkerGroup:
             for rank, actor in enumerate(self._actors)
         ]
         self._collect_started()  # only after the ranks were sent this verb, so that they do not wait for the driver
-        results = self._collect(_verb_of(call), refs)
+        results = self._collect(verb_of(call), refs)
         return [results[rank] for rank in reporting]
 
     def _collect_started(self) -> None:

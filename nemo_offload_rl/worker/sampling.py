@@ -1,6 +1,6 @@
 """Reads from the recipe the distribution that generation samples from, which the policy's log-probs must match."""
 
-from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
+from nemo_offload_rl.config.schema.policy import PolicyConfig, sampling_of
 from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL, SamplingFilter
 
 # The generation backends whose log-probs are those of the distribution after top_k and top_p.
@@ -12,11 +12,13 @@ def sampling_temperature(policy: PolicyConfig) -> float:
 
     A greedy sampler (0) reports log-probs at temperature 1. Only some algorithms' policies have a generation section.
     """
-    return (policy["generation"]["temperature"] or 1.0) if has_generation(policy) else 1.0
+    section = sampling_of(policy)
+    return 1.0 if section is None else section["temperature"] or 1.0
 
 
 def sampling_filter(policy: PolicyConfig) -> SamplingFilter:
     """Returns the filter behind the sampler's log-probs; it keeps all tokens if they are reported before filtering."""
-    if not has_generation(policy) or policy["generation"]["backend"] not in FILTERED_LOGPROBS:
+    section = sampling_of(policy)
+    if section is None or section["backend"] not in FILTERED_LOGPROBS:
         return KEEP_ALL
-    return SamplingFilter(policy["generation"]["top_k"], policy["generation"]["top_p"])
+    return SamplingFilter(section["top_k"], section["top_p"])

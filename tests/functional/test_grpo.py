@@ -33,6 +33,19 @@ def test_a_run_logs_every_step_and_leaves_what_it_promises(grpo_run):
     assert "Where the time went" in grpo_run.output
 
 
+def test_a_replay_of_its_rollouts_trains_the_same_without_an_engine(grpo_run, tmp_path):
+    replay = f"grpo.debug.replay_rollouts={grpo_run.folder / 'rollouts'}"
+    done = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=4", replay])
+    assert done.status == 0, done.output
+    assert "the run starts no engine" in done.output
+    want, got = grpo_run.metrics(), done.metrics()
+    assert list(got) == [1, 2, 3, 4]
+    for step, row in got.items():
+        equal = {name: value for name, value in want[step].items() if name.startswith("train/")}
+        assert {name: value for name, value in row.items() if name.startswith("train/")} == equal, step
+        assert not any(name.startswith("validation/") for name in row)
+
+
 def test_four_ranks_of_two_parallel_kinds_with_packed_rows_take_the_same_first_step(grpo_run, tmp_path):
     """Runs two data-parallel ranks of two tensor-parallel ranks each."""
     layout = ["cluster.gpus_per_node=4", "policy.megatron_cfg.tensor_model_parallel_size=2"]

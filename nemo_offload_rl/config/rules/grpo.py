@@ -48,6 +48,21 @@ def grpo_pass_k(generations: int | None, target: str | None, metric: str | None,
     return "must be 2 or more for val:pass_k to be measured; found 1"
 
 
+@rule("grpo.debug.replay_rollouts?", "grpo.debug.save_rollouts?", "policy.generation.colocated.enabled")
+def grpo_replay_rollouts(replayed: str | None, saved: str | None, colocated: bool) -> RuleResult:
+    """Refuses to save rollouts that are replayed, and to leave GPUs to an engine that is not started."""
+    if replayed is None:
+        return None
+    if saved is not None:
+        return f"is {show(replayed)}, and its rollouts are there already; set grpo.debug.save_rollouts to null"
+    if not colocated:
+        return (
+            f"is {show(replayed)}, and no engine is started; set policy.generation.colocated.enabled to true, and "
+            "cluster.gpus_per_node and num_nodes to those of the policy alone"
+        )
+    return None
+
+
 @rule("grpo.adv_estimator.normalize_rewards", "grpo.normalize_rewards")
 @rule("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline")
 def grpo_adv_estimator(in_estimator: bool, in_grpo: bool) -> RuleResult:

@@ -4,8 +4,9 @@ from typing import Any
 
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
 from nemo_offload_rl.config.keys.absent_keys import splits_validation_data
+from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
 from nemo_offload_rl.config.problems import show, show_choices
-from nemo_offload_rl.config.rules.base import SECTION, SPEC, RuleResult, note, rule
+from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, SECTION, SPEC, RuleResult, note, rule
 from nemo_offload_rl.config.schema.value_types import is_import_path
 from nemo_offload_rl.config.upstream.durations import duration_s
 from nemo_offload_rl.metrics.names import validation_name, without_default_set
@@ -84,6 +85,23 @@ def checkpoint_metric_period(save: int, enabled: bool, metric: str | None, perio
     if not enabled or metric is None or not metric.startswith("val:") or (period and save % period == 0):
         return None
     return f"{save} is not a multiple of val_period ({period}), so some checkpoints are saved without {metric}"
+
+
+@rule("logger.profile?", GPUS, NODES, COLOCATED)
+def logger_profile(profile: dict[str, Any] | None, gpus: int, nodes: int, apart: dict[str, Any] | None) -> RuleResult:
+    """Refuses a profile that would record nothing."""
+    if profile is None:
+        return None
+    first, last = profile["steps"]
+    if first > last:
+        return f"has steps {show([first, last])}, whose first is behind the last; set them to {show([last, first])}"
+    if not (profile["trace"] or profile["memory"] or profile["nvtx"]):
+        return "has trace, memory and nvtx false, and would record nothing; set one to true, or the section to null"
+    split = checked_split(gpus, nodes, apart)
+    most = max(profile["ranks"])
+    if isinstance(split, DeviceSplit) and most >= split.policy_ranks:  # another rule reports the other case
+        return f"has rank {most}, but the policy has ranks 0 to {split.policy_ranks - 1}; choose among these"
+    return None
 
 
 @rule(f"{_MUST_SAVE_BY}?")

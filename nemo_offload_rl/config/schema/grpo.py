@@ -71,6 +71,18 @@ class RewardShapingConfig(TypedDict):
 
 
 @with_config(STRICT)
+class RolloutDebugConfig(TypedDict):
+    """Section `grpo.debug`: keeps rollouts, to train on them again without a generation engine."""
+
+    # Folder in which each step's rollouts are saved, one file a step; a folder of its own for each run. Null: nothing
+    # is saved.
+    save_rollouts: NotRequired[Annotated[NonEmptyStr | None, IfAbsent(None)]]
+    # Folder of saved rollouts to train on: no engine is started, nothing is generated or validated, and the run ends
+    # after the last saved step. Needs policy.generation.colocated.enabled true. Null: answers are generated.
+    replay_rollouts: NotRequired[Annotated[NonEmptyStr | None, IfAbsent(None)]]
+
+
+@with_config(STRICT)
 class GRPOConfig(TypedDict):
     """Section `grpo`."""
 
@@ -139,6 +151,8 @@ class GRPOConfig(TypedDict):
     val_num_generations_per_prompt: NotRequired[Annotated[PositiveInt, IfAbsent(1)]]
     # Problems in one validation batch. 1 or more; recommended max_val_samples.
     val_batch_size: NotRequired[Annotated[PositiveInt, IfAbsent(256)]]
+    # Saving and replaying of rollouts. Absent: neither.
+    debug: NotRequired[Annotated[RolloutDebugConfig, IfAbsent({})]]
     # Seed of data order, sampling and initial weights. 0 or more.
     seed: NotRequired[Annotated[NonNegativeInt, IfAbsent(42)]]
     # Validation metric that ends the run early: accuracy or val:accuracy, and so on. Null: no early stop.

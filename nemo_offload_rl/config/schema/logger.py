@@ -2,9 +2,16 @@
 
 from typing import Annotated, NotRequired, TypedDict
 
-from pydantic import with_config
+from pydantic import Field, with_config
 
-from nemo_offload_rl.config.schema.value_types import STRICT, IfAbsent, NonEmptyStr, NonNegativeInt, PositiveFloat
+from nemo_offload_rl.config.schema.value_types import (
+    STRICT,
+    IfAbsent,
+    NonEmptyStr,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 
 @with_config(STRICT)
@@ -31,6 +38,25 @@ class GpuMonitoringConfig(TypedDict):
 
 
 @with_config(STRICT)
+class ProfileConfig(TypedDict):
+    """Section `logger.profile`: records chosen steps, in files below profile/ in the run folder."""
+
+    # The first and the last step to record: [first, last]. Recommended: [3, 4], since the first steps are slower.
+    steps: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
+    # Ranks of the policy that record. Recommended: [0].
+    ranks: NotRequired[Annotated[list[NonNegativeInt], Field(min_length=1), IfAbsent([0])]]
+    # Write torch.profiler's trace of each step, for Perfetto: one file for each rank, and one with the driver's phases.
+    # Recommended: true.
+    trace: NotRequired[Annotated[bool, IfAbsent(True)]]
+    # Write a snapshot of torch's CUDA allocator after each step, with its history of allocations, for
+    # https://docs.pytorch.org/memory_viz; also when a step runs out of memory. Off without a GPU. Recommended: false.
+    memory: NotRequired[Annotated[bool, IfAbsent(False)]]
+    # Mark the driver's phases and the ranks' verbs by NVTX ranges, for Nsight Systems. Off without a GPU. Recommended:
+    # false.
+    nvtx: NotRequired[Annotated[bool, IfAbsent(False)]]
+
+
+@with_config(STRICT)
 class LoggerConfig(TypedDict):
     """Section `logger`."""
 
@@ -50,3 +76,5 @@ class LoggerConfig(TypedDict):
     num_val_samples_to_print: NotRequired[Annotated[NonNegativeInt, IfAbsent(0)]]
     # How often GPUs are read. Absent: every 10 seconds.
     gpu_monitoring: NotRequired[Annotated[GpuMonitoringConfig, IfAbsent({})]]
+    # Profiles of chosen steps. Null: none, at no cost.
+    profile: NotRequired[Annotated[ProfileConfig | None, IfAbsent(None)]]

@@ -158,9 +158,24 @@ class GRPOPolicyConfig(PolicyConfig):
     generation: GenerationConfig
 
 
+REPLAYED = "replayed_generation"
+"""The key of the section `generation` in the resolved policy of a run that replays rollouts, which has no engine."""
+
+
 def has_generation(policy: PolicyConfig) -> TypeGuard[GRPOPolicyConfig]:
-    """Returns whether a recipe samples answers, as GRPO's do, so that its policy section has those keys."""
+    """Returns whether a run samples answers, as GRPO's do, so that its policy section has those keys."""
     return "generation" in policy
+
+
+def has_logprob_batches(policy: PolicyConfig) -> TypeGuard[GRPOPolicyConfig]:
+    """Returns whether log-prob passes have a batch size of their own, as GRPO's do."""
+    return "logprob_batch_size" in policy
+
+
+def sampling_of(policy: PolicyConfig) -> GenerationConfig | None:
+    """Returns how the answers that a policy trains on are, or were, sampled; None where it trains on given answers."""
+    found: GenerationConfig | None = policy.get("generation", policy.get(REPLAYED))  # type: ignore[assignment]
+    return found
 
 
 def sequence_multiple(policy: PolicyConfig) -> int:

@@ -33,6 +33,7 @@ from nemo_offload_rl.algorithms.grpo import (
 from nemo_offload_rl.algorithms.importance_sampling import sequence_prob_errors
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker
+from nemo_offload_rl.algorithms.saved_rollouts import ReplayedRollouts
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.batch import BatchedData
@@ -42,12 +43,13 @@ from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.environments import Judgements, Reward, RewardError, make_reward
 from nemo_offload_rl.generation import ENGINES, make_generation
 from nemo_offload_rl.generation.interface import Capabilities, GenerationError, GenerationRequest, SamplingParams
+from nemo_offload_rl.generation.no_engine import NoEngine
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
 from nemo_offload_rl.run.interrupt import Interrupt
-from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget
-from nemo_offload_rl.run.weight_sync import WeightSync
+from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget, no_profile
+from nemo_offload_rl.run.weight_sync import NoWeightSync, WeightSync
 
 EXACT_MATCH = make_reward("exact_match")
 SAMPLING = SamplingParams(max_new_tokens=3, temperature=1.0, top_p=1.0, top_k=None, stop_token_ids=(EOS,), seed=7)
@@ -93,6 +95,8 @@ class Setting:
         num_shown=0,
         problems=PROBLEMS,
         validation=PROBLEMS,
+        save=None,
+        replay=None,
     ):
         self.policy = ToyPolicy()
         self.generation = ToyGeneration() if generation is None else generation
@@ -100,15 +104,20 @@ class Setting:
         verify = transport is None
         transport = LocalTransport([self.generation]) if transport is None else transport
         rollout = RolloutMaker(self.generation, PromptFormat(TOKENIZER, max_tokens=3), TOKENIZER, reward)
+        sampler = GroupSampler(ProblemLoader(problems, shuffle=True, seed=7), rollout, SAMPLING, settings, scale, shape)
+        if save is not None:
+            sampler = replace(sampler, save=save.save)
+        if replay is not None:
+            sampler = replace(sampler, rollout=ReplayedRollouts(replay, rollout.prompt_format))
         self.grpo = GRPO(
             policy=self.policy,
-            generation=self.generation,
-            weights=WeightSync(self.policy, self.generation, transport, verify=verify),
-            sample=GroupSampler(
-                ProblemLoader(problems, shuffle=True, seed=7), rollout, SAMPLING, settings, scale, shape
-            ),
+            generation=self.generation if replay is None else NoEngine(),
+            weights=WeightSync(self.policy, self.generation, transport, verify=verify)
+            if replay is None
+            else NoWeightSync(),
+            sample=sampler,
             validation=ValidationSampling(
-                validation,
+                validation if replay is None else (),
                 num_generations=val_generations,
                 batch_size=4,
                 sampling=replace(SAMPLING, temperature=val_temperature),
@@ -123,7 +132,7 @@ class Setting:
             save_optimizer=True,
         )
 
-    def run(self, schedule=SCHEDULE, checkpoints=None, state=None, interrupt=None):
+    def run(self, schedule=SCHEDULE, checkpoints=None, state=None, interrupt=None, profile=no_profile):
         outputs = Recorded()
         run = Run(
             self.grpo,
@@ -133,6 +142,7 @@ class Setting:
             WriteAtOnce(self.grpo.save),
             outputs,
             interrupt if interrupt is not None else Interrupt(),
+            profile=profile,
         )
         return run.train(), outputs, run
 

@@ -64,16 +64,18 @@ SECTIONS = {
     },
     "policy.generation.colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
     "policy.generation.colocated.resources": {"gpus_per_node": None, "num_nodes": None},
+    "grpo.debug": {"save_rollouts": None, "replay_rollouts": None},
     "logger.gpu_monitoring": {"collection_interval": 10, "flush_interval": 10},
 }
 
 
+OF_PROFILE = [path for path in may_be_absent("grpo") if path.startswith("logger.profile.")]  # null is no section
 OF_VLLM = [path for path in may_be_absent("grpo") if path.startswith("policy.generation.vllm_cfg.")]
 
 
 @pytest.mark.parametrize(
     ("algorithm", "path"),
-    [(name, path) for name in ALGORITHM_OF for path in may_be_absent(name) if path not in OF_VLLM],
+    [(name, path) for name in ALGORITHM_OF for path in may_be_absent(name) if path not in OF_VLLM + OF_PROFILE],
 )
 def test_an_absent_key_is_in_the_resolved_recipe_with_its_value(algorithm, path):
     assert not schema_keys(ALGORITHM_OF[algorithm])[path].required

@@ -178,6 +178,14 @@ BROKEN = {
         ["grpo.stop_at_validation_metric=val:pass_k"],
         "grpo.val_num_generations_per_prompt: must be 2 or more for val:pass_k to be measured; found 1",
     ),
+    "grpo_replay_rollouts": (
+        ["grpo.debug.replay_rollouts=a", "grpo.debug.save_rollouts=b"],
+        "grpo.debug.replay_rollouts: is 'a', and its rollouts are there already; set grpo.debug.save_rollouts to null",
+    ),
+    "logger_profile": (
+        ["++logger.profile={steps: [1, 2], trace: false}"],
+        "logger.profile: has trace, memory and nvtx false, and would record nothing; set one to true, or the section",
+    ),
     "grpo_adv_estimator": (
         ["grpo.adv_estimator.normalize_rewards=false"],
         "grpo.adv_estimator.normalize_rewards: is false, but the key of the same name in grpo is true",

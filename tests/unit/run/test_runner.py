@@ -112,6 +112,10 @@ def test_a_wrong_recipe_is_answered_before_torch_is_imported(overrides):
     [
         (["logger.log_dir=/tmp/logs"], "checkpointing.checkpoint_dir is results/"),
         (["checkpointing.enabled=false"], "logger.log_dir is logs,"),
+        (
+            ["checkpointing.enabled=false", "logger.log_dir=/tmp/logs", "grpo.debug.save_rollouts=rollouts"],
+            "grpo.debug.save_rollouts is rollouts,",
+        ),
     ],
 )
 def test_folders_of_a_run_on_a_cluster_are_absolute(overrides, key, monkeypatch, capsys):

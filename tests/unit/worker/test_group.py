@@ -1,5 +1,7 @@
 import ast
 import contextlib
+import gzip
+import json
 import sys
 from dataclasses import dataclass
 
@@ -9,6 +11,7 @@ import torch
 from support.toy_group import pids_of, processes, toy_batch, toy_group
 
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.metrics.profile import ProfileOptions
 from nemo_offload_rl.refit import TRANSPORTS, make_transport
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import WeightExport
@@ -52,6 +55,20 @@ def test_state_returns_once_what_it_waits_for_has_ended_and_before_the_next_verb
     group.start_return([ray.put("generation is asleep")], logprobs=False)
     assert group.train(toy_batch(8), double, gbs=4, mbs=1)["loss"] == 2.0
     assert group.memory_stats()["returned"] == 1
+
+
+def test_only_the_chosen_ranks_leave_a_profile(group, tmp_path):
+    options = ProfileOptions(steps=(1, 1), ranks=(1,), trace=True, memory=False, nvtx=False)
+    group.start_profile(options, str(tmp_path / "profile" / "step_1"))
+    group.train(toy_batch(8), double, gbs=4, mbs=1)
+    group.stop_profile()
+    group.get_logprobs(toy_batch(8), mbs=1)
+    [path] = (tmp_path / "profile").iterdir()
+    assert path.name == "step_1_rank_1.json.gz"
+    with gzip.open(path) as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert "train" in names
+    assert "get_logprobs" not in names
 
 
 def test_what_a_rank_is_built_of_is_left_out_of_garbage_collections(group):
