@@ -359,5 +359,5 @@ def make_schedule(
 
 def fields_from(cls: type, *sections: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries of sections that are fields of the dataclass `cls`; absent keys leave the field's default."""
-    names = {field.name for field in fields(cls)}
-    return {name: value for section in sections for name, value in section.items() if name in names}
+    names = [field.name for field in fields(cls)]
+    return {name: section[name] for section in sections for name in names if name in section}

@@ -66,7 +66,8 @@ def run_case(rng: random.Random, folder: Path) -> bool:
 def _read(dataset: dict[str, Any], chat_template: str | None = None, **default: str) -> list[Problem | AnsweredContext]:
     """Returns the problems once the first ones are tokenized, as a job's preparation and first step do."""
     section: Any = {"shuffle": True, "train": dataset, "max_input_seq_length": 1000, "default": default}
-    config: Any = {"name": str(_tokenizer_folder), "chat_template": chat_template}
+    section["dataset_root"] = None
+    config: Any = {"name": str(_tokenizer_folder), "chat_template": chat_template, "chat_template_kwargs": None}
     train, _ = read_data(section, 0)
     prompts = make_prompt_format(
         section, read_tokenizer(config), {"tokenizer": config, "hf_config": {"model_type": "qwen3"}}

@@ -32,7 +32,9 @@ def pair_lines(rng: random.Random, folder: Path, tokenizer_folder: Path) -> None
     rows = [_row(rng, form) for _ in range(rng.choice([1, 3, 10]))]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     section: Any = {"shuffle": False, "train": form | {"data_path": str(path)}, "max_input_seq_length": _LIMIT}
+    section |= {"dataset_root": None, "default": {}}
     config: Any = {"name": str(tokenizer_folder), "chat_template": rng.choice([_TEMPLATE, _TEMPLATE, None])}
+    config["chat_template_kwargs"] = None
     train, _ = read_pairs(section, 0)
     answers = make_prompt_format(
         section, read_tokenizer(config), {"tokenizer": config, "hf_config": {"model_type": "qwen3"}}

@@ -53,11 +53,12 @@ def test_recipes_of_problems_and_pairs_split_their_training_data(tmp_path):
     split = {"data_path": str(path), "split_validation_size": 5, "seed": 3}
     problems = {"dataset_name": "ResponseDataset", "input_key": "q", "output_key": "a"} | split
     pairs = {"dataset_name": "BinaryPreferenceDataset", "prompt_key": "q", "chosen_key": "a", "rejected_key": "bad"}
+    common = {"shuffle": True, "dataset_root": None, "default": {}}
     for read, dataset in ((read_data, problems), (read_pairs, pairs | split)):
-        train, validation = read({"train": dataset, "validation": None, "shuffle": True}, seed=0)
+        train, validation = read(common | {"train": dataset, "validation": None}, seed=0)
         assert (len(train.problems), len(validation)) == (32, 5)
         assert not any(sample in train.problems for sample in validation)
         whole = {name: value for name, value in dataset.items() if name != "split_validation_size"}
-        _, both = read({"train": dataset, "validation": whole, "shuffle": True}, seed=7)
+        _, both = read(common | {"train": dataset, "validation": whole}, seed=7)
         assert both[:5] == validation
         assert len(both) == 42

@@ -110,7 +110,7 @@ on_both = pytest.mark.parametrize(
         ),
     ],
 )
-GENERATION = {"backend": "transformers", "temperature": 1.0}
+GENERATION = {"backend": "transformers", "temperature": 1.0, "colocated": {"enabled": True}}
 """With it a refit follows each training: state leaves from the end of each."""
 
 

@@ -257,7 +257,7 @@ def batch_for(loss) -> object:
 
 
 GRPO = ClippedPGLoss(0.2, 0.2, None, 0.1, True, "k3", 20.0, 10.0, True, None, None, None, *[False] * 5)
-FILTER = {"backend": "vllm", "temperature": 0.7, "top_k": 20, "top_p": 0.9}
+FILTER = {"backend": "vllm", "temperature": 0.7, "top_k": 20, "top_p": 0.9, "colocated": {"enabled": False}}
 
 
 @pytest.mark.parametrize(

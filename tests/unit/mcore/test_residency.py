@@ -50,7 +50,7 @@ KINDS = ["bf16", "fp32", "bf16 undistributed sgd", "bf16 moe"]
 
 
 NUM_STEPS = 4  # the last begins after a prefetch
-GENERATION = {"backend": "transformers", "temperature": 1.0}
+GENERATION = {"backend": "transformers", "temperature": 1.0, "colocated": {"enabled": True}}
 """Of a policy that a refit follows each training of."""
 
 

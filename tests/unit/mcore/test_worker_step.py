@@ -78,7 +78,9 @@ def test_log_probs_are_those_of_the_hugging_face_model(make_worker):
 
 
 def test_log_probs_follow_the_sampling_temperature(make_worker):
-    policy = tiny_policy() | {"generation": {"backend": "transformers", "temperature": 0.5}}
+    policy = tiny_policy() | {
+        "generation": {"backend": "transformers", "temperature": 0.5, "colocated": {"enabled": True}}
+    }
     warm = make_worker().get_logprobs(random_batch(2), mbs=2)["logprobs"]
     cold = make_worker(policy).get_logprobs(random_batch(2), mbs=2)["logprobs"]
     assert not torch.allclose(warm, cold)
@@ -95,7 +97,7 @@ class LossThatLooks:
 
 def test_log_probs_follow_the_filter_of_an_engine_that_reports_them_filtered(make_worker):
     def policy(backend: str) -> dict:
-        sampling = {"backend": backend, "temperature": 0.7, "top_k": 3, "top_p": 0.8}
+        sampling = {"backend": backend, "temperature": 0.7, "top_k": 3, "top_p": 0.8, "colocated": {"enabled": False}}
         return tiny_policy() | {"generation": sampling}
 
     data = random_batch(4)

@@ -8,7 +8,7 @@ from nemo_offload_rl.worker.early_moves import EarlyMoves
 
 PADDED = {
     "logprob_batch_size": 4, "max_total_sequence_length": 30, "make_sequence_length_divisible_by": 8, "generation": {},
-    "sequence_packing": {"enabled": False},
+    "sequence_packing": {"enabled": False}, "megatron_cfg": {"context_parallel_size": 1},
 }  # fmt: skip
 PACKED = PADDED | {"sequence_packing": {"enabled": True, "logprob_mb_tokens": 512}}
 
