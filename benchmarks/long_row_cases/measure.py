@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -49,25 +49,29 @@ def measure(case: Case, config: Any, num_steps: int) -> Row:
     has_gpu = torch.cuda.is_available()
     before = _driver_gib() if has_gpu else 0.0
     grown: dict[str, float] = {}
-    with GpuWatch() as watch:
-        needs_reference = isinstance(loss, ClippedPGLoss) and loss.needs_reference_logprobs
-        worker = one_rank_worker(policy, init_reference_model=needs_reference)
-        data = _batch(case, policy["hf_config"]["vocab_size"])
-        with watch.peak("passes", grown):
-            passes = _logprob_passes(worker, data, loss)
-            steps = _train(worker, data, loss, num_steps)
-    row: Row = {"planned_gib": planned_gib, "peak_gib": _peak_gib(worker, "train"), "steps": len(steps["step_s"])}
-    row["driver_peak_gib"] = before + grown["passes"] if has_gpu else None
-    row |= {name: statistics.median(values) if values else None for name, values in steps.items()} | passes
-    row["host_gib"] = worker.offloader.context.arena.allocated_bytes / GIB
-    step_s = statistics.median(steps["step_s"])
-    flops, peak = worker.flop_model(), bf16_peak_tflops([worker.gpu_name()]) if has_gpu else None
-    assert flops is not None
-    row["mfu"] = None if peak is None else TRAINING_PASSES * flops.forward_flops([case.tokens]) / step_s / peak / 1e12
-    print(f"{case} before its kernels are timed: {_rounded(row)}", flush=True)  # for a run that is stopped meanwhile
-    row["kernels_s"] = kernel_seconds(worker, policy, case.tokens, WAYS[case.way])
-    worker.shutdown()
-    return _rounded(row)
+    with ExitStack() as stack:
+        with GpuWatch() as watch:
+            needs_reference = isinstance(loss, ClippedPGLoss) and loss.needs_reference_logprobs
+            worker = one_rank_worker(policy, init_reference_model=needs_reference)
+            stack.callback(worker.shutdown)
+            data = _batch(case, policy["hf_config"]["vocab_size"])
+            with watch.peak("passes", grown):
+                passes = _logprob_passes(worker, data, loss)
+                steps = _train(worker, data, loss, num_steps)
+        row: Row = {"planned_gib": planned_gib, "peak_gib": _peak_gib(worker, "train"), "steps": len(steps["step_s"])}
+        row["driver_peak_gib"] = before + grown["passes"] if has_gpu else None
+        row |= {name: statistics.median(values) if values else None for name, values in steps.items()} | passes
+        row["host_gib"] = worker.offloader.context.arena.allocated_bytes / GIB
+        step_s = statistics.median(steps["step_s"])
+        flops, peak = worker.flop_model(), bf16_peak_tflops([worker.gpu_name()]) if has_gpu else None
+        assert flops is not None
+        row["mfu"] = (
+            None if peak is None else TRAINING_PASSES * flops.forward_flops([case.tokens]) / step_s / peak / 1e12
+        )
+        # For a run that is stopped meanwhile.
+        print(f"{case} before its kernels are timed: {_rounded(row)}", flush=True)
+        row["kernels_s"] = kernel_seconds(worker, policy, case.tokens, WAYS[case.way])
+        return _rounded(row)
 
 
 def _rounded(row: Row) -> Row:
