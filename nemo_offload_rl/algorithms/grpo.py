@@ -18,7 +18,7 @@ from nemo_offload_rl.algorithms.importance_sampling import sequence_prob_errors
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty, RewardShaping, StopProperlyPenalty
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
-from nemo_offload_rl.algorithms.saved_rollouts import ReplayedRollouts, RolloutFolder, made_with
+from nemo_offload_rl.algorithms.saved_rollouts import NoEngine, ReplayedRollouts, RolloutFolder, made_with
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.data.batch import BatchedData
@@ -26,7 +26,6 @@ from nemo_offload_rl.data.problem import Conversation
 from nemo_offload_rl.environments import Judge, make_math_reward, make_python_reward, make_reward
 from nemo_offload_rl.environments.rewards import PYTHON
 from nemo_offload_rl.generation.interface import GenerationInterface, SamplingParams
-from nemo_offload_rl.generation.no_engine import NoEngine
 from nemo_offload_rl.metrics.names import memory_metrics
 from nemo_offload_rl.metrics.samples import JudgedAnswer, best_and_worst
 from nemo_offload_rl.metrics.timer import Timer

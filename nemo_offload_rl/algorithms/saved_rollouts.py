@@ -254,3 +254,21 @@ class ReplayedRollouts:
 
     def shutdown(self) -> None:
         """Does nothing: rewards are saved, so there are no processes of theirs."""
+
+
+class NoEngine:
+    """Implements what a step asks of engines besides answers: there is nothing to do."""
+
+    def start_finish_generation(self) -> Sequence[Any]:
+        """Returns no references: there is nothing to wait for."""
+        return ()
+
+    def finish_generation(self) -> None:
+        """Does nothing."""
+
+    def memory_stats(self) -> dict[str, float]:
+        """Returns no memory."""
+        return {}
+
+    def shutdown(self) -> None:
+        """Does nothing."""

@@ -33,7 +33,7 @@ from nemo_offload_rl.algorithms.grpo import (
 from nemo_offload_rl.algorithms.importance_sampling import sequence_prob_errors
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker
-from nemo_offload_rl.algorithms.saved_rollouts import ReplayedRollouts
+from nemo_offload_rl.algorithms.saved_rollouts import NoEngine, ReplayedRollouts
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.batch import BatchedData
@@ -43,7 +43,6 @@ from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.environments import Judgements, Reward, RewardError, make_reward
 from nemo_offload_rl.generation import ENGINES, make_generation
 from nemo_offload_rl.generation.interface import Capabilities, GenerationError, GenerationRequest, SamplingParams
-from nemo_offload_rl.generation.no_engine import NoEngine
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
