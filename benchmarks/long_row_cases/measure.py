@@ -44,7 +44,7 @@ def measure(case: Case, config: Any, num_steps: int) -> Row:
         HostBudgetError: it does not fit in the host's memory.
     """
     policy = config["policy"]
-    planned_gib = _planned_gib(case, config)
+    planned = planned_gib(case.algorithm, config)
     loss = ClippedPGLoss(**fields_from(ClippedPGLoss, config["loss_fn"])) if case.algorithm == "grpo" else NLLLoss()
     has_gpu = torch.cuda.is_available()
     before = _driver_gib() if has_gpu else 0.0
@@ -58,7 +58,7 @@ def measure(case: Case, config: Any, num_steps: int) -> Row:
             with watch.peak("passes", grown):
                 passes = _logprob_passes(worker, data, loss)
                 steps = _train(worker, data, loss, num_steps)
-        row: Row = {"planned_gib": planned_gib, "peak_gib": _peak_gib(worker, "train"), "steps": len(steps["step_s"])}
+        row: Row = {"planned_gib": planned, "peak_gib": _peak_gib(worker, "train"), "steps": len(steps["step_s"])}
         row["driver_peak_gib"] = before + grown["passes"] if has_gpu else None
         row |= {name: statistics.median(values) if values else None for name, values in steps.items()} | passes
         row["host_gib"] = worker.offloader.context.arena.allocated_bytes / GIB
@@ -78,9 +78,9 @@ def _rounded(row: Row) -> Row:
     return {name: round(value, _NUM_DIGITS) if isinstance(value, float) else value for name, value in row.items()}
 
 
-def _planned_gib(case: Case, config: Any) -> float:
+def planned_gib(algorithm: str, config: Any) -> float:
     """Returns the GPU memory of a training step by the plan: state, activations and logits, without any margin."""
-    planner = Planner(hf_config(config["policy"]).to_dict(), case.algorithm, gpu_bytes=None)
+    planner = Planner(hf_config(config["policy"]).to_dict(), algorithm, gpu_bytes=None)
     run = planner.plan(config)
     assert run is not None
     run.check_hosts([host_facts()])

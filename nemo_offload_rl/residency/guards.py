@@ -78,14 +78,8 @@ def _guard_methods(residency: Residency, optimizer: Any) -> Iterator[Undo]:
     for part in [optimizer, *getattr(optimizer, "chained_optimizers", [])]:
         for name in _UNHOOKED_METHODS:
             if hasattr(part, name):
-                guarded = _requiring(residency, getattr(part, name))
-                setattr(part, name, guarded)
-                yield functools.partial(_unguard, part, name, guarded)
-
-
-def _unguard(part: Any, name: str, guarded: Callable[..., Any]) -> None:
-    if vars(part).get(name) is guarded:  # an offloader that is closed twice leaves a later offloader's guards
-        delattr(part, name)
+                setattr(part, name, _requiring(residency, getattr(part, name)))
+                yield functools.partial(vars(part).pop, name, None)
 
 
 def _requiring(residency: Residency, method: Callable[..., Any]) -> Callable[..., Any]:

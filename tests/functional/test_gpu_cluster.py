@@ -61,3 +61,16 @@ def test_an_engine_over_two_nodes_gives_the_metrics_of_one_node(engine, tmp_path
         metrics[name] = done.metrics()
     assert metrics["two"] == metrics["one"]
     assert all(1 <= row["train/token_mult_prob_error"] < 1.01 for row in metrics["one"].values())
+
+
+def test_recorded_exchanges_of_weights_bring_the_same_with_growing_segments(tmp_path):
+    """Tensor-parallel ranks gather the weights of each refit in recorded collectives; checksums are compared."""
+    parallel = ["cluster.gpus_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2"]
+    many_weights = "policy.hf_config.num_hidden_layers=24"  # replays of few would save too little
+    settings = [*TINIEST, *ON, *parallel, many_weights, "policy.verify_refit=true", "grpo.max_num_steps=5"]
+    done = finished(
+        tmp_path, [*settings, "checkpointing.enabled=false"], PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"
+    )
+    assert done.status == 0, done.output[-3000:]
+    assert len(done.metrics()) == 5
+    assert "Refits are replayed from CUDA graphs: " in done.output

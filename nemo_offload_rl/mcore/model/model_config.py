@@ -297,6 +297,23 @@ def _check_named_modules_exist(cfg: MegatronConfig, provider: Any, overrides: Ma
         )
 
 
+def _check_context_parallel(cfg: MegatronConfig, provider: Any) -> None:
+    """Refuses what attention of Transformer Engine does not compute over context-parallel ranks."""
+    if cfg["context_parallel_size"] == 1:
+        return
+    key, found = "policy.megatron_cfg.cp_comm_type", megatron_field(cfg, "cp_comm_type") or "p2p"
+    needs: tuple[str, tuple[str, ...]] | None = None
+    if provider.softmax_type != "vanilla":
+        needs = f"a softmax_type of {provider.softmax_type}", ("a2a",)
+    elif provider.window_size is not None:
+        needs = "sliding windows", ("a2a", "all_gather")
+    if needs is not None and found not in needs[1]:
+        raise ValueError(
+            f"{key} is {found}, but the model has {needs[0]}, which Transformer Engine computes only with "
+            f"{' or '.join(needs[1])}; set it to that, or policy.megatron_cfg.context_parallel_size to 1."
+        )
+
+
 def _check_packed_rows_are_not_gathered(policy: PolicyConfig, provider: Any, overrides: Mapping[str, Any]) -> None:
     """Refuses the allgather dispatcher, perhaps the bridge's or megatron-core's default, with rows that differ."""
     cfg = policy["megatron_cfg"]
@@ -329,7 +346,8 @@ def make_provider(policy: PolicyConfig, bridge: Any) -> Any:
 
     Raises:
         ValueError: Megatron-Bridge cannot translate the model's config, the recipe offloads or captures a module that
-            no layer of the model has, or tiles the MLPs of a model with experts, a feature needs Transformer Engine,
+            no layer of the model has, or tiles the MLPs of a model with experts, a feature needs Transformer Engine or
+            another cp_comm_type,
             experts would gather packed rows of different lengths, or megatron-core's own checks refuse the combination.
     """
     config = hf_config_of(bridge)
@@ -338,6 +356,7 @@ def make_provider(policy: PolicyConfig, bridge: Any) -> Any:
     overrides = model_overrides(policy, provider)
     _check_named_modules_exist(policy["megatron_cfg"], provider, overrides)
     _check_packed_rows_are_not_gathered(policy, provider, overrides)
+    _check_context_parallel(policy["megatron_cfg"], provider)
     corrected = bridges.is_corrected(config)
     if corrected:
         dense_layers.check_layers(policy["megatron_cfg"], provider)

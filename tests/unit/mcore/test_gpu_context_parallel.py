@@ -21,6 +21,13 @@ pytestmark = [
 ]
 
 SHAPE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
+LAYER_INPUT = {
+    "activation_checkpointing": True,
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ["layer_input", "core_attn"],
+}
 CASES: dict[str, dict[str, Any]] = {
     "padded": {},
     "packed": {},
@@ -28,6 +35,9 @@ CASES: dict[str, dict[str, Any]] = {
     "packed, a2a": {"cp_comm_type": "a2a"},
     "packed, experts": {},
     "packed, recomputed": {"activation_checkpointing": True},
+    "packed, layer_input": LAYER_INPUT,
+    "padded, offloaded": {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "attn_proj"]},
+    "padded, graphs": {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
 }
 LENGTHS = ([300, 1, 17, 120], [3, 64, 2, 200], [299, 298, 1, 90])
 

@@ -40,7 +40,7 @@ def policy_of(kind, monkeypatch):
     policy = tiny_policy((TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3) | SHAPE, "bfloat16")
     policy["megatron_cfg"]["optimizer"]["use_precision_aware_optimizer"] = "precision_aware" in kind
     if "early" in kind:  # a refit follows each training, and state is offloaded from the end of the training
-        policy["generation"] = {"backend": "transformers", "temperature": 1.0}
+        policy["generation"] = {"backend": "transformers", "temperature": 1.0, "colocated": {"enabled": True}}
     if "torch_adamw" in kind:
         monkeypatch.setattr(megatron.core.optimizer, "Adam", torch.optim.AdamW)
         monkeypatch.setattr(megatron.core.optimizer, "USING_PYTORCH_OPTIMIZER", True)

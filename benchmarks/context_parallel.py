@@ -1,0 +1,222 @@
+"""How much faster, and in how much less memory, do context-parallel ranks train long rows?
+
+    python benchmarks/context_parallel.py --tokens 131072 --ranks 1 2 --output build/context_parallel.json
+    python benchmarks/context_parallel.py --tokens 8192 --ranks 1 2 --rows 2 --data-parallel --append
+    python benchmarks/context_parallel.py --model tiny --tokens 64
+
+A step is `worker.train` on padded rows of random tokens, as in long_rows.py: all parameters, random weights in bf16,
+logits in chunks, optimizer state streamed from the host. Each number of ranks runs in processes of its own, one a GPU
+(without GPUs over gloo); the file is written after each. With `--steps 1` the only step counts; with more, the first is
+a warm-up, and seconds are medians of the slowest rank.
+
+Columns: `cp` and `dp`, between which `gpus` are divided; `tokens_per_s` of all ranks together; `peak_gib`: torch's peak
+of allocated memory and the ranges beside it, of the fullest rank; `planned_gib`: the same by the plan;
+`largest_difference`: the largest relative difference of a step's loss from the first row's of the same rows.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from long_row_cases.ways import MODELS, WAYS
+from long_row_cases.ways import Case as LongRow
+from ports import free_port
+from result_file import TableValue, print_rows, write_result
+
+Row = dict[str, TableValue]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Describes what a group of processes measures.
+
+    Attributes:
+        model: of `MODELS`.
+        tokens: of each row.
+        rows: of a step.
+        way: of `WAYS`.
+        cp: the context-parallel size.
+        gpus: number of ranks; what context parallelism does not share is data-parallel.
+    """
+
+    model: str
+    tokens: int
+    rows: int
+    way: str
+    cp: int
+    gpus: int
+
+
+CASE = tuple(field.name for field in dataclasses.fields(Case))
+
+
+def child(case: Case, num_steps: int, rank: int, port: int, output: Path) -> None:
+    """Trains on one rank of a case, writes what it measured, and ends the process."""
+    import torch
+
+    from nemo_offload_rl.worker.environment import library_environment
+
+    has_gpus = torch.cuda.is_available()
+    config = LongRow(case.model, case.tokens, case.way).config(has_gpus=has_gpus)
+    policy: Any = config["policy"]
+    policy["train_global_batch_size"] = case.rows
+    policy["make_sequence_length_divisible_by"] = 2 * case.cp
+    policy["megatron_cfg"]["context_parallel_size"] = case.cp
+    config["cluster"]["gpus_per_node"] = case.gpus
+    os.environ |= library_environment(policy["megatron_cfg"], refit_follows=False)
+    found = measure(case, config, num_steps, rank, port)
+    output.write_text(json.dumps(found))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # at once, with all memory of the GPU and the host
+
+
+def measure(case: Case, config: Any, num_steps: int, rank: int, port: int) -> dict[str, Any]:
+    """Returns the seconds and losses of each step, and the peak of memory and what was planned of it, in GiB."""
+    import torch
+    from long_row_cases.measure import planned_gib
+
+    from nemo_offload_rl.algorithms.losses import NLLLoss
+    from nemo_offload_rl.data.batch import BatchedData
+    from nemo_offload_rl.hf_config import hf_config
+    from nemo_offload_rl.plan.planner import worker_plan
+    from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+
+    policy = config["policy"]
+    planned = planned_gib("sft", config)
+    worker = MegatronPolicyWorker(
+        policy,
+        plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=case.gpus),
+        rank=rank,
+        world_size=case.gpus,
+        local_rank=rank,
+        master_addr="localhost",
+        master_port=port,
+        seed=0,
+        init_reference_model=False,
+    )
+    dp = case.gpus // case.cp
+    own = case.rows // dp  # ranks of a context-parallel group have the same rows, and follow each other
+    shape = (case.rows, case.tokens)
+    ids = torch.randint(0, policy["hf_config"]["vocab_size"], shape, generator=torch.Generator().manual_seed(0))
+    first = rank // case.cp * own
+    data = BatchedData(
+        input_ids=ids[first : first + own],
+        input_lengths=torch.full((own,), case.tokens),
+        token_mask=torch.ones(own, case.tokens),
+        sample_mask=torch.ones(own),
+    )
+    worker.prepare_for_training()
+    seconds, losses = [], []
+    for _ in range(num_steps):
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        losses.append(worker.train(data, NLLLoss(), gbs=case.rows, mbs=1)["loss"])
+        seconds.append(time.perf_counter() - start)
+    peak_gib = worker.memory_stats().get("gpu_peak_train_gib")
+    return {"seconds": seconds, "losses": losses, "peak_gib": peak_gib, "planned_gib": planned}
+
+
+def in_own_processes(case: Case, num_steps: int) -> list[dict[str, Any]]:
+    """Returns what each rank of a case measured.
+
+    Raises:
+        RuntimeError: a rank ended with an error.
+    """
+    environment = os.environ | {"NVTE_CPU_OFFLOAD_V1": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    port = str(free_port())
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / f"{rank}.json" for rank in range(case.gpus)]
+        ranks = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, __file__, "--child", json.dumps(dataclasses.asdict(case)), "--port", port),
+                    *("--rank", str(rank), "--steps", str(num_steps), "--output", str(output)),
+                ],
+                env=environment,
+            )
+            for rank, output in enumerate(outputs)
+        ]
+        statuses = [process.wait() for process in ranks]
+        if any(statuses):
+            raise RuntimeError(f"{case}: the ranks ended with the statuses {statuses}")
+        return [json.loads(output.read_text()) for output in outputs]
+
+
+def row_of(case: Case, ranks: Sequence[dict[str, Any]], wanted: Sequence[float] | None) -> Row:
+    """Returns a row of the table.
+
+    Args:
+        case: what was measured.
+        ranks: what each rank found.
+        wanted: the losses of the case that it is compared with; None if it is the first.
+    """
+    seconds = [max(of_step) for of_step in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+    step_s = statistics.median(seconds[1:] or seconds)
+    peaks = [rank["peak_gib"] for rank in ranks if rank["peak_gib"] is not None]
+    losses = ranks[0]["losses"]
+    return dataclasses.asdict(case) | {
+        "dp": case.gpus // case.cp,
+        "step_s": round(step_s, 3),
+        "tokens_per_s": round(case.rows * case.tokens / step_s),
+        "peak_gib": round(max(peaks), 3) if peaks else None,
+        "planned_gib": round(ranks[0]["planned_gib"], 3),
+        "largest_difference": None
+        if wanted is None
+        else max(abs(one - other) / abs(other) for one, other in zip(losses, wanted, strict=True)),
+        "steps": len(seconds),
+    }
+
+
+def parsed_arguments() -> argparse.Namespace:
+    """Returns the arguments of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="1.5b", choices=list(MODELS), help="whose sizes; weights are random")
+    parser.add_argument("--tokens", type=int, default=131072, help="length of each row")
+    parser.add_argument("--rows", type=int, default=1, help="of a step")
+    parser.add_argument(
+        "--ways", nargs="+", default=["ours_attention_kept"], choices=list(WAYS), help="of long_rows.py"
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="context-parallel sizes")
+    parser.add_argument("--data-parallel", action="store_true", help="also as many ranks that share the rows instead")
+    parser.add_argument("--steps", type=int, default=3, help="of several steps the first is not counted")
+    parser.add_argument("--output", type=Path, default=Path("build/context_parallel.json"), help="the result file")
+    parser.add_argument("--append", action="store_true", help="keep the file's rows of cases that are not measured now")
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measures every case, and writes the result after each; returns the exit status."""
+    arguments = parsed_arguments()
+    if arguments.child:
+        child(Case(**arguments.child), arguments.steps, arguments.rank, arguments.port, arguments.output)
+    layouts = [(size, size) for size in arguments.ranks]
+    if arguments.data_parallel:
+        layouts += [(1, size) for size in arguments.ranks if size > 1]
+    rows: list[Row] = []
+    for way in arguments.ways:
+        wanted: list[float] | None = None
+        for cp, gpus in layouts:
+            case = Case(arguments.model, arguments.tokens, arguments.rows, way, cp, gpus)
+            ranks = in_own_processes(case, arguments.steps)
+            rows.append(row_of(case, ranks, wanted))
+            wanted = wanted or ranks[0]["losses"]
+            write_result(arguments.output, rows, append_by=CASE if arguments.append else ())
+    print_rows(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
