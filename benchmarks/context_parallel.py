@@ -88,11 +88,12 @@ def measure(case: Case, config: Any, num_steps: int, rank: int, port: int) -> di
     from nemo_offload_rl.algorithms.losses import NLLLoss
     from nemo_offload_rl.data.batch import BatchedData
     from nemo_offload_rl.hf_config import hf_config
+    from nemo_offload_rl.placement.machine import host_facts
     from nemo_offload_rl.plan.planner import worker_plan
     from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
     policy = config["policy"]
-    planned = planned_gib("sft", config)
+    planned = planned_gib("sft", config, host_facts())
     worker = MegatronPolicyWorker(
         policy,
         plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=case.gpus),

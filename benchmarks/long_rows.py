@@ -12,9 +12,10 @@ is written after each, so that a run that is stopped leaves what it has measured
 With `--steps 1` the only step counts, with its page faults and compilations; with more, the first is a warm-up, and
 seconds are medians. Columns:
 
-- `peak_gib`: torch's peak of allocated memory, and the ranges beside it; `driver_peak_gib`: all that the driver has
-  given out, CUDA context and fragments included, asked every 10 ms; `planned_gib`: state, activations and logits by the
-  functions behind `nemo-offload-rl plan`, without context and margin.
+- `peak_gib`: torch's peak of allocated memory, and the ranges beside it; `reserved_gib`: the peak of what torch's
+  allocator held in the last step, without the ranges; `driver_peak_gib`: all that the driver has given out, CUDA
+  context and fragments included, asked every 10 ms; `planned_gib`: state, activations and logits by the functions
+  behind `nemo-offload-rl plan`, without context and margin.
 - `kernels_s`: a step's attention and matrix products, timed alone in the same process: as many forward passes as the
   way has, and one backward pass. The rest of `step_s` are norms, activations, the loss, the optimizer and waits.
 - `exposed_s`: how long the compute stream waited for copies of activations, `optimizer_exposed_s` for those of
@@ -42,7 +43,7 @@ from turns import in_turn, my_turn
 Row = dict[str, TableValue]
 CASE = tuple(field.name for field in dataclasses.fields(Case))
 COLUMNS = (
-    "fits", "peak_gib", "driver_peak_gib", "planned_gib", "step_s", "kernels_s", "mfu", "exposed_s",
+    "fits", "peak_gib", "reserved_gib", "driver_peak_gib", "planned_gib", "step_s", "kernels_s", "mfu", "exposed_s",
     "optimizer_exposed_s", "host_gib", "logprob_s", "reference_s", "logprob_peak_gib", "steps", "why",
 )  # fmt: skip
 _OUT_OF_MEMORY = ("out of memory", "alloc_failed")

@@ -21,6 +21,7 @@ from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.utilization import bf16_peak_tflops
 from nemo_offload_rl.placement.machine import host_facts
 from nemo_offload_rl.plan.flops import TRAINING_PASSES
+from nemo_offload_rl.plan.host_budget import HostMemory
 from nemo_offload_rl.plan.planner import Planner
 from nemo_offload_rl.plan.row_tokens import training_bytes
 from nemo_offload_rl.residency.table import Phase
@@ -44,7 +45,7 @@ def measure(case: Case, config: Any, num_steps: int) -> Row:
         HostBudgetError: it does not fit in the host's memory.
     """
     policy = config["policy"]
-    planned = planned_gib(case.algorithm, config)
+    planned = planned_gib(case.algorithm, config, host_facts())
     loss = ClippedPGLoss(**fields_from(ClippedPGLoss, config["loss_fn"])) if case.algorithm == "grpo" else NLLLoss()
     has_gpu = torch.cuda.is_available()
     before = _driver_gib() if has_gpu else 0.0
@@ -60,6 +61,7 @@ def measure(case: Case, config: Any, num_steps: int) -> Row:
                 steps = _train(worker, data, loss, num_steps)
         row: Row = {"planned_gib": planned, "peak_gib": _peak_gib(worker, "train"), "steps": len(steps["step_s"])}
         row["driver_peak_gib"] = before + grown["passes"] if has_gpu else None
+        row["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB if has_gpu else None
         row |= {name: statistics.median(values) if values else None for name, values in steps.items()} | passes
         row["host_gib"] = worker.offloader.context.arena.allocated_bytes / GIB
         step_s = statistics.median(steps["step_s"])
@@ -78,12 +80,12 @@ def _rounded(row: Row) -> Row:
     return {name: round(value, _NUM_DIGITS) if isinstance(value, float) else value for name, value in row.items()}
 
 
-def planned_gib(algorithm: str, config: Any) -> float:
+def planned_gib(algorithm: str, config: Any, host: HostMemory) -> float:
     """Returns the GPU memory of a training step by the plan: state, activations and logits, without any margin."""
     planner = Planner(hf_config(config["policy"]).to_dict(), algorithm, gpu_bytes=None)
     run = planner.plan(config)
     assert run is not None
-    run.check_hosts([host_facts()])
+    run.check_hosts([host])
     [rank], [training] = run.plan.ranks, training_bytes(config, planner)
     return (sum(rank.gpu_bytes[Phase.TRAIN].values()) + max(training, rank.step_grad_bytes)) / GIB
 

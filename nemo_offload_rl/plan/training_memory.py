@@ -20,9 +20,11 @@ _FP32_BYTES = 4
 # Layers whose activations are on the GPU while they are being copied to or from the host.
 _LAYERS_UNDER_WAY = 2
 # Tensors of the hidden size that a layer's backward pass has beside those that the layer saves, where its MLP is tiled:
-# 45.6 kB a token of Qwen2.5-1.5B were measured on an H100 with a prototype, 15 such tensors, of which 5.3 are saved.
-# With a whole MLP its own intermediates are more than that, and freed before.
-_TENSORS_BESIDE_TILES = 10
+# 6.6 of Qwen2.5-1.5B's shape and of Qwen3-8B's (docs/results/long_rows.md).
+_TENSORS_BESIDE_TILES = 7
+# The same with a whole MLP, beside the gradient of its gate and up projection, as large as the projection: 1.3 of
+# Qwen2.5-1.5B's shape there.
+_TENSORS_BESIDE_MLP = 2
 
 
 def least_activation_bytes(
@@ -76,6 +78,7 @@ def training_pass_bytes(
         if recomputes_layers(cfg["activation_checkpointing"], cfg["recompute_granularity"]):
             layer_input = facts.num_residual_tokens * facts.hidden_size * facts.element_size
             kept = _kept_beside_recomputation(cfg, facts, layer, offloaded) - _moved_bytes(facts, offloaded)
+            working += _mlp_gradient_bytes(model, cfg, facts)
             # megatron-core recomputes all layers of a segment before their backward pass; layer_input their inputs.
             working += (facts.num_layers_of_segment - 1) * (layer if offloaded is None else layer_input)
         else:
@@ -143,8 +146,23 @@ def _working_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFa
     residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
     # A tile's tensors and their gradients; of the weights' gradients a tile's and the float32 sums.
     weights = 3 * model.hidden_size * model.dense_ffn_hidden_size // cfg["tensor_model_parallel_size"]
-    of_tile = 2 * _tile_bytes(model, cfg, facts) + (facts.element_size + _FP32_BYTES) * weights
-    return layer + max(residual + of_tile, _TENSORS_BESIDE_TILES * residual)
+    of_weights = (facts.element_size + _FP32_BYTES) * weights
+    of_tile = residual + 2 * _tile_bytes(model, cfg, facts)
+    return layer + of_weights + max(of_tile, _TENSORS_BESIDE_TILES * residual)
+
+
+def _mlp_gradient_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts) -> int:
+    """Returns the bytes of gradients while a whole MLP is differentiated; 0 with tiles, whose gradients are counted.
+
+    Without recomputation they need not be added: what layers save counts the layer that is differentiated already.
+    """
+    if cfg["mlp_tile_tokens"] is not None:
+        return 0
+    residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
+    projections = [facts.num_expert_tokens * facts.expert_ffn_size]
+    if not facts.is_moe or model.has_dense_layers:
+        projections.append(facts.num_tokens * (model.dense_ffn_hidden_size // cfg["tensor_model_parallel_size"]))
+    return 2 * max(projections) * facts.element_size + _TENSORS_BESIDE_MLP * residual
 
 
 def _kept_beside_recomputation(

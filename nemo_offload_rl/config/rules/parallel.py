@@ -113,19 +113,6 @@ def tensor_parallel_heads(tp: int, *model: Any) -> RuleResult:
     return f"is {tp}, which does not divide the model's {heads} attention heads; choose a divisor"
 
 
-@rule(f"{base.MEGATRON}.cp_comm_type?", base.CP, base.TP, *base.MODEL_FIELDS)
-def context_parallel_heads(cp_comm_type: str | None, cp: int, tp: int, *model: Any) -> RuleResult:
-    """Requires a2a, which gives each context-parallel rank some of the heads, to find enough of them."""
-    fields = model_fields(*model)
-    groups = count_of(fields, ("num_key_value_heads", *NUM_HEADS_KEYS))
-    if cp_comm_type != "a2a" or cp == 1 or groups is None or groups % (tp * cp) == 0:
-        return None
-    return (
-        f"is a2a, but the model's {groups} key and value heads cannot be divided by {base.TP} {tp} x {base.CP} {cp}; "
-        "use p2p or all_gather"
-    )
-
-
 @rule(base.EP, *base.MODEL)
 def expert_parallel_experts(ep: int, *model: Any) -> RuleResult:
     """Refuses expert parallelism for a dense model, and uneven shares of the experts."""

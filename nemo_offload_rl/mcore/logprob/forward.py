@@ -82,22 +82,21 @@ def microbatch_logprobs(model: torch.nn.Module, batch: MicroBatch, of: LogprobOp
 
 
 def _packed(starts: Tensor, batch: MicroBatch) -> PackedSeqParams:
-    """Returns where a packed row's sequences are; with context parallelism also where their tokens end.
+    """Returns where a packed row's sequences are, with their padding.
 
-    A sequence's padding comes after its tokens, which do not see it: on one rank attention need not know of it.
+    Padding comes after a sequence's tokens, which do not see it, so attention need not know of it. It must not, with
+    context parallelism: ranks may have nothing but padding of a short sequence, for which Transformer Engine's p2p and
+    all_gather have no softmax to put together.
     """
-    lengths = {"max_seqlen_q": batch.max_seqlen, "max_seqlen_kv": batch.max_seqlen}
-    if batch.positions_of_ranks is None:
-        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, **lengths)
-    real = torch.zeros_like(starts)
-    real[1:] = batch.data["input_lengths"].cumsum(0)
+    padded = None if batch.positions_of_ranks is None else starts
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=real,
-        cu_seqlens_kv=real,
-        cu_seqlens_q_padded=starts,
-        cu_seqlens_kv_padded=starts,
-        **lengths,
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
     )
 
 

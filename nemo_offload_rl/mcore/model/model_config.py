@@ -299,18 +299,28 @@ def _check_named_modules_exist(cfg: MegatronConfig, provider: Any, overrides: Ma
 
 def _check_context_parallel(cfg: MegatronConfig, provider: Any) -> None:
     """Refuses what attention of Transformer Engine does not compute over context-parallel ranks."""
-    if cfg["context_parallel_size"] == 1:
+    size = cfg["context_parallel_size"]
+    if size == 1:
         return
-    key, found = "policy.megatron_cfg.cp_comm_type", megatron_field(cfg, "cp_comm_type") or "p2p"
-    needs: tuple[str, tuple[str, ...]] | None = None
+    kinds = {"p2p": True, "a2a": True, "all_gather": True}
+    ranks = size * cfg["tensor_model_parallel_size"]
+    why = []
+    if (provider.num_query_groups or provider.num_attention_heads) % ranks:
+        why.append(f"key and value heads that {ranks} ranks cannot divide")
+        kinds["a2a"] = False
     if provider.softmax_type != "vanilla":
-        needs = f"a softmax_type of {provider.softmax_type}", ("a2a",)
-    elif provider.window_size is not None:
-        needs = "sliding windows", ("a2a", "all_gather")
-    if needs is not None and found not in needs[1]:
+        why.append(f"a softmax_type of {provider.softmax_type}")
+        kinds["p2p"] = kinds["all_gather"] = False
+    if provider.window_size is not None:
+        why.append("sliding windows")
+        kinds["p2p"] = False
+    found = megatron_field(cfg, "cp_comm_type") or "p2p"
+    if not kinds[found]:
+        other = " or ".join(kind for kind, computes in kinds.items() if computes)
+        remedy = f"set it to {other}" if other else "set policy.megatron_cfg.context_parallel_size to 1"
         raise ValueError(
-            f"{key} is {found}, but the model has {needs[0]}, which Transformer Engine computes only with "
-            f"{' or '.join(needs[1])}; set it to that, or policy.megatron_cfg.context_parallel_size to 1."
+            f"policy.megatron_cfg.cp_comm_type is {found}, but the model has {' and '.join(why)}, which Transformer "
+            f"Engine does not compute with it; {remedy}."
         )
 
 

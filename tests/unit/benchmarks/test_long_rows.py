@@ -4,6 +4,7 @@ import json
 import subprocess
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import long_rows
 import pytest
@@ -13,7 +14,8 @@ from long_row_cases.ways import WAYS, Case
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 
-GPU_ONLY = {"peak_gib", "driver_peak_gib", "mfu", "kernels_s", "exposed_s", "logprob_peak_gib"}
+ROOT = Path(__file__).parents[3]
+GPU_ONLY = {"peak_gib", "reserved_gib", "driver_peak_gib", "mfu", "kernels_s", "exposed_s", "logprob_peak_gib"}
 OF_GRPO = {"logprob_s", "reference_s"}
 
 
@@ -86,3 +88,15 @@ def test_every_way_is_a_recipe_of_streamed_state(model, way):
     assert policy["residency"]["table"]["train"]["optimizer_state"] == "streamed"
     assert policy["megatron_cfg"]["fine_grained_activation_offloading"] is bool(WAYS[way].modules)
     assert policy["megatron_cfg"]["optimizer"]["use_precision_aware_optimizer"] is True
+
+
+def test_the_plan_is_near_the_peaks_that_were_measured():
+    rows = [
+        row for row in json.loads((ROOT / "docs" / "results" / "long_rows.json").read_text())["rows"] if row["fits"]
+    ]
+    assert len(rows) >= 9
+    roomy = SimpleNamespace(hostname="roomy", available_bytes=1 << 40, cgroup_free_bytes=None, memlock_bytes=None)
+    for row in rows:
+        case = Case(row["model"], row["tokens"], row["way"], row["algorithm"])
+        planned = measuring.planned_gib(case.algorithm, case.config(has_gpus=True), roomy)
+        assert 0.99 <= planned / row["peak_gib"] <= 1.06, case

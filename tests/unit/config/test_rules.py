@@ -73,10 +73,6 @@ BROKEN = {
     "tensor_parallel_heads": (
         [f"{TP}=8", "cluster.gpus_per_node=8"], f"{TP}: is 8, which does not divide the model's 4 attention heads",
     ),
-    "context_parallel_heads": (
-        [f"{MEGATRON}.context_parallel_size=4", f"++{MEGATRON}.cp_comm_type=a2a", "cluster.gpus_per_node=4"],
-        f"{MEGATRON}.cp_comm_type: is a2a, but the model's 2 key and value heads cannot be divided by",
-    ),
     "expert_parallel_experts": (
         [f"{EP}=2", "cluster.gpus_per_node=2"], f"{EP}: is 2, but policy.hf_config is a dense model; set it to 1",
     ),

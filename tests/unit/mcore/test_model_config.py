@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import json
 import os
@@ -7,6 +8,8 @@ from megatron.core.transformer.enums import AttnBackend
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
 from nemo_offload_rl.mcore.model import model_config
+
+WINDOWS = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
 
 
 def overrides_of(*, packed=False, **megatron):
@@ -64,6 +67,23 @@ def test_experts_gather_no_packed_rows_of_different_lengths(sizes, stated, monke
     assert model_config.make_provider(policy, bridge).moe_token_dispatcher_type == "allgather"
     packed["megatron_cfg"] |= dict.fromkeys(sizes, 1)
     assert model_config.make_provider(packed, bridge).moe_token_dispatcher_type == "allgather"
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "wanted"),
+    [
+        ({}, "p2p", None),
+        ({"num_key_value_heads": 1}, "a2a", "is a2a, but the model has key and value heads .* to p2p or all_gather"),
+        (WINDOWS, None, "is p2p, but the model has sliding windows, .* to a2a or all_gather"),
+        (WINDOWS, "all_gather", None),
+        (WINDOWS | {"num_key_value_heads": 1}, "p2p", "heads .* and sliding windows, .* to all_gather"),
+    ],
+)
+def test_what_attention_does_not_compute_over_ranks_is_refused(model, kind, wanted):
+    policy = tiny_policy(TINY_QWEN3 | model, context_parallel_size=2, cp_comm_type=kind)
+    bridge = model_config.make_bridge(policy, model_config.hf_config(policy))
+    with pytest.raises(ValueError, match=wanted) if wanted else contextlib.nullcontext():
+        assert model_config.make_provider(policy, bridge).cp_comm_type == kind
 
 
 def test_what_local_layers_cannot_do_is_refused():
