@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from nemo_offload_rl.algorithms.reward_shaping import RewardShaping
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.algorithms.saved_rollouts import ReplayedRollouts
 from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.loader import ProblemLoader
+from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
 from nemo_offload_rl.data.problem import Conversation
 from nemo_offload_rl.generation.interface import SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
@@ -47,6 +48,7 @@ class GroupSampler:
         scale: maps rewards [P, N] to the scaled rewards from which advantages are computed and which dynamic sampling
             compares, since scaling may make different rewards equal.
         shape: changes scaled rewards by the length of answers; None to leave them unchanged.
+        memory_stats: returns the engines' memory in GiB, by name.
         save: called with the step and its generation batches, before anything is computed from them.
     """
 
@@ -56,6 +58,7 @@ class GroupSampler:
     settings: GroupSettings
     scale: Callable[[torch.Tensor], torch.Tensor]
     shape: RewardShaping | None
+    memory_stats: Callable[[], dict[str, float]]
     save: Callable[[int, Sequence[Rollouts]], None] = lambda step, batches: None
 
     def __call__(
@@ -106,6 +109,22 @@ class GroupSampler:
         if self.shape is not None:
             metrics["train/reward_shaping"] = float((trained - self.scale(batch.rewards)).mean())
         return batch, metrics
+
+    @property
+    def position(self) -> DataPosition:
+        """Where the next step starts in the training data."""
+        return self.prompts.position
+
+    def updating_weights(self, version: int, timer: Timer) -> AbstractContextManager[None]:
+        """Returns a context in which engines may get other weights: nothing is sampled beside it."""
+        del version, timer
+        return nullcontext()
+
+    def close(self) -> None:
+        """Does nothing: nothing is sampled in the background."""
+
+    def join(self) -> None:
+        """Does nothing."""
 
     def shaped_rewards(self, rollouts: Rollouts) -> torch.Tensor:
         """Returns the scaled and shaped rewards [P, N] from which advantages are computed."""

@@ -17,11 +17,13 @@ from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSetting
 from nemo_offload_rl.algorithms.importance_sampling import sequence_prob_errors
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty, RewardShaping, StopProperlyPenalty
+from nemo_offload_rl.algorithms.rollout_queue import RolloutQueue
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.algorithms.saved_rollouts import NoEngine, ReplayedRollouts, RolloutFolder, made_with
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
 from nemo_offload_rl.data.problem import Conversation
 from nemo_offload_rl.environments import Judge, make_math_reward, make_python_reward, make_reward
 from nemo_offload_rl.environments.rewards import PYTHON
@@ -89,7 +91,8 @@ class GRPO(Algorithm):
         policy: the policy to train.
         generation: the engines that sample the answers; none where rollouts are replayed.
         weights: sends the policy's weights to the generation engine.
-        sample: samples the rollouts of a step.
+        prompts: the training data.
+        sample: samples the rollouts of a step, or has sampled them ahead.
         validation: the problems and sampling of a validation.
         advantages: maps scaled and shaped rewards [P, N] to advantages of the same shape.
         loss_fn: the loss of the rollouts.
@@ -108,7 +111,8 @@ class GRPO(Algorithm):
         policy: Policy,
         generation: GenerationInterface | NoEngine,
         weights: WeightSync | NoWeightSync,
-        sample: GroupSampler,
+        prompts: ProblemLoader[Conversation],
+        sample: GroupSampler | RolloutQueue,
         validation: ValidationSampling,
         advantages: Callable[[torch.Tensor], torch.Tensor],
         loss_fn: ClippedPGLoss,
@@ -118,7 +122,7 @@ class GRPO(Algorithm):
         prob_error_limit: float | None,
         save_optimizer: bool,
     ) -> None:
-        super().__init__(policy, sample.prompts, save_optimizer=save_optimizer)
+        super().__init__(policy, prompts, save_optimizer=save_optimizer)
         self._generation = generation
         self._weights = weights
         self._sample = sample
@@ -133,7 +137,7 @@ class GRPO(Algorithm):
 
     def step(self, step: int, timer: Timer) -> dict[str, float]:
         """Samples a batch and trains on it; see ``Algorithm``."""
-        with timer.phase("refit"):
+        with self._sample.updating_weights(step - 1, timer), timer.phase("refit"):
             self._weights.refresh()
         rollouts, metrics = self._sample(step, timer, self._leave_generation)
         with timer.phase("finish_generation"):
@@ -152,7 +156,7 @@ class GRPO(Algorithm):
         self._weights.mark_stale()
         self._warn_of_prob_error(step, metrics["train/token_mult_prob_error"])
         with timer.phase("metrics"):
-            memory = self._generation.memory_stats()
+            memory = self._sample.memory_stats()
         return metrics | memory_metrics("generation", memory)
 
     def _leave_generation(self) -> None:
@@ -206,12 +210,15 @@ class GRPO(Algorithm):
         num_generations, sampling = self._validation.num_generations, self._validation.sampling
         if not problems:
             return {}
-        self._weights.refresh()
         num_sampled: Counter[tuple[int, ...]] = Counter()
-        parts = [
-            self._sample.rollout(problems[start : start + size], num_generations, sampling, step, Timer(), num_sampled)
-            for start in range(0, len(problems), size)
-        ]
+        with self._sample.updating_weights(step, Timer()):
+            self._weights.refresh()
+            parts = [
+                self._sample.rollout(
+                    problems[start : start + size], num_generations, sampling, step, Timer(), num_sampled
+                )
+                for start in range(0, len(problems), size)
+            ]
         self._generation.finish_generation()
         rollouts = Rollouts.concat(parts, self._sample.rollout.prompt_format.pad_token_id)
         self.validation_answers = _judged_answers(rollouts, self._validation.num_shown)
@@ -225,6 +232,15 @@ class GRPO(Algorithm):
             metrics |= {"validation/pass_k": float((rollouts.rewards > 0).any(dim=1).float().mean())}
         return metrics
 
+    @property
+    def position(self) -> DataPosition:
+        """The position of the next step in the training data; see ``Algorithm``."""
+        return self._sample.position
+
+    @position.setter
+    def position(self, position: DataPosition) -> None:
+        self._data.position = position
+
     def abandon_step(self) -> None:
         """Frees the engines' GPU memory, which saving the policy may need."""
         self._generation.finish_generation()
@@ -236,8 +252,10 @@ class GRPO(Algorithm):
 
     def shutdown(self) -> None:
         """Ends the processes of rewards, generation and policy."""
+        self._sample.close()
         self._sample.rollout.shutdown()
         self._generation.shutdown()
+        self._sample.join()
         super().shutdown()
 
 
@@ -286,6 +304,9 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
         )
         validation = ()
 
+    ahead = section["async_grpo"]
+    is_off_policy = ahead["enabled"] and ahead["max_trajectory_age_steps"] > 0
+
     def build(fitted_policy: GRPOPolicyConfig, cluster: Cluster) -> GRPO:
         from nemo_offload_rl.generation import make_generation
         from nemo_offload_rl.refit import make_transport
@@ -317,19 +338,30 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
             weights = WeightSync(policy, engines, transport, verify=verify)
             assert reward is not None
             rollout = RolloutMaker(engines, prompts, tokenizer, reward)
+        sampler = GroupSampler(
+            train,
+            rollout,
+            sampling,
+            groups,
+            _make_reward_scaling(section),
+            _make_reward_shaping(section),
+            generation.memory_stats,
+            **({} if to_save is None else {"save": to_save.save}),
+        )
+        sample: GroupSampler | RolloutQueue = sampler
+        if ahead["enabled"]:
+            sample = RolloutQueue(
+                sampler,
+                max_age=ahead["max_trajectory_age_steps"],
+                last_step=schedule.max_num_steps,
+                num_epochs=schedule.max_num_epochs,
+            )
         return GRPO(
             policy=policy,
             generation=generation,
             weights=weights,
-            sample=GroupSampler(
-                train,
-                rollout,
-                sampling,
-                groups,
-                _make_reward_scaling(section),
-                _make_reward_shaping(section),
-                **({} if to_save is None else {"save": to_save.save}),
-            ),
+            prompts=train,
+            sample=sample,
             validation=ValidationSampling(
                 problems=_validated(validation, section["max_val_samples"], section["val_batch_size"]),
                 num_generations=section["val_num_generations_per_prompt"],
@@ -346,7 +378,8 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
             ),
             overlong_filtering=section["overlong_filtering"],
             sequence_error_limit=section["seq_logprob_error_threshold"],
-            prob_error_limit=section["token_mult_prob_error_limit"],
+            # Older weights have other probabilities.
+            prob_error_limit=None if is_off_policy else section["token_mult_prob_error_limit"],
             save_optimizer=config["checkpointing"]["save_optimizer"],
         )
 

@@ -113,10 +113,19 @@ def test_a_wrong_recipe_ends_with_status_2_and_no_traceback(tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
-def test_generation_on_devices_of_its_own_is_the_same_run(grpo_run, tmp_path):
-    resources = "policy.generation.colocated.resources.gpus_per_node=1"
-    apart = ["cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false", resources]
-    overrides = [*SHORT_GRPO, "grpo.max_num_steps=4", "policy.verify_refit=true", *apart]
+APART = [
+    *("cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false"),
+    "policy.generation.colocated.resources.gpus_per_node=1",
+]
+
+
+@pytest.mark.parametrize(
+    "ahead",
+    [[], ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=0"]],
+    ids=["", "no step sampled ahead"],
+)
+def test_generation_on_devices_of_its_own_is_the_same_run(grpo_run, tmp_path, ahead):
+    overrides = [*SHORT_GRPO, "grpo.max_num_steps=4", "policy.verify_refit=true", *APART, *ahead]
     done = run_example("run_grpo.py", tmp_path, overrides)
     assert done.status == 0, done.output
     want, got = grpo_run.metrics(), done.metrics()
@@ -125,3 +134,14 @@ def test_generation_on_devices_of_its_own_is_the_same_run(grpo_run, tmp_path):
         equal = {name: value for name, value in row.items() if name.startswith(("train/", "validation/"))}
         assert {name: got[step][name] for name in equal} == equal, step
     assert got[4]["train/grad_norm"] > 0
+
+
+def test_a_step_is_sampled_while_another_trains(tmp_path):
+    ahead = ["grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true"]
+    done = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=4", *APART, *ahead])
+    assert done.status == 0, done.output
+    rows = done.metrics()
+    assert [rows[step]["train/avg_trajectory_age"] for step in range(1, 5)] == [0, 1, 1, 1]
+    assert rows[1]["train/token_mult_prob_error"] == pytest.approx(1, abs=0.02)
+    assert all(rows[step]["train/grad_norm"] > 0 for step in range(1, 5))
+    assert "wait_for_rollouts" in done.output

@@ -62,7 +62,7 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
     # The rest of the vLLM backend's rows then find nothing.
     Row("policy.generation.vllm_cfg", Kind.NOT_IN_USE, _OTHER_BACKEND, unless=_VLLM),
     Row("policy.generation.vllm_kwargs", Kind.NOT_IN_USE, _OTHER_BACKEND, unless=_VLLM),
-    _off("async_rl", "asynchronous GRPO by one controller", _NO_SECTION, "delete the section; steps are synchronous"),
+    _off("async_rl", "asynchronous GRPO by one controller", _NO_SECTION, "delete the section; see grpo.async_grpo"),
     _off("on_policy_distillation", "on-policy distillation", _NULL),
     _off(
         "checkpointing.save_consolidated",
@@ -145,12 +145,6 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
         "the data plane",
         "backend claim_meta_poll_interval_s global_segment_size impl local_buffer_size num_storage_units "
         "storage_capacity",
-    ),
-    *_switched_off(
-        "grpo.async_grpo",
-        "asynchronous GRPO",
-        "in_flight_weight_updates max_generation_failures max_trajectory_age_steps "
-        "recompute_kv_cache_after_weight_updates",
     ),
     *_switched_off("policy.draft", "draft models", "aux_layer_indices loss_weight model_name num_layers"),
     *_switched_off(
@@ -237,6 +231,8 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
             "set data.default.processor to math_hf_data_processor (GRPO), sft_processor (SFT) or "
             "preference_preprocessor (DPO), or delete the key",
             "grpo.adv_estimator.name": "set grpo.adv_estimator.name=grpo",
+            "grpo.async_grpo.max_generation_failures": "set it to 0: a run whose engine has failed resumes from its "
+            "newest checkpoint",
             "policy.generation.backend": "set policy.generation.backend=vllm, or transformers",
             "policy.generation.vllm_cfg.precision": "fp8 generation is missing: engines have the policy's unquantised "
             "weights; set policy.generation.vllm_cfg.precision=bfloat16, or float32",
@@ -259,7 +255,7 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
 
 # Sections that contain only keys of the rows, each after those in it; they may be empty or null.
 NEMO_RL_SECTIONS = (
-    *("data_plane", "grpo.async_grpo", "policy.draft", "policy.dtensor_cfg.lora_cfg", "policy.dtensor_cfg"),
+    *("data_plane", "policy.draft", "policy.dtensor_cfg.lora_cfg", "policy.dtensor_cfg"),
     *("policy.dynamic_batching", f"{_MEGATRON}.fp8_cfg", f"{_MEGATRON}.peft", "policy.router_replay"),
     "reward_penalties",
 )

@@ -6,6 +6,7 @@ from nemo_offload_rl.metrics.names import validation_name
 
 _STEP = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "policy.train_global_batch_size")
 _SHAPING, _TRUNCATION = "grpo.reward_shaping", "loss_fn.truncated_importance_sampling"
+_AHEAD = "grpo.async_grpo.enabled"
 _OVERLONG = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
 
 
@@ -61,6 +62,32 @@ def grpo_replay_rollouts(replayed: str | None, saved: str | None, colocated: boo
             "cluster.gpus_per_node and num_nodes to those of the policy alone"
         )
     return None
+
+
+@rule(_AHEAD, "policy.generation.colocated.enabled", "grpo.debug.replay_rollouts?")
+def grpo_async_engine(enabled: bool, colocated: bool, replayed: str | None) -> RuleResult:
+    """Requires engines that generate beside training, for answers that are sampled ahead."""
+    if not enabled:
+        return None
+    if replayed is not None:
+        return "is true, but replayed rollouts are not sampled; set it to false"
+    if not colocated:
+        return None
+    return (
+        "is true, which needs GPUs for generation alone; set policy.generation.colocated.enabled to false and "
+        "policy.generation.colocated.resources to their number, or this to false"
+    )
+
+
+@rule(_AHEAD, "grpo.async_grpo.max_trajectory_age_steps", "loss_fn.use_importance_sampling_correction")
+def grpo_async_correction(enabled: bool, age: int, corrects: bool) -> RuleResult:
+    """Requires the loss to correct for answers of older weights, as NeMo-RL does."""
+    if not enabled or age == 0 or corrects:
+        return None
+    return (
+        "is true, so that older weights than the policy's sample the answers; set "
+        "loss_fn.use_importance_sampling_correction to true"
+    )
 
 
 @rule("grpo.adv_estimator.normalize_rewards", "grpo.normalize_rewards")

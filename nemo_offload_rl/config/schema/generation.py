@@ -53,7 +53,7 @@ class VllmConfig(TypedDict):
     # Environment variables of the engines' processes, set before they import anything; null or {} for none. Numbers and
     # booleans are read as text.
     env_vars: NotRequired[Annotated[dict[str, str] | None, IfAbsent(None)]]
-    # Use vLLM's asynchronous engine, for asynchronous GRPO and multi-turn rollouts. Here all requests of a step are
+    # Use vLLM's asynchronous engine, for multi-turn rollouts and requests one by one. Here all requests of a step are
     # submitted at once, so true is read as false, and a note says so. Recommended: false. Absent: false.
     async_engine: NotRequired[bool]
 

@@ -83,6 +83,28 @@ class RolloutDebugConfig(TypedDict):
 
 
 @with_config(STRICT)
+class AsyncGRPOConfig(TypedDict):
+    """Section `grpo.async_grpo`: answers of later steps are sampled while a step trains."""
+
+    # Sample ahead of training. Needs generation on GPUs of its own (policy.generation.colocated.enabled false) and,
+    # with an age above 0, loss_fn.use_importance_sampling_correction true.
+    enabled: NotRequired[Annotated[bool, IfAbsent(False)]]
+    # The most updates of the policy that the weights may lack with which a step's answers were sampled, and so the
+    # steps that are sampled ahead. 0 or more; 0 samples with the newest weights, as without this section; recommended
+    # 1, with which a run can be repeated.
+    max_trajectory_age_steps: NotRequired[Annotated[NonNegativeInt, IfAbsent(1)]]
+    # Whether weights may change while answers are being generated. Here they change between two steps' answers, so
+    # that true is read as false, and a note says so.
+    in_flight_weight_updates: NotRequired[Annotated[bool, IfAbsent(False)]]
+    # Whether answers under way get new keys and values from new weights. None are under way when weights change, and
+    # vLLM's prefix cache is emptied then, so that both values do the same.
+    recompute_kv_cache_after_weight_updates: NotRequired[Annotated[bool, IfAbsent(False)]]
+    # Failures of generation that the run survives. Only 0: the first one ends it, and it resumes from its newest
+    # checkpoint.
+    max_generation_failures: NotRequired[Annotated[Literal[0], IfAbsent(0)]]
+
+
+@with_config(STRICT)
 class GRPOConfig(TypedDict):
     """Section `grpo`."""
 
@@ -151,6 +173,8 @@ class GRPOConfig(TypedDict):
     val_num_generations_per_prompt: NotRequired[Annotated[PositiveInt, IfAbsent(1)]]
     # Problems in one validation batch. 1 or more; recommended max_val_samples.
     val_batch_size: NotRequired[Annotated[PositiveInt, IfAbsent(256)]]
+    # Answers sampled ahead of training. Absent: each step samples its own.
+    async_grpo: NotRequired[Annotated[AsyncGRPOConfig, IfAbsent({})]]
     # Saving and replaying of rollouts. Absent: neither.
     debug: NotRequired[Annotated[RolloutDebugConfig, IfAbsent({})]]
     # Seed of data order, sampling and initial weights. 0 or more.

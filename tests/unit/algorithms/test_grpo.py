@@ -32,6 +32,7 @@ from nemo_offload_rl.algorithms.grpo import (
 )
 from nemo_offload_rl.algorithms.importance_sampling import sequence_prob_errors
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty
+from nemo_offload_rl.algorithms.rollout_queue import RolloutQueue
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker
 from nemo_offload_rl.algorithms.saved_rollouts import NoEngine, ReplayedRollouts
 from nemo_offload_rl.config import load
@@ -96,6 +97,9 @@ class Setting:
         validation=PROBLEMS,
         save=None,
         replay=None,
+        max_age=None,
+        last_step=SCHEDULE.max_num_steps,
+        num_epochs=99,
     ):
         self.policy = ToyPolicy()
         self.generation = ToyGeneration() if generation is None else generation
@@ -103,7 +107,8 @@ class Setting:
         verify = transport is None
         transport = LocalTransport([self.generation]) if transport is None else transport
         rollout = RolloutMaker(self.generation, PromptFormat(TOKENIZER, max_tokens=3), TOKENIZER, reward)
-        sampler = GroupSampler(ProblemLoader(problems, shuffle=True, seed=7), rollout, SAMPLING, settings, scale, shape)
+        prompts = ProblemLoader(problems, shuffle=True, seed=7)
+        sampler = GroupSampler(prompts, rollout, SAMPLING, settings, scale, shape, self.generation.memory_stats)
         if save is not None:
             sampler = replace(sampler, save=save.save)
         if replay is not None:
@@ -114,7 +119,10 @@ class Setting:
             weights=WeightSync(self.policy, self.generation, transport, verify=verify)
             if replay is None
             else NoWeightSync(),
-            sample=sampler,
+            prompts=prompts,
+            sample=sampler
+            if max_age is None
+            else RolloutQueue(sampler, max_age=max_age, last_step=last_step, num_epochs=num_epochs),
             validation=ValidationSampling(
                 validation if replay is None else (),
                 num_generations=val_generations,
@@ -313,6 +321,7 @@ def test_the_policy_is_built_behind_an_engine_only_where_that_is_built_alone(mon
         receivers=(),
         wait_until_ready=wait_until_ready,
         prepare_refit_info=lambda plan: None,
+        memory_stats=dict,
     )
     monkeypatch.setattr("nemo_offload_rl.generation.make_generation", lambda *_: generation)
     monkeypatch.setattr("nemo_offload_rl.refit.make_transport", lambda *_, **__: None)

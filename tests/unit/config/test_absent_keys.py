@@ -64,6 +64,13 @@ SECTIONS = {
     },
     "policy.generation.colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
     "policy.generation.colocated.resources": {"gpus_per_node": None, "num_nodes": None},
+    "grpo.async_grpo": {
+        "enabled": False,
+        "max_trajectory_age_steps": 1,
+        "in_flight_weight_updates": False,
+        "recompute_kv_cache_after_weight_updates": False,
+        "max_generation_failures": 0,
+    },
     "grpo.debug": {"save_rollouts": None, "replay_rollouts": None},
     "logger.gpu_monitoring": {"collection_interval": 10, "flush_interval": 10},
 }

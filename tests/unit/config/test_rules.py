@@ -51,6 +51,10 @@ TENSOR_PARALLEL = [
 ]
 TIS = "loss_fn.truncated_importance_sampling"
 CORRECTED = "loss_fn.use_importance_sampling_correction=true"
+APART = [
+    *("~warm_start", "policy.generation.colocated.enabled=false", "cluster.gpus_per_node=2"),
+    "policy.generation.colocated.resources.gpus_per_node=1",
+]
 STREAMED = ["++policy.residency.table.train.optimizer_state=streamed"]
 
 BROKEN = {
@@ -177,6 +181,14 @@ BROKEN = {
     "grpo_pass_k": (
         ["grpo.stop_at_validation_metric=val:pass_k"],
         "grpo.val_num_generations_per_prompt: must be 2 or more for val:pass_k to be measured; found 1",
+    ),
+    "grpo_async_engine": (
+        ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=0"],
+        "grpo.async_grpo.enabled: is true, which needs GPUs for generation alone; set policy.generation.colocated",
+    ),
+    "grpo_async_correction": (
+        [*APART, "grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=false"],
+        "grpo.async_grpo.enabled: is true, so that older weights than the policy's sample the answers; set",
     ),
     "grpo_replay_rollouts": (
         ["grpo.debug.replay_rollouts=a", "grpo.debug.save_rollouts=b"],

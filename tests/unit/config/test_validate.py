@@ -268,7 +268,7 @@ def test_all_mistakes_of_all_kinds_are_reported_at_once(error_of):
     error = error_of(
         "nope.key=1",
         "+grpo.nope=1",
-        "+grpo.async_grpo.enabled=true",
+        "+policy.draft.enabled=true",
         "grpo.seed=x",
         "policy.generation.backend=sglang",
         f"+{MEGATRON}.moe_z_loss_coeff=x",

@@ -1,0 +1,200 @@
+"""Samples the rollouts of later steps while a step trains: asynchronous GRPO."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from nemo_offload_rl.algorithms.group_sampling import GroupSampler
+from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
+from nemo_offload_rl.algorithms.saved_rollouts import ReplayedRollouts
+from nemo_offload_rl.data.loader import DataPosition
+from nemo_offload_rl.metrics.timer import Timer
+
+logger = logging.getLogger(__name__)
+
+# How long `close` waits for a batch whose engines are being ended.
+_CLOSE_S = 30.0
+
+
+@dataclass(frozen=True)
+class _StepRollouts:
+    """Holds the rollouts of a step that has not trained on them yet.
+
+    Attributes:
+        rollouts: of the whole step.
+        metrics: of all rollouts that were sampled for it.
+        version: number of the policy's steps whose weights sampled it.
+        position: where the step after it starts in the training data.
+    """
+
+    rollouts: Rollouts
+    metrics: dict[str, float]
+    version: int
+    position: DataPosition
+
+
+class RolloutQueue:
+    """Samples step after step in a thread, as long as rollouts will not be too old when their step trains on them.
+
+    Rollouts of step s that were sampled with the weights after v steps have the age s - 1 - v: the number of updates
+    that they lack. All rollouts of a step have one version, since weights change between two steps' rollouts. With an
+    age of at most 1 the versions, and so all numbers, do not depend on what is faster; with more they do.
+
+    Args:
+        sampler: samples the rollouts of a step; only the thread calls it.
+        max_age: the most updates that a step's rollouts may lack; 0 samples no step ahead.
+        last_step: the last step of the run.
+        num_epochs: epochs after which no further prompts are drawn.
+    """
+
+    def __init__(self, sampler: GroupSampler, *, max_age: int, last_step: int, num_epochs: int) -> None:
+        self._sampler = sampler
+        self._max_age = max_age
+        self._last_step = last_step
+        self._num_epochs = num_epochs
+        self._position: DataPosition | None = None
+        self._memory: dict[str, float] = {}
+        # What follows is read and changed under this condition alone.
+        self._changed = threading.Condition()
+        self._ready: dict[int, _StepRollouts] = {}
+        self._next = 1
+        self._version = 0
+        self._held_after: int | None = None
+        self._is_sampling = False
+        self._is_closed = False
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def rollout(self) -> RolloutMaker | ReplayedRollouts:
+        """What generates and judges answers; call it inside `updating_weights`."""
+        return self._sampler.rollout
+
+    @property
+    def position(self) -> DataPosition:
+        """Where the next step to train starts in the training data."""
+        return self._sampler.position if self._position is None else self._position
+
+    def __call__(
+        self, step: int, timer: Timer, on_last_answers: Callable[[], None] = lambda: None
+    ) -> tuple[Rollouts, dict[str, float]]:
+        """Returns the rollouts of a step and their metrics; waits until they are there.
+
+        Args:
+            step: the step, whose `updating_weights` has been passed.
+            timer: records the phase ``wait_for_rollouts``.
+            on_last_answers: called first: answers are generated on other GPUs.
+
+        Raises:
+            DataError, RewardError, GenerationError: sampling this step's rollouts has failed.
+        """
+        on_last_answers()
+        with timer.phase("wait_for_rollouts"), self._changed:
+            self._changed.wait_for(lambda: step in self._ready or self._has_ended)
+            if step not in self._ready:
+                assert self._error is not None, f"step {step} is within the run"
+                raise self._error
+            taken, waiting = self._ready.pop(step), len(self._ready)
+        self._position = taken.position
+        return taken.rollouts, taken.metrics | {
+            "train/avg_trajectory_age": float(step - 1 - taken.version),
+            "performance/steps_sampled_ahead": float(waiting),
+        }
+
+    @contextmanager
+    def updating_weights(self, version: int, timer: Timer) -> Iterator[None]:
+        """Holds sampling back inside the `with` block, after which engines have other weights.
+
+        It waits until no rollouts are being sampled. Unless each step needs the newest weights, it first lets those of
+        the next step to train be sampled: they are needed at once, and their age does not depend on who was faster.
+
+        Args:
+            version: number of the policy's steps whose weights the engines have then.
+            timer: records the phase ``wait_for_rollouts``.
+        """
+        with timer.phase("wait_for_rollouts"), self._changed:
+            self._held_after = version + 1 if self._max_age > 0 else version
+            self._changed.notify_all()
+            if self._thread is not None:
+                until = min(self._held_after, self._last_step)
+                self._changed.wait_for(lambda: self._has_ended or (not self._is_sampling and self._next > until))
+        yield  # a failure here ends the run: sampling stays held back
+        with self._changed:
+            self._version, self._held_after = version, None
+            if self._thread is None:
+                self._next, self._position = version + 1, self._sampler.position
+                self._thread = threading.Thread(target=self._sample_steps, name="rollouts", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def shaped_rewards(self, rollouts: Rollouts) -> torch.Tensor:
+        """See `GroupSampler`."""
+        return self._sampler.shaped_rewards(rollouts)
+
+    def memory_stats(self) -> dict[str, float]:
+        """Returns the engines' memory after the newest rollouts, without waiting for those that are under way."""
+        with self._changed:
+            return self._memory
+
+    def close(self) -> None:
+        """Samples no further rollouts; what is under way fails once the engines have been ended."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Waits for the thread, after `close` and after the engines have been ended."""
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._thread is not None and (not self._thread.is_alive() or self._error is not None)
+
+    def _sample_steps(self) -> None:
+        try:
+            while self._sample_next():
+                pass
+        except Exception as error:  # noqa: BLE001 - the step that needs these rollouts raises it
+            with self._changed:
+                self._error = error
+                self._is_sampling = False
+                self._changed.notify_all()
+
+    def _sample_next(self) -> bool:
+        """Samples the next step's rollouts as soon as it may; returns False if there is nothing left to sample."""
+        start = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._may_sample)
+            if self._is_closed or self._next > self._last_step:
+                return False
+            if self._sampler.position.epoch >= self._num_epochs:
+                return False
+            step, version = self._next, self._version
+            self._is_sampling = True
+        waited_s = time.perf_counter() - start
+        timer = Timer()
+        rollouts, metrics = self._sampler(step, timer)
+        memory = self._sampler.memory_stats()
+        seconds = {"waiting": waited_s, **timer.seconds()}
+        metrics |= {f"timing/rollouts/{phase}": value for phase, value in seconds.items()}
+        with self._changed:
+            self._ready[step] = _StepRollouts(rollouts, metrics, version, self._sampler.position)
+            self._memory = memory
+            self._next += 1
+            self._is_sampling = False
+            self._changed.notify_all()
+        return True
+
+    @property
+    def _may_sample(self) -> bool:
+        if self._held_after is not None and self._next > self._held_after:
+            return False
+        return self._next > self._last_step or self._next - 1 - self._version <= self._max_age

@@ -1,0 +1,221 @@
+"""Tests asynchronous GRPO: rollouts of later steps are sampled in a thread while a step trains."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from support.toy_policy import ToyGeneration
+
+from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.environments import RewardError
+from nemo_offload_rl.generation.interface import GenerationError
+from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.run.checkpoints import CheckpointFolder, RunState
+from tests.unit.algorithms.test_grpo import EXACT_MATCH, SCHEDULE, Setting
+from tests.unit.algorithms.test_saved_rollouts import HARD
+
+AGE = "train/avg_trajectory_age"
+LIMIT_S = 20
+
+
+class Apart(ToyGeneration):
+    """Stays awake, as engines on GPUs of their own do; may be slow, fail or wait."""
+
+    def __init__(self, slow_s=0.0, before=lambda request: None):
+        super().__init__()
+        self.slow_s, self.before = slow_s, before
+
+    def prepare_for_generation(self, tags):
+        self.awake -= {"weights", "kv_cache"} if "weights" in tags else {"kv_cache"}
+        return super().prepare_for_generation(tags)
+
+    def finish_generation(self):
+        pass
+
+    def generate(self, request):
+        self.before(request)
+        time.sleep(self.slow_s)
+        return super().generate(request)
+
+
+def ahead(max_age, *, slow_s=0.0, before=lambda request: None, train_s=0.0, **arguments):
+    setting = Setting(max_age=max_age, generation=Apart(slow_s, before), **arguments)
+    train = setting.policy.train
+
+    def slow_train(*args, **kwargs):
+        time.sleep(train_s)
+        return train(*args, **kwargs)
+
+    setting.policy.train = slow_train
+    return setting
+
+
+def without_queue(outputs):
+    return {
+        step: {name: value for name, value in row.items() if name != AGE}
+        for step, row in outputs.without_timings().items()
+    }
+
+
+def prompts_by_step(setting):
+    """The prompts of the training requests, which sample several answers to each; validation has one."""
+    return {
+        request.step: request.prompt_ids[:: max(request.sample_ids) + 1]
+        for request in setting.generation.requests
+        if max(request.sample_ids) > 0
+    }
+
+
+@pytest.mark.parametrize("arguments", [{}, HARD], ids=["plain", "hard"])
+def test_no_step_ahead_is_the_synchronous_run_bit_for_bit(arguments):
+    synchronous, queued = Setting(**arguments), ahead(0, **arguments)
+    _, wanted, _ = synchronous.run()
+    _, found, _ = queued.run()
+    assert without_queue(found) == wanted.without_timings()
+    assert torch.equal(queued.policy.table, synchronous.policy.table)
+    assert {row[AGE] for step, row in found.rows.items() if step} == {0.0}
+
+
+def test_one_step_ahead_gives_the_same_numbers_whatever_is_slower():
+    runs = [ahead(1, **slower) for slower in ({}, {"slow_s": 0.05}, {"train_s": 0.05})]
+    (first, *others), rows = runs, [setting.run()[1] for setting in runs]
+    ages = [rows[0].rows[step][AGE] for step in range(1, 7)]
+    assert ages == [0, 1, 1, 1, 1, 1]
+    for other, found in zip(others, rows[1:], strict=True):
+        assert found.without_timings() == rows[0].without_timings()
+        assert torch.equal(other.policy.table, first.policy.table)
+    synchronous = Setting()
+    synchronous.run()
+    assert prompts_by_step(first) == prompts_by_step(synchronous)
+    errors = [rows[0].rows[step]["train/token_mult_prob_error"] for step in range(3, 7)]
+    assert min(errors) > 1.005  # the engine's weights are older than the policy's
+
+
+@pytest.mark.parametrize("slower", [{"slow_s": 0.03}, {"train_s": 0.1}], ids=str)
+def test_more_steps_ahead_stay_within_the_limit_and_use_each_prompt_once(slower):
+    setting = ahead(3, **slower)
+    _, outputs, _ = setting.run(replace(SCHEDULE, val_period=0, val_at_start=False))
+    ages = [outputs.rows[step][AGE] for step in range(1, 7)]
+    assert all(age <= min(3, step) for step, age in enumerate(ages))
+    if "train_s" in slower:
+        assert ages == [0, 1, 2, 3, 3, 3]
+        ready = [outputs.rows[step]["performance/steps_sampled_ahead"] for step in range(1, 7)]
+        assert ready[-3:] == [2, 1, 0]
+    synchronous = Setting()
+    synchronous.run()
+    assert prompts_by_step(setting) == prompts_by_step(synchronous)
+
+
+def test_the_next_step_is_sampled_while_a_step_trains():
+    sampled = {step: threading.Event() for step in range(1, 8)}
+    setting = ahead(1, before=lambda request: sampled[request.step].set())
+    train, steps = setting.policy.train, iter(range(1, 7))
+
+    def waiting_train(*args, **kwargs):
+        step = next(steps)
+        if step < 6:
+            assert sampled[step + 1].wait(LIMIT_S)
+        return train(*args, **kwargs)
+
+    setting.policy.train = waiting_train
+    _, outputs, _ = setting.run(replace(SCHEDULE, val_period=0, val_at_start=False, val_at_end=False))
+    assert not sampled[7].is_set()  # the run has six steps
+    assert {"timing/train/wait_for_rollouts", "timing/rollouts/sampling", "timing/rollouts/waiting"} <= set(
+        outputs.rows[1]
+    )
+
+
+def test_no_prompts_are_drawn_after_the_last_epoch():
+    setting = ahead(4, num_epochs=1)
+    _, _, run = setting.run(replace(SCHEDULE, max_num_epochs=1, val_period=0, val_at_start=False, val_at_end=False))
+    assert (run.state.step, run.state.position.epoch) == (2, 1)
+    assert sorted(prompts_by_step(setting)) == [1, 2]
+
+
+class Broken:
+    """Judges like `exact_match`, but raises once it has judged so many times."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def judge_all(self, cases):
+        self.times -= 1
+        if self.times < 0:
+            raise RewardError("the reward is broken")
+        return EXACT_MATCH.judge_all(cases)
+
+    def shutdown(self):
+        pass
+
+
+def engine_that_dies(request):
+    if request.step == 4:
+        raise GenerationError("generate", RuntimeError("the engine died"), "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [({"reward": Broken(3)}, RewardError), ({"before": engine_that_dies}, GenerationError)],
+    ids=["reward", "engine"],
+)
+def test_a_failure_is_raised_by_the_step_that_needs_the_rollouts(arguments, error, tmp_path):
+    folder = CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=9)
+    setting = ahead(2, train_s=0.05, **arguments)
+    with pytest.raises(error, match=r"broken|died"):
+        setting.run(replace(SCHEDULE, save_period=1, val_period=0, val_at_start=False), folder)
+    assert setting.policy.calls.count("train") == 3
+    assert RunState.read(folder.newest_first()[0]).step == 3
+    setting.grpo.shutdown()
+
+
+def test_a_resumed_run_samples_again_what_no_step_has_used(tmp_path):
+    def folder():
+        return CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=9)
+
+    schedule = replace(SCHEDULE, val_period=0, val_at_start=False, val_at_end=False)
+    first = ahead(3, train_s=0.05)
+    first.run(replace(schedule, max_num_steps=2), folder())
+    assert set(prompts_by_step(first)) > {1, 2}  # sampled ahead, and lost with the process
+    first.grpo.shutdown()
+    second, newest = ahead(3), folder().newest_first()[0]
+    state = RunState.read(newest)
+    second.grpo.position = state.position
+    second.grpo.load(newest, state.step, state.num_skipped)
+    second.run(schedule, folder(), state)
+    whole = Setting()
+    whole.run()
+    used = {step: prompts for step, prompts in prompts_by_step(first).items() if step <= 2}
+    assert used | prompts_by_step(second) == prompts_by_step(whole)
+
+
+def test_a_run_ends_while_an_engine_generates():
+    ended = threading.Event()
+
+    def hangs(request):
+        if request.step == 2:
+            ended.wait()
+            raise GenerationError("generate", RuntimeError("the actor was ended"), "")
+
+    setting = ahead(1, before=hangs)
+    setting.generation.shutdown = ended.set
+    setting.grpo.step(1, Timer())
+    setting.grpo.shutdown()
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
+
+
+def test_dynamic_sampling_that_finds_too_few_prompts_ends_the_run():
+    nothing_new = replace(HARD["settings"], dynamic_sampling_max_gen_batches=1)
+    setting = ahead(1, **HARD | {"settings": nothing_new, "reward": Same()})
+    with pytest.raises(DataError, match="2 generation batches of step 1 did not give"):
+        setting.run()
+
+
+class Same(Broken):
+    def __init__(self):
+        super().__init__(10**6)
+
+    def judge_all(self, cases):
+        judged = super().judge_all(cases)
+        return replace(judged, rewards=[1.0] * len(cases))
