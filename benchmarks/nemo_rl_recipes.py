@@ -52,7 +52,7 @@ FAMILY_OF_NAME: tuple[tuple[str, str], ...] = (
 NOT_BUILT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "another algorithm": {"ppo": (), "distillation": (), "rm": ()},
     "another generation backend": {"policy.generation.backend": ("vllm", "transformers")},
-    "asynchronous GRPO": {"grpo.async_grpo.enabled": (False, None), "async_rl": ()},
+    "asynchronous GRPO by one controller": {"async_rl": ()},
     "context parallelism": {"policy.megatron_cfg.context_parallel_size": (1,)},
     "draft models": {
         "policy.draft.enabled": (False, None),
