@@ -94,7 +94,7 @@ def run_each(layout: str, rank: int, world_size: int, ports: list[int]) -> list[
 def test_phases_between_steps_change_no_number(layout, monkeypatch):
     assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    found = run_ranks(partial(run_each, layout), 2, num_ports=len(DELAYS), timeout_s=240)
+    found = run_ranks(partial(run_each, layout), 2, num_ports=len(DELAYS), timeout_s=480)
     for rank, (plain, *delayed) in enumerate(found):
         assert len(plain) == num_steps(layout)
         for delay, reports in zip(DELAYS[1:], delayed, strict=True):
