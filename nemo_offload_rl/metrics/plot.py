@@ -34,7 +34,8 @@ ANSWER_PROBABILITY = Panel(
     "validation/answer_probability", "Probability of the right answer", "#C0461B", every_step=False
 )
 ACCURACY = Panel("validation/accuracy", "Validation accuracy", "#C0461B", every_step=False)
-PANELS = (LOSS, REWARD, MARGIN, PREFERENCE_ACCURACY, ANSWER_PROBABILITY, ACCURACY)
+AGE = Panel("train/avg_trajectory_age", "Age of the answers, updates", "#7A4FA3", every_step=True)
+PANELS = (LOSS, REWARD, MARGIN, PREFERENCE_ACCURACY, AGE, ANSWER_PROBABILITY, ACCURACY)
 
 
 def plot_training(run_dir: Path, name: str) -> Path:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 TIMELINE_FILE = "step_timeline.png"
 OUTSIDE = "outside the phases"
 PHASE_COLOUR, OUTSIDE_COLOUR, COPY_COLOUR, MEMORY_COLOUR = "#0072B2", "#bbbbbb", "#C0461B", "#2A8A5C"
+ROLLOUT_COLOUR = "#7A4FA3"
+_ROLLOUTS = "timing/rollouts/"
 
 # The loop phase in which each residency phase is entered: at the loop phase's beginning or, for generate, at its end.
 _ENTERED_IN = {"refit": ("refit",), "generate": ("refit",), "logprob": ("logprobs", "reference_logprobs"),
@@ -92,6 +94,18 @@ def copy_bars(row: MetricRow) -> list[Bar]:
     return bars
 
 
+def rollout_bars(row: MetricRow) -> list[Bar]:
+    """Returns how the step's rollouts were sampled ahead, from when sampling began to wait; empty if they were not."""
+    seconds = {name.removeprefix(_ROLLOUTS): row[name] for name in row if name.startswith(_ROLLOUTS)}
+    whole = sum(value for value in seconds.values() if value is not None)
+    bars, now = [], 0.0
+    for label, value in seconds.items():
+        if value is not None:
+            bars.append(Bar(label, now, value, _seconds(value, whole)))
+            now += value
+    return bars
+
+
 def memory_bars(row: MetricRow) -> list[tuple[Bar, float]]:
     """Returns the phases whose GPU peak was measured, each with the GiB of the fullest rank; empty without a GPU."""
     bars = []
@@ -120,7 +134,13 @@ def plot_step(run_dir: Path) -> Path:
     if row is None:
         raise ValueError(f"{Path(run_dir) / METRICS_FILE} has no whole step to draw: run at least one step")
     phases, copies, memory = phase_bars(row), copy_bars(row), memory_bars(row)
-    parts: Mapping[str, int] = {"phases": len(phases), "copies": len(copies), "memory": 5 if memory else 0}
+    rollouts = rollout_bars(row)
+    parts: Mapping[str, int] = {
+        "phases": len(phases),
+        "rollouts": len(rollouts),
+        "copies": len(copies),
+        "memory": 5 if memory else 0,
+    }
     shown = {name: size for name, size in parts.items() if size}
     figure = Figure(figsize=(10, 0.9 + sum(0.3 * size + 0.7 for size in shown.values())), layout="constrained")
     FigureCanvasAgg(figure)
@@ -128,8 +148,11 @@ def plot_step(run_dir: Path) -> Path:
         len(shown), 1, sharex=True, squeeze=False, height_ratios=[0.3 * size + 0.4 for size in shown.values()]
     )[:, 0]
     axes = dict(zip(shown, panels, strict=True))
-    whole = phases[-1].end_s
-    _draw_bars(axes["phases"], phases, whole, PHASE_COLOUR, f"Step {row['step']:.0f}: {_duration(whole)}")
+    whole = max(bar.end_s for bar in (*phases, *rollouts))
+    _draw_bars(axes["phases"], phases, whole, PHASE_COLOUR, f"Step {row['step']:.0f}: {_duration(phases[-1].end_s)}")
+    if rollouts:
+        title = "Its rollouts, sampled while earlier steps trained"
+        _draw_bars(axes["rollouts"], rollouts, whole, ROLLOUT_COLOUR, title)
     if copies:
         title = "Copies between GPU and host, each drawn from where its phase is entered"
         _draw_bars(axes["copies"], copies, whole, COPY_COLOUR, title)

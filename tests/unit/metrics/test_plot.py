@@ -29,6 +29,8 @@ def test_a_reward_run_has_two_panels_and_a_loss_run_without_validation_one(tmp_p
     assert (tmp_path / "grpo" / "grpo.png").is_file()
     assert (tmp_path / "sft" / "sft.png").is_file()
     assert grpo.shape[1] == 2 * sft.shape[1]
+    write_run(tmp_path / "ahead", [(1, {"train/reward": 0.5, "train/avg_trajectory_age": 1.0})])
+    assert imread(plot_training(tmp_path / "ahead", "grpo")).shape[1] == grpo.shape[1]  # reward and age
     assert grpo[..., :3].std() > 0.02  # not a blank sheet
 
 

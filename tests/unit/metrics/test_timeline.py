@@ -8,6 +8,7 @@ from nemo_offload_rl.metrics.timeline import (
     memory_bars,
     phase_bars,
     plot_step,
+    rollout_bars,
     typical_step,
 )
 
@@ -65,6 +66,19 @@ def test_a_step_without_copies_or_a_gpu_has_phases_alone():
 def test_gpu_memory_is_that_of_the_phases_that_measured_it():
     row = STEP | {"performance/memory/policy/gpu_peak_train_gib": 70.0}
     assert [(bar.label, gib) for bar, gib in memory_bars(row)] == [("training", 70.0)]
+
+
+def test_rollouts_that_were_sampled_ahead_may_take_longer_than_the_step(tmp_path):
+    assert rollout_bars(STEP) == []
+    seconds = {"waiting": 1.0, "sampling": 9.0, "rewards": 2.5}
+    row = STEP | {f"timing/rollouts/{phase}": value for phase, value in seconds.items()}
+    assert [(bar.label, bar.start_s, bar.end_s) for bar in rollout_bars(row)] == [
+        ("waiting", 0.0, 1.0), ("sampling", 1.0, 10.0), ("rewards", 10.0, 12.5),
+    ]  # fmt: skip
+    logger = RunLogger(tmp_path, tensorboard=False)
+    logger.log(1, row)
+    logger.close()
+    assert imread(plot_step(tmp_path))[..., :3].std() > 0.02
 
 
 def test_the_typical_step_is_not_the_first_where_there_are_others():
