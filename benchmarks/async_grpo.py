@@ -1,0 +1,117 @@
+"""How long is a step of asynchronous GRPO beside a synchronous one, and does it learn as well?
+
+    python benchmarks/async_grpo.py --output build/async_grpo.json
+    python benchmarks/async_grpo.py --config benchmarks/recipes/grpo_1_5B_random.yaml --settings sync 1 \\
+        --append grpo.max_num_steps=12 policy.generation.backend=vllm
+
+Runs a recipe once in each setting, one run after the other, with generation on devices of its own: synchronously, and
+asynchronously with each `grpo.async_grpo.max_trajectory_age_steps`. Seconds are medians of the steps after the first,
+without validation and checkpoints.
+
+Columns: `generation_s`: sampling and rewards of a step; `training_s`: its log-probs and training; `wait_s`: how long
+it waited for rollouts; `pause_ms`: how long generation was held up for new weights; `mean_age`: of the answers, in
+updates; `accuracy`: of the last validation; `steps`: of the run, which ends at the recipe's target; `whole_s`: all of
+its steps, with validations.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from result_file import TableValue, print_rows, write_result
+
+from nemo_offload_rl.metrics.logger import METRICS_FILE, MetricRow, read_metrics
+
+ROOT = Path(__file__).parents[1]
+SYNC = "sync"
+_APART = (
+    "cluster.gpus_per_node=2",
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.gpus_per_node=1",
+    "loss_fn.use_importance_sampling_correction=true",
+    "checkpointing.enabled=false",
+)
+_PHASES: Mapping[str, Sequence[str]] = {
+    "generation_s": (
+        "timing/train/sampling",
+        "timing/train/rewards",
+        "timing/rollouts/sampling",
+        "timing/rollouts/rewards",
+    ),
+    "training_s": ("timing/train/logprobs", "timing/train/reference_logprobs", "timing/train/training"),
+    "wait_s": ("timing/train/wait_for_rollouts",),
+}
+_WHOLE, _REFIT, _AGE = "timing/train/total_step_time", "timing/train/refit", "train/avg_trajectory_age"
+_NOT_OF_A_STEP = ("timing/train/validation", "timing/train/checkpointing")
+
+
+def run(recipe: Path, setting: str, overrides: Sequence[str], folder: Path) -> list[MetricRow]:
+    """Runs the recipe in one setting; returns its metrics, one row a step.
+
+    Raises:
+        subprocess.CalledProcessError: the run failed; what it printed is above.
+    """
+    ahead = [] if setting == SYNC else [f"grpo.async_grpo={{enabled: true, max_trajectory_age_steps: {setting}}}"]
+    command = [sys.executable, str(ROOT / "examples" / "run_grpo.py"), "--config", str(recipe)]
+    subprocess.run([*command, *_APART, *ahead, f"logger.log_dir={folder}", *overrides], check=True)
+    (metrics,) = folder.glob(f"exp_*/{METRICS_FILE}")
+    return read_metrics(metrics)
+
+
+def row_of(setting: str, rows: Sequence[MetricRow]) -> dict[str, TableValue]:
+    """Returns a row of the table from a run's metrics."""
+    steps = [row for row in rows if row.get(_WHOLE) is not None and row["step"]]
+    later = steps[1:] or steps
+    accuracies = [value for row in rows if (value := row.get("validation/accuracy")) is not None]
+
+    def median(names: Sequence[str]) -> float:
+        return round(statistics.median(_sum(row, names) for row in later), 3)
+
+    return {
+        "setting": setting if setting == SYNC else f"async, age {setting}",
+        "steps": len(steps),
+        "accuracy": round(accuracies[-1], 3) if accuracies else None,
+        "whole_s": round(sum(_sum(row, (_WHOLE,)) for row in steps), 1),
+        "step_s": round(statistics.median(_sum(row, (_WHOLE,)) - _sum(row, _NOT_OF_A_STEP) for row in later), 3),
+        **{name: median(names) for name, names in _PHASES.items()},
+        "pause_ms": round(1e3 * median((_REFIT,)), 1),
+        "mean_age": round(statistics.mean(_sum(row, (_AGE,)) for row in steps), 2),
+    }
+
+
+def _sum(row: MetricRow, names: Sequence[str]) -> float:
+    return sum(value for name in names if (value := row.get(name)) is not None)
+
+
+def parsed_arguments() -> argparse.Namespace:
+    """Returns the arguments of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--config", type=Path, default=ROOT / "examples" / "configs" / "grpo_tiny_cpu.yaml", help="a recipe"
+    )
+    parser.add_argument("--settings", nargs="+", default=[SYNC, "0", "1", "4"], help="sync, or the largest age")
+    parser.add_argument("--output", type=Path, default=Path("build/async_grpo.json"), help="the result file")
+    parser.add_argument("--append", action="store_true", help="keep the file's rows of other recipes and settings")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs each setting, writes the result after each, and prints the rows; returns the exit status."""
+    arguments = parsed_arguments()
+    rows: list[dict[str, TableValue]] = []
+    for setting in arguments.settings:
+        with tempfile.TemporaryDirectory() as folder:
+            measured = run(arguments.config, setting, arguments.overrides, Path(folder))
+        rows.append({"recipe": arguments.config.name, **row_of(setting, measured)})
+        write_result(arguments.output, rows, append_by=("recipe", "setting") if arguments.append else ())
+    print_rows(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
