@@ -1,8 +1,7 @@
 """How long is a step of asynchronous GRPO beside a synchronous one, and does it learn as well?
 
     python benchmarks/async_grpo.py --output build/async_grpo.json
-    python benchmarks/async_grpo.py --config benchmarks/recipes/grpo_1_5B_random.yaml --settings sync 1 \\
-        --append grpo.max_num_steps=12 policy.generation.backend=vllm
+    python benchmarks/async_grpo.py --config benchmarks/recipes/grpo_1_5B_random.yaml --append --settings sync 1
 
 Runs a recipe once in each setting, one run after the other, with generation on devices of its own: synchronously, and
 asynchronously with each `grpo.async_grpo.max_trajectory_age_steps`. Seconds are medians of the steps after the first,
