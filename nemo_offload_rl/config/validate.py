@@ -31,7 +31,8 @@ from nemo_offload_rl.config.problems import (
 )
 from nemo_offload_rl.config.recipe import Recipe, read_recipe
 from nemo_offload_rl.config.rules import ADAPTATIONS, NOTES, RULES, Rule
-from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, SECTION, SPEC
+from nemo_offload_rl.config.rules.adaptations import SEQUENCE_PARALLEL
+from nemo_offload_rl.config.rules.base import COLOCATED, CP, EP, ETP, GPUS, NODES, PP, SECTION, SPEC, TP
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.source.interpolation import leaves
 from nemo_offload_rl.config.upstream.split import remove_upstream_keys
@@ -250,7 +251,7 @@ def _warm_start(
         return None, ()
     overrides = value_at(config, _OVERRIDES)
     places = [f"{recipe.origin(f'{_OVERRIDES}.{number}')}: {_OVERRIDES}" for number in range(len(overrides))]
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     try:
         read = read_recipe(path, overrides, places)
         other = _algorithm_of(read)[0]
@@ -263,7 +264,7 @@ def _warm_start(
                 found.add(_OVERRIDES, f"sets {key}, but a warm start uses that of the run ({size}); delete it")
                 return None, ()
         # Read again, since other keys may be interpolated from the sizes.
-        of_run = [f"++{key}={size}" for key, size in sizes.items()]
+        of_run = [f"++{key}={str(size).lower()}" for key, size in sizes.items()]
         warm_start = validate(read_recipe(path, [*overrides, *of_run], [*places, *[_OVERRIDES] * len(sizes)]))
     except RecipeError as error:
         own = _problems_of(read) if sizes else error.problems
@@ -284,15 +285,17 @@ def _problems_of(recipe: Recipe) -> Sequence[Problem]:
     return ()
 
 
-def _sizes(config: dict[str, Any], found: _Findings) -> dict[str, int]:
-    """Returns the `cluster` keys, with values, that a warm start takes from the run, whose ranks it trains on."""
+def _sizes(config: dict[str, Any], found: _Findings) -> dict[str, Any]:
+    """Returns keys, with values, that a warm start takes from the run: its ranks, and how the model is divided."""
     gpus, nodes, apart = (value_at(config, key.removesuffix("?")) for key in (GPUS, NODES, COLOCATED))
     if any(found.touches(key.removesuffix("?")) for key in (GPUS, NODES, COLOCATED)):
         return {}
     split = checked_split(gpus, nodes, None if apart is ABSENT else apart)
     if not isinstance(split, DeviceSplit):  # a rule reports it
         return {}
-    return {GPUS: split.policy_per_node, NODES: split.policy_nodes}
+    shared = (key for key in (TP, PP, CP, EP, ETP, SEQUENCE_PARALLEL) if not found.touches(key))
+    of_model = {key: value for key in shared if (value := value_at(config, key)) is not ABSENT}
+    return {GPUS: split.policy_per_node, NODES: split.policy_nodes} | of_model
 
 
 def _warm_start_mismatches(warm_start: ValidatedRecipe, config: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -64,7 +63,7 @@ from nemo_offload_rl.run.setup import Preparation, with_run_length
 from nemo_offload_rl.run.step_profile import step_profile
 from nemo_offload_rl.run.train_loop import Run, StopReason, TimeLimit
 from nemo_offload_rl.storage.checksum import FileSum
-from nemo_offload_rl.storage.disk import HF_FILES, replace_folder, replacing, translate_disk_full, unfinished
+from nemo_offload_rl.storage.disk import HF_FILES, replacing, translate_disk_full
 from nemo_offload_rl.storage.manifest import read_manifest
 
 logger = logging.getLogger(__name__)
@@ -174,7 +173,7 @@ class Job:
         checkpoints = self._checkpoints()
         checkpoints.remove_unfinished()
         newest = self._choose(checkpoints, damage_seen_by_driver, session.console)
-        log_dir, say = Path(self.config["logger"]["log_dir"]), partial(_say, session.console)
+        log_dir, say = Path(self.config["logger"]["log_dir"]), partial(tell, session.console)
         if newest is None:
             run_dir = new_run_folder(log_dir)
         else:
@@ -211,7 +210,7 @@ class Job:
             stack.enter_context(logged_to(run_dir, session.console))
             assert self.resolved is not None, "the machine is known before anything runs"
             for note in [*self.notes, *self.resolved.lines]:
-                _say(session.console, note, style="dim")
+                tell(session.console, note, style="dim")
             policy = with_run_length(self.resolved.config["policy"], self.preparation.schedule.num_steps)
             session.interrupt.check()
             algorithm = self.preparation.build(policy, session.cluster)
@@ -235,7 +234,7 @@ class Job:
 
     def _choose(self, checkpoints: Checkpoints, look: Callable[[Path], list[str]], console: Console) -> Path | None:
         on_damaged: OnDamaged = self.config["checkpointing"]["on_damaged"]
-        return choose(checkpoints, on_damaged, look, partial(_say, console))
+        return choose(checkpoints, on_damaged, look, partial(tell, console))
 
     def _checkpoints(self) -> Checkpoints:
         section = self.config["checkpointing"]
@@ -313,7 +312,7 @@ class Job:
 
         newest = self._choose(checkpoints, look, console)
         assert newest is not None  # there was one when the run began
-        warn_without_manifest(newest, partial(_say, console))
+        warn_without_manifest(newest, partial(tell, console))
         return newest
 
     def _report(self, run_dir: Path, reason: StopReason, console: Console) -> None:
@@ -334,7 +333,7 @@ class Job:
         if section["enabled"]:
             places["checkpoints"] = Path(section["checkpoint_dir"])
         places |= {what: run_dir / name for what, name in _FOLDERS.items() if (run_dir / name).exists()}
-        _say(console, ", ".join(f"{what}: {place}" for what, place in places.items()))
+        tell(console, ", ".join(f"{what}: {place}" for what, place in places.items()))
 
 
 def _draw(run_dir: Path, pictures: Mapping[str, Callable[[], Path]], console: Console) -> dict[str, Path]:
@@ -345,11 +344,12 @@ def _draw(run_dir: Path, pictures: Mapping[str, Callable[[], Path]], console: Co
             with translate_disk_full(run_dir):
                 drawn[what] = draw()
         except Exception as error:  # noqa: BLE001 - a run that has done its work does not fail for a picture
-            _say(console, f"The picture of the {what} could not be drawn: {error}.")
+            tell(console, f"The picture of the {what} could not be drawn: {error}.")
     return drawn
 
 
-def _say(console: Console, text: str, style: str | None = None) -> None:
+def tell(console: Console, text: str, style: str | None = None) -> None:
+    """Prints a line as it is written."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -409,39 +409,3 @@ class _WriteBesideRun:
         files = self._algorithm.finish_save()
         self._write_beside_policy(folder)
         return files
-
-
-def run_warm_start(job: Job, folder: Path, session: Session) -> Path | None:
-    """Runs an SFT recipe in a folder, unless the same resolved recipe has already finished there, on any cluster.
-
-    It runs in a folder beside, which gets the recipe last and then replaces the folder: the model of another recipe
-    stays until this one's is complete. No checkpoints are kept.
-
-    Args:
-        job: the SFT recipe, which exports its model.
-        folder: the folder of the finished run.
-        session: the command's cluster, interrupt, console and time limit.
-
-    Returns:
-        The exported Hugging Face folder, or None where the run was interrupted.
-    """
-    written = read_recipe(folder)
-    # With another number of ranks the model differs only by rounding.
-    if written is not None and {**written, "cluster": None} == {**job.config, "cluster": None}:
-        _say(session.console, f"The warm start in {folder} was made by the same recipe and is used again.")
-        return folder / HF_FOLDER
-    new = unfinished(folder)
-    if new.exists():
-        shutil.rmtree(new)
-    if written is not None:
-        changed = ", ".join(changed_keys(written, job.config))
-        _say(
-            session.console,
-            f"The warm start in {folder} was made by a recipe with other values of {changed}: the new one runs in "
-            f"{new}, and replaces it once it is done.",
-        )
-    if job.run_in(new, session, NoCheckpoints(), None, "warm start").reason is StopReason.INTERRUPTED:
-        return None
-    write_recipe(new, job.config)
-    replace_folder(folder, new)
-    return folder / HF_FOLDER

@@ -262,8 +262,9 @@ def _start_cluster(jobs: Sequence[Job], restarts: Restarts) -> Iterator[tuple[Cl
 
 def _run_jobs(job: Job, warm_start: Job | None, release_warm_start: Callable[[], None], session: Session) -> Ending:
     from nemo_offload_rl.run.folder import warm_start_folder
-    from nemo_offload_rl.run.job import Ending, run_warm_start
+    from nemo_offload_rl.run.job import Ending
     from nemo_offload_rl.run.train_loop import StopReason
+    from nemo_offload_rl.run.warm_start import run_warm_start
 
     if warm_start is not None:
         model = run_warm_start(warm_start, warm_start_folder(job.config), session)

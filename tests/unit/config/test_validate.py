@@ -373,6 +373,11 @@ def test_a_warm_start_runs_on_the_policys_part_of_a_cluster(error_of):
     )
     halved = "'policy.train_micro_batch_size=64','sft.val_micro_batch_size=64'"
     load(recipe, ["cluster.gpus_per_node=2", f"++warm_start.overrides=['cluster.gpus_per_node=2',{halved}]"])
+    # It divides the model as the run does.
+    divided = [f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.sequence_parallel=true"]
+    divided += ["policy.make_sequence_length_divisible_by=2", "cluster.gpus_per_node=2"]
+    of_warm_start = load(recipe, divided).warm_start.config["policy"]["megatron_cfg"]
+    assert (of_warm_start["tensor_model_parallel_size"], of_warm_start["sequence_parallel"]) == (2, True)
     # A mistake of the run's own is told alone.
     assert ": 1 problem\n" in error_of("cluster.gpus_per_node=0")
 

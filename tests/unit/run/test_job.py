@@ -29,8 +29,9 @@ from nemo_offload_rl.plan.resolve import Machine
 from nemo_offload_rl.run import job as job_module
 from nemo_offload_rl.run.checkpoints import RunState
 from nemo_offload_rl.run.interrupt import Interrupt, Stopped
-from nemo_offload_rl.run.job import Ending, Job, Session, run_warm_start
+from nemo_offload_rl.run.job import Ending, Job, Session
 from nemo_offload_rl.run.train_loop import StopReason, TimeLimit
+from nemo_offload_rl.run.warm_start import run_warm_start
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.lock import FolderLock, LockedError
 from nemo_offload_rl.storage.manifest import CheckpointError, DamagedCheckpointError, write_manifest
@@ -328,8 +329,10 @@ def test_a_warm_start_is_run_once_for_a_recipe(tmp_path, session):
     assert (folder / "metrics.jsonl").stat().st_mtime_ns == first
     assert "is used again" in shown(session)
     job = make_job(tmp_path)
-    more_ranks = replace(job, config=job.config | {"cluster": {"gpus_per_node": 2, "num_nodes": 1}})
-    run_warm_start(more_ranks, folder, session)
+    policy = job.config["policy"]
+    shared = policy | {"megatron_cfg": policy["megatron_cfg"] | {"tensor_model_parallel_size": 2}}
+    more_ranks = job.config | {"cluster": {"gpus_per_node": 2, "num_nodes": 1}, "policy": shared}
+    run_warm_start(replace(job, config=more_ranks), folder, session)
     assert (folder / "metrics.jsonl").stat().st_mtime_ns == first
     run_warm_start(make_job(tmp_path, "sft.max_num_steps=5"), folder, session)
     assert [row["step"] for row in rows(folder)] == [0, 1, 2, 3, 4, 5]
