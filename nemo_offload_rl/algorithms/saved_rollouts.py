@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.environments import Case
 from nemo_offload_rl.generation.interface import SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.storage.checksum import HashingFile
 from nemo_offload_rl.storage.disk import DiskFullError, translate_disk_full, write_whole, writing_whole
 
 if TYPE_CHECKING:
@@ -132,8 +133,7 @@ class RolloutFolder:
                 if not (self.path / HEADER_FILE).exists():
                     header = {"version": VERSION, "made_with": self.made_with}
                     write_whole(self.path / HEADER_FILE, json.dumps(header, indent=1) + "\n")
-                with writing_whole(self._file(step)) as file:
-                    torch.save({"version": VERSION, "batches": [_plain(batch) for batch in batches]}, file)
+                save_tensors(self._file(step), {"version": VERSION, "batches": [as_plain(batch) for batch in batches]})
         except DiskFullError as error:
             logger.warning("The rollouts of step %d are not saved: %s.", step, error)
 
@@ -156,7 +156,7 @@ class RolloutFolder:
             reason = str(error).partition("\n")[0]
             raise DataError(f"{path} cannot be read as saved rollouts ({reason}): save them again.") from error
         _check_version(path, version)
-        return [_rollouts(batch) for batch in batches]
+        return [from_plain(batch) for batch in batches]
 
     def _file(self, step: int) -> Path:
         return self.path / f"step_{step}.pt"
@@ -182,7 +182,20 @@ def _check_version(path: Path, version: int) -> None:
         raise DataError(f"{path} has format {version}, but this version of the package reads {VERSION}: save it again.")
 
 
-def _plain(rollouts: Rollouts) -> dict[str, Any]:
+def save_tensors(path: Path, content: Any) -> None:
+    """Writes what `torch.load` reads with `weights_only` to a file, atomically.
+
+    Raises:
+        OSError: the file cannot be written. On a full disk `torch.save` alone raises a RuntimeError.
+    """
+    with writing_whole(path) as file:
+        hashing = HashingFile(file)
+        torch.save(content, cast(BinaryIO, hashing))  # calls only `write` and `flush`
+        if hashing.error is not None:
+            raise hashing.error
+
+
+def as_plain(rollouts: Rollouts) -> dict[str, Any]:
     """Returns rollouts as tensors, numbers and texts, which `torch.load` reads with `weights_only`."""
     return {
         "columns": dict(rollouts.batch),
@@ -193,7 +206,8 @@ def _plain(rollouts: Rollouts) -> dict[str, Any]:
     }
 
 
-def _rollouts(saved: Mapping[str, Any]) -> Rollouts:
+def from_plain(saved: Mapping[str, Any]) -> Rollouts:
+    """Returns the rollouts of which `as_plain` has made tensors, numbers and texts."""
     return Rollouts(
         batch=BatchedData(saved["columns"]),
         rewards=saved["rewards"],

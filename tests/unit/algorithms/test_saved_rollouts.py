@@ -3,11 +3,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.limits import files_of_at_most
 
 from nemo_offload_rl.algorithms.advantages import RewardScaling
 from nemo_offload_rl.algorithms.grpo import prepare
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty
-from nemo_offload_rl.algorithms.saved_rollouts import HEADER_FILE, RolloutFolder
+from nemo_offload_rl.algorithms.saved_rollouts import HEADER_FILE, RolloutFolder, save_tensors
 from nemo_offload_rl.config import RecipeError, check_named_files, load
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.metrics.timer import Timer
@@ -127,15 +128,15 @@ def test_dynamic_sampling_of_other_rewards_may_need_batches_that_were_not_saved(
         setting.grpo.step(1, Timer())
 
 
-def test_a_full_disk_costs_the_rollouts_and_not_the_run(folder, monkeypatch, caplog):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    reason, _, _ = Setting(save=folder).run(replace(SCHEDULE, max_num_steps=2))
+def test_a_full_disk_costs_the_rollouts_and_not_the_run(folder, caplog):
+    with files_of_at_most(2000):
+        reason, _, _ = Setting(save=folder).run(replace(SCHEDULE, max_num_steps=2))
     assert reason is StopReason.STEPS
     assert "The rollouts of step 2 are not saved" in caplog.text
     assert folder.steps == []
+    with files_of_at_most(100_000), pytest.raises(OSError, match="File too large"):
+        save_tensors(folder.path / "large.pt", torch.zeros(100_000))
+    assert [path.name for path in folder.path.iterdir()] == [HEADER_FILE]
 
 
 def prepared(*overrides):
