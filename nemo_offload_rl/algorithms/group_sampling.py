@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -125,6 +126,12 @@ class GroupSampler:
 
     def join(self) -> None:
         """Does nothing."""
+
+    def save_unused(self, folder: Path) -> None:
+        """Does nothing: no rollouts wait for their step."""
+
+    def load_unused(self, folder: Path, step: int) -> None:
+        """Does nothing: each step samples its own rollouts, also those that another run had sampled ahead."""
 
     def shaped_rewards(self, rollouts: Rollouts) -> torch.Tensor:
         """Returns the scaled and shaped rewards [P, N] from which advantages are computed."""

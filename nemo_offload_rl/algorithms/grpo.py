@@ -19,7 +19,7 @@ from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty, RewardShaping, StopProperlyPenalty
 from nemo_offload_rl.algorithms.rollout_queue import RolloutQueue
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
-from nemo_offload_rl.algorithms.saved_rollouts import NoEngine, ReplayedRollouts, RolloutFolder, made_with
+from nemo_offload_rl.algorithms.saved_rollouts import NoEngine, ReplayedRollouts, RolloutFolder, made_with, sampled_with
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.data.batch import BatchedData
@@ -245,9 +245,13 @@ class GRPO(Algorithm):
         """Frees the engines' GPU memory, which saving the policy may need."""
         self._generation.finish_generation()
 
+    def _save_own_files(self, folder: Path) -> None:
+        self._sample.save_unused(folder)
+
     def load(self, folder: Path, step: int, num_skipped: int) -> None:
         """Loads the policy from a checkpoint folder; see ``Algorithm``."""
         super().load(folder, step, num_skipped)
+        self._sample.load_unused(folder, step)
         self._weights.mark_stale()
 
     def shutdown(self) -> None:
@@ -355,6 +359,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
                 max_age=ahead["max_trajectory_age_steps"],
                 last_step=schedule.max_num_steps,
                 num_epochs=schedule.max_num_epochs,
+                sampled_with=sampled_with(config, train.problems, tokenizer),
             )
         return GRPO(
             policy=policy,

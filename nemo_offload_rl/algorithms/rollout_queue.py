@@ -5,22 +5,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
-from nemo_offload_rl.algorithms.saved_rollouts import ReplayedRollouts
+from nemo_offload_rl.algorithms.saved_rollouts import ReplayedRollouts, as_plain, from_plain, save_tensors
 from nemo_offload_rl.data.loader import DataPosition
 from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.storage.disk import translate_disk_full
 
 logger = logging.getLogger(__name__)
 
 # How long `close` waits for a batch whose engines are being ended.
 _CLOSE_S = 30.0
+
+ROLLOUTS_FILE = "rollouts.pt"
+_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -52,13 +58,17 @@ class RolloutQueue:
         max_age: the most updates that a step's rollouts may lack; 0 samples no step ahead.
         last_step: the last step of the run.
         num_epochs: epochs after which no further prompts are drawn.
+        sampled_with: what must agree between the runs that write and read a checkpoint's rollouts, by name.
     """
 
-    def __init__(self, sampler: GroupSampler, *, max_age: int, last_step: int, num_epochs: int) -> None:
+    def __init__(
+        self, sampler: GroupSampler, *, max_age: int, last_step: int, num_epochs: int, sampled_with: Mapping[str, Any]
+    ) -> None:
         self._sampler = sampler
         self._max_age = max_age
         self._last_step = last_step
         self._num_epochs = num_epochs
+        self._sampled_with = {"format": _FORMAT, **sampled_with}
         self._position: DataPosition | None = None
         self._memory: dict[str, float] = {}
         # What follows is read and changed under this condition alone.
@@ -129,10 +139,68 @@ class RolloutQueue:
         with self._changed:
             self._version, self._held_after = version, None
             if self._thread is None:
-                self._next, self._position = version + 1, self._sampler.position
+                self._next = version + 1 + len(self._ready)
+                if self._position is None:
+                    self._position = self._sampler.position
                 self._thread = threading.Thread(target=self._sample_steps, name="rollouts", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+
+    def save_unused(self, folder: Path) -> None:
+        """Writes the finished rollouts that no step has used into a checkpoint's folder; no file where there are none.
+
+        With an age of 1 it waits for those of the next step, which would wait for them anyway. A resumed run would
+        sample them with newer weights, so that its numbers would depend on what was faster.
+
+        Raises:
+            DiskFullError: the disk is full.
+        """
+        with self._changed:
+            if self._max_age == 1 and self._thread is not None:
+                self._changed.wait_for(lambda: self._ready or self._has_ended)
+            unused = sorted(self._ready.items())
+        if not unused:
+            return
+        steps = [
+            {
+                "step": step,
+                "version": sampled.version,
+                "position": (sampled.position.epoch, sampled.position.samples),
+                "metrics": sampled.metrics,
+                "rollouts": as_plain(sampled.rollouts),
+            }
+            for step, sampled in unused
+        ]
+        with translate_disk_full(folder / ROLLOUTS_FILE):
+            save_tensors(folder / ROLLOUTS_FILE, {"sampled_with": self._sampled_with, "steps": steps})
+
+    def load_unused(self, folder: Path, step: int) -> None:
+        """Reads what `save_unused` has written to the checkpoint of a step; before anything is sampled.
+
+        Rollouts that would be too old now are left out, with those behind them, and all if the recipe would sample
+        others: the data's position, which is that of the checkpoint's next step, goes on only behind those that stay.
+        """
+        path = folder / ROLLOUTS_FILE
+        if not path.exists():
+            return
+        saved = torch.load(path, weights_only=True)
+        differing = [name for name, value in self._sampled_with.items() if saved["sampled_with"].get(name) != value]
+        if differing:
+            logger.info("The checkpoint's rollouts are of other values of %s: sampled again.", ", ".join(differing))
+            return
+        self._position = self._sampler.position
+        for one in saved["steps"]:
+            if one["step"] - 1 - one["version"] > self._max_age:
+                break
+            position = DataPosition(*one["position"])
+            rollouts = from_plain(one["rollouts"])
+            self._ready[one["step"]] = _StepRollouts(rollouts, one["metrics"], one["version"], position)
+            self._sampler.prompts.position = position
+        logger.info(
+            "The checkpoint has the rollouts of %d steps that were sampled ahead; %d of them are not too old.",
+            len(saved["steps"]),
+            len(self._ready),
+        )
 
     def shaped_rewards(self, rollouts: Rollouts) -> torch.Tensor:
         """See `GroupSampler`."""
@@ -156,7 +224,9 @@ class RolloutQueue:
 
     @property
     def _has_ended(self) -> bool:
-        return self._thread is not None and (not self._thread.is_alive() or self._error is not None)
+        if self._thread is None:
+            return False
+        return not self._thread.is_alive() or self._error is not None or self._is_at_end
 
     def _sample_steps(self) -> None:
         try:
@@ -173,9 +243,7 @@ class RolloutQueue:
         start = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._may_sample)
-            if self._is_closed or self._next > self._last_step:
-                return False
-            if self._sampler.position.epoch >= self._num_epochs:
+            if self._is_closed or self._is_at_end:
                 return False
             step, version = self._next, self._version
             self._is_sampling = True
@@ -192,6 +260,13 @@ class RolloutQueue:
             self._is_sampling = False
             self._changed.notify_all()
         return True
+
+    @property
+    def _is_at_end(self) -> bool:
+        """Whether all rollouts of the run have been sampled."""
+        if self._is_sampling:
+            return False
+        return self._next > self._last_step or self._sampler.position.epoch >= self._num_epochs
 
     @property
     def _may_sample(self) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import torch
 
 from nemo_offload_rl.algorithms.rollouts import Rollouts
-from nemo_offload_rl.config.keys.schema_problems import value_at
+from nemo_offload_rl.config.keys.schema_problems import ABSENT, value_at
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.schema import GRPOMasterConfig
 from nemo_offload_rl.data.batch import BatchedData
@@ -53,6 +53,18 @@ _MUST_AGREE = (
     "policy.generation.top_k",
 )
 
+# With another value of one of these, answers or rewards would be others, too.
+_MUST_ALSO_AGREE = (
+    "data.train",
+    "data.default",
+    "env",
+    "grpo.reward_scaling",
+    "policy.tokenizer",
+    "policy.generation.max_new_tokens",
+    "policy.generation.stop_token_ids",
+    "policy.generation.stop_strings",
+)
+
 
 def made_with(
     config: GRPOMasterConfig, problems: Sequence[Conversation], tokenizer: PreTrainedTokenizerFast
@@ -65,6 +77,14 @@ def made_with(
         f"data.train (checksum of the first {_NUM_SUMMED})": _checksum(first),
         "policy.tokenizer (checksum of the vocabulary)": _checksum(sorted(tokenizer.get_vocab().items())),
     }
+
+
+def sampled_with(
+    config: GRPOMasterConfig, problems: Sequence[Conversation], tokenizer: PreTrainedTokenizerFast
+) -> dict[str, Any]:
+    """Returns what must agree so that rollouts are those which a run would sample for the same step, by name."""
+    found = {key: value_at(config, key) for key in _MUST_ALSO_AGREE}
+    return made_with(config, problems, tokenizer) | {key: value for key, value in found.items() if value is not ABSENT}
 
 
 def _texts(problem: Conversation) -> tuple[str, str]:

@@ -105,7 +105,12 @@ class Algorithm(ABC):
         Raises:
             DiskFullError: the disk is full; training can go on.
         """
-        return _below_policy(self._policy.save_checkpoint(str(folder / POLICY_FOLDER), self._save_optimizer))
+        files = _below_policy(self._policy.save_checkpoint(str(folder / POLICY_FOLDER), self._save_optimizer))
+        self._save_own_files(folder)
+        return files
+
+    def _save_own_files(self, folder: Path) -> None:  # noqa: B027 - most algorithms have none
+        """Writes what the algorithm's checkpoints have besides the policy, and `load` reads; see ``save``."""
 
     def start_save(self, folder: Path) -> None:
         """Takes a snapshot of the policy's state, which ranks write to a checkpoint folder while training goes on.
@@ -113,6 +118,7 @@ class Algorithm(ABC):
         Raises:
             DiskFullError: the disk is full; no save is in progress.
         """
+        self._save_own_files(folder)  # first: where the disk is full, no save is in progress
         self._policy.start_checkpoint(str(folder / POLICY_FOLDER), self._save_optimizer)
 
     def is_save_written(self) -> bool:

@@ -100,6 +100,7 @@ class Setting:
         max_age=None,
         last_step=SCHEDULE.max_num_steps,
         num_epochs=99,
+        sampled_with=None,
     ):
         self.policy = ToyPolicy()
         self.generation = ToyGeneration() if generation is None else generation
@@ -122,7 +123,9 @@ class Setting:
             prompts=prompts,
             sample=sampler
             if max_age is None
-            else RolloutQueue(sampler, max_age=max_age, last_step=last_step, num_epochs=num_epochs),
+            else RolloutQueue(
+                sampler, max_age=max_age, last_step=last_step, num_epochs=num_epochs, sampled_with=sampled_with or {}
+            ),
             validation=ValidationSampling(
                 validation if replay is None else (),
                 num_generations=val_generations,
@@ -139,14 +142,14 @@ class Setting:
             save_optimizer=True,
         )
 
-    def run(self, schedule=SCHEDULE, checkpoints=None, state=None, interrupt=None, profile=no_profile):
+    def run(self, schedule=SCHEDULE, checkpoints=None, state=None, interrupt=None, profile=no_profile, writer=None):
         outputs = Recorded()
         run = Run(
             self.grpo,
             schedule,
             state if state is not None else RunState("unused"),
             checkpoints if checkpoints is not None else NoCheckpoints(),
-            WriteAtOnce(self.grpo.save),
+            WriteAtOnce(self.grpo.save) if writer is None else writer,
             outputs,
             interrupt if interrupt is not None else Interrupt(),
             profile=profile,

@@ -170,26 +170,6 @@ def test_a_failure_is_raised_by_the_step_that_needs_the_rollouts(arguments, erro
     setting.grpo.shutdown()
 
 
-def test_a_resumed_run_samples_again_what_no_step_has_used(tmp_path):
-    def folder():
-        return CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=9)
-
-    schedule = replace(SCHEDULE, val_period=0, val_at_start=False, val_at_end=False)
-    first = ahead(3, train_s=0.05)
-    first.run(replace(schedule, max_num_steps=2), folder())
-    assert set(prompts_by_step(first)) > {1, 2}  # sampled ahead, and lost with the process
-    first.grpo.shutdown()
-    second, newest = ahead(3), folder().newest_first()[0]
-    state = RunState.read(newest)
-    second.grpo.position = state.position
-    second.grpo.load(newest, state.step, state.num_skipped)
-    second.run(schedule, folder(), state)
-    whole = Setting()
-    whole.run()
-    used = {step: prompts for step, prompts in prompts_by_step(first).items() if step <= 2}
-    assert used | prompts_by_step(second) == prompts_by_step(whole)
-
-
 def test_a_run_ends_while_an_engine_generates():
     ended = threading.Event()
 
