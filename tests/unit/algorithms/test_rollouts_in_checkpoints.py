@@ -14,7 +14,7 @@ from nemo_offload_rl.run.job import _WriteBesideRun
 from nemo_offload_rl.run.resume import damage_seen_by_driver
 from nemo_offload_rl.run.setup import read_data, read_tokenizer
 from nemo_offload_rl.run.train_loop import StopReason
-from nemo_offload_rl.storage.manifest import read_manifest
+from nemo_offload_rl.storage.manifest import read_manifest, write_manifest
 from tests.unit.algorithms.test_grpo import SCHEDULE, Setting
 from tests.unit.algorithms.test_rollout_queue import AGE, ahead, prompts_by_step
 from tests.unit.algorithms.test_saved_rollouts import HARD
@@ -138,20 +138,28 @@ def test_of_more_steps_ahead_all_are_used(folder, settings):
 
 
 @pytest.mark.parametrize(
-    ("max_age", "sampled"),
-    [(2, [4, 5, 6]), (1, [4, 5, 6]), (0, [4, 5, 6]), (None, [4, 5, 6])],
-    ids=["age 2", "age 1", "age 0", "synchronous"],
+    ("max_age", "ages", "num_used"),
+    [(2, [1, 2, 3], 2), (1, [1, 2, 3], 1), (0, [1, 2, 3], 0), (None, [1, 2, 3], 0), (2, [3, 2, 2], 0)],
+    ids=["age 2", "age 1", "age 0", "synchronous", "the first is the oldest"],
 )
-def test_what_is_too_old_now_is_sampled_again_with_what_is_behind_it(max_age, sampled, folder, settings, caplog):
+def test_what_is_too_old_now_is_sampled_again_with_what_is_behind_it(max_age, ages, num_used, folder, settings, caplog):
     caplog.set_level("INFO")
-    stopped_after(3, folder, settings)
-    assert saved_steps(folder.newest_first()[0]) == [4, 5, 6]
+    stopped_after(1, folder, settings)
+    (checkpoint,) = folder.newest_first()
+    saved = torch.load(checkpoint / ROLLOUTS_FILE, weights_only=True)
+    assert [one["step"] - 1 - one["version"] for one in saved["steps"]] == [1, 2, 3]
+    for one, age in zip(saved["steps"], ages, strict=True):
+        one["version"] = one["step"] - 1 - age
+    torch.save(saved, checkpoint / ROLLOUTS_FILE)
+    write_manifest(checkpoint, {})
     second = Setting() if max_age is None else ahead(max_age)
-    resume(second, folder, UNVALIDATED)
+    outputs = resume(second, folder, UNVALIDATED)
+    assert max(row.get(AGE, 0) for row in outputs.rows.values()) <= (max_age or 0)
     whole = Setting()
     whole.run(UNVALIDATED)
-    assert prompts_by_step(second) == {step: prompts_by_step(whole)[step] for step in sampled}
-    assert ("of 3 steps that were sampled ahead; 0 of them are not too old" in caplog.text) == (max_age is not None)
+    assert prompts_by_step(second) == {step: prompts_by_step(whole)[step] for step in range(2 + num_used, 7)}
+    said = f"of 3 steps that were sampled ahead; {num_used} of them are not too old"
+    assert (said in caplog.text) == (max_age is not None)
 
 
 def test_rollouts_that_the_recipe_would_not_sample_are_sampled_again(folder, settings, caplog):
