@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
+from ray._private import auto_init_hook
 
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.signals import ENDING_SIGNALS
@@ -53,7 +54,11 @@ def handlers_kept() -> Iterator[None]:
 
 
 def disconnect_and_kill() -> None:
-    """Disconnects from Ray and kills its processes; ray.shutdown() alone waits a second for each after SIGTERM."""
+    """Disconnects from Ray and kills its processes; ray.shutdown() alone waits a second for each after SIGTERM.
+
+    A thread that then still calls Ray gets an error; by default Ray would start on this machine again.
+    """
+    auto_init_hook.enable_auto_connect = False
     node = ray._private.worker._global_node
     if node is not None:
         kill_all_processes = node.kill_all_processes

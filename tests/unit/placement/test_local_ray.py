@@ -6,9 +6,11 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import ray
+from ray._private import auto_init_hook
 
 from nemo_offload_rl.placement import local_ray
-from nemo_offload_rl.placement.local_ray import handlers_kept, object_store_options
+from nemo_offload_rl.placement.local_ray import disconnect_and_kill, handlers_kept, object_store_options
 from nemo_offload_rl.placement.signals import ENDING_SIGNALS, ignore_ending_signals
 
 MIB = 2**20
@@ -58,3 +60,15 @@ def test_in_another_thread_there_are_no_handlers_to_keep():
     thread.start()
     thread.join()
     assert entered == [True]
+
+
+def test_a_thread_that_still_calls_ray_after_its_end_does_not_start_it_again(monkeypatch):
+    monkeypatch.setattr(auto_init_hook, "enable_auto_connect", True)  # Ray's default
+    monkeypatch.setattr(ray._private.worker, "_global_node", None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    disconnect_and_kill()
+    started = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda: started.append("Ray"))
+    auto_init_hook.auto_init_ray()  # what `ray.wait` and `remote` begin with
+    assert started == []
