@@ -254,10 +254,14 @@ class GRPO(Algorithm):
         self._sample.load_unused(folder, step)
         self._weights.mark_stale()
 
-    def shutdown(self) -> None:
-        """Ends the processes of rewards, generation and policy."""
+    def stop(self) -> None:
+        """Ends the processes of rewards, and what they have started; see ``Algorithm``."""
         self._sample.close()
         self._sample.rollout.shutdown()
+
+    def shutdown(self) -> None:
+        """Ends the processes of rewards, generation and policy."""
+        self.stop()
         self._generation.shutdown()
         self._sample.join()
         super().shutdown()

@@ -8,6 +8,7 @@ import selectors
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from nemo_offload_rl.environments.math_worker import READY
 _START_LIMIT_S = 120.0  # imports sympy, on a machine that may be busy
 _EXIT_LIMIT_S = 10.0  # for the traceback of a process that has closed its output
 _READ_BYTES = 65536
+_LOOK_PERIOD_S = 0.1  # within which `judge` sees a shutdown by another thread
 
 
 @dataclass(frozen=True)
@@ -65,25 +67,31 @@ class JudgePool:
         self._shows_errors = shows_errors
         self._start_limit_s = start_limit_s
         self._workers: list[_Worker] = []
+        self._judging = threading.Lock()
+        self._is_shut_down = False
 
     def judge(self, jobs: Sequence[Sequence[str]]) -> list[Verdict]:
         """Judges jobs, each the texts of an answer, such as the response and the known answer.
 
         Raises:
-            RewardError: a process does not start, or its judge raises this; the processes have been ended.
+            RewardError: a process does not start, its judge raises this, or another thread shuts the pool down; the
+                processes have been ended.
         """
-        try:
-            return self._judge(jobs)
-        except BaseException:  # Ctrl-C, too: a process dies with the driver, but not those that it has started
-            self.shutdown()
-            raise
+        with self._judging:
+            try:
+                return self._judge(jobs)
+            except BaseException:  # Ctrl-C, too: a process dies with the driver, but not those that it has started
+                self._end_workers()
+                raise
 
     def _judge(self, jobs: Sequence[Sequence[str]]) -> list[Verdict]:
-        while len(self._workers) < self._num_workers:
-            self._workers.append(self._new_worker())
         verdicts: dict[int, Verdict] = {}
         waiting = deque(range(len(jobs)))
         while len(verdicts) < len(jobs):
+            if self._is_shut_down:
+                raise RewardError("The processes that judge answers have been ended.")
+            while len(self._workers) < self._num_workers:
+                self._workers.append(self._new_worker())
             for index, worker in enumerate(self._workers):
                 if worker.is_idle and waiting:
                     number = waiting.popleft()
@@ -95,18 +103,27 @@ class JudgePool:
         return [verdicts[number] for number in range(len(jobs))]
 
     def shutdown(self) -> None:
-        """Ends the processes."""
+        """Ends the processes for good; a call of `judge` in another thread raises its error first."""
+        self._is_shut_down = True
+        with self._judging:
+            self._end_workers()
+
+    def _end_workers(self) -> None:
         while self._workers:
             self._workers.pop().end()
 
     def _wait(self) -> list[_Worker]:
-        """Waits for, and returns, the workers that have written output, have ended, or have run out of time."""
+        """Waits for, and returns, the workers that have written output, have ended, or have run out of time.
+
+        Returns none after `_LOOK_PERIOD_S`.
+        """
         busy = [worker for worker in self._workers if not worker.is_idle]
         with selectors.DefaultSelector() as selector:
             for worker in busy:
                 selector.register(worker.output, selectors.EVENT_READ, worker)
             first = min(worker.deadline for worker in busy)
-            heard = [key.data for key, _ in selector.select(max(first - time.monotonic(), 0))]
+            wait_s = min(max(first - time.monotonic(), 0), _LOOK_PERIOD_S)
+            heard = [key.data for key, _ in selector.select(wait_s)]
         now = time.monotonic()
         return heard or [worker for worker in busy if worker.deadline <= now]
 

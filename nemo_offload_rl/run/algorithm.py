@@ -146,6 +146,9 @@ class Algorithm(ABC):
         """
         self._policy.export_hf(str(folder))
 
+    def stop(self) -> None:  # noqa: B027 - most algorithms have nothing to do
+        """Ends what runs beside the loop on this machine, after an immediate stop, when workers may not answer."""
+
     def shutdown(self) -> None:
         """Ends the processes that the algorithm uses."""
         self._policy.shutdown()

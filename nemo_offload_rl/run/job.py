@@ -215,7 +215,7 @@ class Job:
             session.interrupt.check()
             algorithm = self.preparation.build(policy, session.cluster)
             # After an immediate stop the workers may be in the middle of a step, so the cluster kills them.
-            stack.callback(lambda: None if session.interrupt.stopped else algorithm.shutdown())
+            stack.callback(lambda: algorithm.stop() if session.interrupt.stopped else algorithm.shutdown())
             self.when_built()
             gpus = _gpu_metrics(self.resolved.config["logger"], session.cluster)
             stack.callback(gpus.close)

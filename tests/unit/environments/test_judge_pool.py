@@ -3,7 +3,9 @@
 import os
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -128,11 +130,40 @@ serve(lambda: judge)
     assert not any(exe.exists() for exe in processes)
 
 
-def test_the_processes_end_with_the_pool_and_start_again(make_pool):
+def test_the_processes_end_with_the_pool(make_pool):
     pool = make_pool(num_workers=2)
     before = pids_of(pool)
     pool.shutdown()
     for pid in before:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-    assert pids_of(pool).isdisjoint(before)
+    with pytest.raises(RewardError, match="have been ended"):  # by a thread that does not know yet
+        pool.judge([("1", "")])
+
+
+def test_another_thread_ends_a_pool_that_judges(make_pool):
+    pool, given = make_pool(num_workers=3), threading.Event()
+    pids_of(pool)
+    jobs = [_Job(given.set) for _ in range(20)]
+    with ThreadPoolExecutor(1) as judging:
+        judged = judging.submit(pool.judge, jobs)
+        assert given.wait(20)
+        pids = [worker._process.pid for worker in pool._workers]
+        pool.shutdown()
+        with pytest.raises(RewardError, match="have been ended"):
+            judged.result(20)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+class _Job(list):
+    """Hangs; says when it is sent to a process."""
+
+    def __init__(self, on_sent):
+        super().__init__(["hang", ""])
+        self._on_sent = on_sent
+
+    def __iter__(self):
+        self._on_sent()
+        return super().__iter__()

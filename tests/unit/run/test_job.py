@@ -281,16 +281,18 @@ def test_the_warm_start_is_given_free_once_its_model_has_been_read(tmp_path, ses
 
 
 def test_a_signal_behind_the_last_step_exports_nothing(tmp_path, session):
-    job = make_job(tmp_path)
+    job, stopped = make_job(tmp_path), []
 
     def build(policy, cluster):
         algorithm = job.preparation.build(policy, cluster)
         algorithm.shutdown = lambda: pytest.fail("what was stopped at once is left to the cluster's end")
+        algorithm.stop = lambda: stopped.append("what runs beside the loop")
         algorithm.export_hf = lambda folder: os.kill(os.getpid(), signal.SIGTERM)
         return algorithm
 
     with session.interrupt, pytest.raises(Stopped):
         replace(job, preparation=replace(job.preparation, build=build)).run(session)
+    assert stopped == ["what runs beside the loop"]
     assert str(session.interrupt.progress) == (
         f"No step is lost. The same command resumes from {tmp_path / 'checkpoints' / 'step_4'}."
     )
