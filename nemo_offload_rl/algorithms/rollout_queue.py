@@ -78,6 +78,7 @@ class RolloutQueue:
         self._version = 0
         self._held_after: int | None = None
         self._is_sampling = False
+        self._has_ended = False
         self._is_closed = False
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -222,21 +223,20 @@ class RolloutQueue:
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
 
-    @property
-    def _has_ended(self) -> bool:
-        if self._thread is None:
-            return False
-        return not self._thread.is_alive() or self._error is not None or self._is_at_end
-
     def _sample_steps(self) -> None:
+        error: Exception | None = None
         try:
             while self._sample_next():
                 pass
-        except Exception as error:  # noqa: BLE001 - the step that needs these rollouts raises it
-            with self._changed:
-                self._error = error
-                self._is_sampling = False
-                self._changed.notify_all()
+        except Exception as raised:  # noqa: BLE001 - the step that needs these rollouts raises it
+            error = raised
+        except BaseException as raised:  # noqa: BLE001 - a panic of the Rust library tokenizers, or Ray's SystemExit
+            error = RuntimeError(f"Sampling ahead ended by {raised!r}")
+        with self._changed:
+            self._error, self._is_sampling, self._has_ended = error, False, True
+            self._changed.notify_all()
+            # The kernel ends a process of rewards with the thread that started it, and a validation may follow.
+            self._changed.wait_for(lambda: self._is_closed)
 
     def _sample_next(self) -> bool:
         """Samples the next step's rollouts as soon as it may; returns False if there is nothing left to sample."""
@@ -270,6 +270,9 @@ class RolloutQueue:
 
     @property
     def _may_sample(self) -> bool:
+        """Whether the thread may sample the next step's rollouts now, or end."""
+        if self._is_at_end:
+            return True
         if self._held_after is not None and self._next > self._held_after:
             return False
-        return self._next > self._last_step or self._next - 1 - self._version <= self._max_age
+        return self._next - 1 - self._version <= self._max_age

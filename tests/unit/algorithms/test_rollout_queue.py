@@ -1,20 +1,28 @@
 """Tests asynchronous GRPO: rollouts of later steps are sampled in a thread while a step trains."""
 
+import os
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.toy_policy import ToyGeneration
 
+from nemo_offload_rl.algorithms import rollout_queue
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.environments import RewardError
+from nemo_offload_rl.environments.judge_pool import JudgePool
+from nemo_offload_rl.environments.pooled_reward import PooledReward
 from nemo_offload_rl.generation.interface import GenerationError
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.run.checkpoints import CheckpointFolder, RunState
 from tests.unit.algorithms.test_grpo import EXACT_MATCH, SCHEDULE, Setting
 from tests.unit.algorithms.test_saved_rollouts import HARD
+from tests.unit.environments.test_judge_pool import JUDGE
 
 AGE = "train/avg_trajectory_age"
 LIMIT_S = 20
@@ -40,8 +48,19 @@ class Apart(ToyGeneration):
         return super().generate(request)
 
 
+OPEN = []
+
+
+@pytest.fixture(autouse=True)
+def close_queues():
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
 def ahead(max_age, *, slow_s=0.0, before=lambda request: None, train_s=0.0, **arguments):
     setting = Setting(max_age=max_age, generation=Apart(slow_s, before), **arguments)
+    OPEN.append(setting.grpo._sample)
     train = setting.policy.train
 
     def slow_train(*args, **kwargs):
@@ -182,7 +201,7 @@ def test_a_run_ends_while_an_engine_generates():
     setting.generation.shutdown = ended.set
     setting.grpo.step(1, Timer())
     setting.grpo.shutdown()
-    assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
+    assert not setting.grpo._sample._thread.is_alive()
 
 
 def test_dynamic_sampling_that_finds_too_few_prompts_ends_the_run():
@@ -199,3 +218,96 @@ class Same(Broken):
     def judge_all(self, cases):
         judged = super().judge_all(cases)
         return replace(judged, rewards=[1.0] * len(cases))
+
+
+def within_limit(function, *arguments):
+    """Calls a function in a thread, so that a deadlock fails the test."""
+    with_result = ThreadPoolExecutor(1)
+    try:
+        return with_result.submit(function, *arguments).result(LIMIT_S)
+    finally:
+        with_result.shutdown(wait=False)
+
+
+class Watched(threading.Condition):
+    """Says when the loop, which waits in a thread of this name, waits for the queue."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = threading.Event()
+
+    def wait_for(self, predicate, timeout=None):
+        if threading.current_thread().name != "rollouts" and not predicate():
+            self.waits.set()
+        return super().wait_for(predicate, timeout)
+
+
+def test_a_validation_behind_the_last_epoch_does_not_wait_for_rollouts_that_will_not_come(monkeypatch):
+    setting = ahead(1, num_epochs=1)
+    setting.grpo._sample._changed = changed = Watched()
+    times, validates = iter(range(1, 9)), threading.Event()
+
+    def late():  # after two steps the thread finds the epoch done only once the validation waits
+        if threading.current_thread().name == "rollouts" and next(times) == 5:
+            changed.waits.clear()
+            validates.set()
+            changed.waits.wait(LIMIT_S)
+        return time.monotonic()
+
+    monkeypatch.setattr(rollout_queue, "time", SimpleNamespace(perf_counter=late))
+    validate = setting.grpo.validate
+    setting.grpo.validate = lambda step: validates.wait(LIMIT_S) and validate(step)
+    schedule = replace(SCHEDULE, max_num_epochs=1, val_period=0, val_at_start=False)
+    _, outputs, _ = within_limit(setting.run, schedule)
+    assert "validation/accuracy" in outputs.rows[2]
+    setting.grpo.shutdown()
+
+
+class Panic(BaseException):
+    """As pyo3 raises for a panic in Rust."""
+
+
+def test_what_is_no_exception_ends_the_run_too():
+    def panics(request):
+        if request.step == 2:
+            raise Panic("in the tokenizer")
+
+    with pytest.raises(RuntimeError, match=r"Panic\('in the tokenizer'\)"):
+        within_limit(ahead(1, before=panics).run)
+
+
+def pooled(job_of):
+    return PooledReward(JudgePool([sys.executable, "-c", JUDGE], 1, 60.0, os.environ), job_of)
+
+
+def test_processes_of_rewards_outlive_the_last_rollouts():
+    reward = pooled(lambda case: (str(float(case.response == case.answer)), ""))
+    setting = ahead(1, reward=reward, last_step=1)
+    setting.grpo.step(1, Timer())
+    (worker,) = reward.pool._workers
+    setting.grpo._sample._thread.join(0.3)  # where it ends, the kernel ends those that it has started
+    setting.grpo.validate(1)
+    assert reward.pool._workers == [worker] and worker._process.poll() is None
+    setting.grpo.shutdown()
+    assert not setting.grpo._sample._thread.is_alive()
+
+
+@pytest.mark.parametrize("end", ["shutdown", "stop"])
+def test_a_run_ends_while_a_reward_hangs(end):
+    num_jobs, hangs = iter(range(10**6)), threading.Event()
+
+    def job_of(case):
+        if next(num_jobs) < 40:
+            return "1", ""
+        hangs.set()
+        return "hang", ""
+
+    setting = ahead(1, reward=(reward := pooled(job_of)))
+    setting.grpo.step(1, Timer())
+    assert hangs.wait(LIMIT_S)
+    (worker,) = reward.pool._workers
+    thread = setting.grpo._sample._thread
+    within_limit(getattr(setting.grpo, end))
+    thread.join(LIMIT_S)
+    assert not thread.is_alive() and reward.pool._workers == [] and worker._process.poll() is not None
+    setting.grpo.shutdown()  # a second one does nothing
