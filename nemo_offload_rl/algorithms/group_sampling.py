@@ -116,6 +116,11 @@ class GroupSampler:
         """Where the next step starts in the training data."""
         return self.prompts.position
 
+    def needs_weights(self, version: int) -> bool:
+        """Returns whether engines need a refit, or waking up, before this version of the weights can sample."""
+        del version
+        return True
+
     def updating_weights(self, version: int, timer: Timer) -> AbstractContextManager[None]:
         """Returns a context in which engines may get other weights: nothing is sampled beside it."""
         del version, timer

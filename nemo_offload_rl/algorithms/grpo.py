@@ -137,8 +137,9 @@ class GRPO(Algorithm):
 
     def step(self, step: int, timer: Timer) -> dict[str, float]:
         """Samples a batch and trains on it; see ``Algorithm``."""
-        with self._sample.updating_weights(step - 1, timer), timer.phase("refit"):
-            self._weights.refresh()
+        if self._sample.needs_weights(step - 1):
+            with self._sample.updating_weights(step - 1, timer), timer.phase("refit"):
+                self._weights.refresh()
         rollouts, metrics = self._sample(step, timer, self._leave_generation)
         with timer.phase("finish_generation"):
             self._generation.finish_generation()

@@ -119,6 +119,15 @@ class RolloutQueue:
             "performance/steps_sampled_ahead": float(waiting),
         }
 
+    def needs_weights(self, version: int) -> bool:
+        """Returns whether the engines lack this version; they have it after a validation, and sample with it already.
+
+        Args:
+            version: number of the policy's steps.
+        """
+        with self._changed:
+            return self._thread is None or self._version != version
+
     @contextmanager
     def updating_weights(self, version: int, timer: Timer) -> Iterator[None]:
         """Holds sampling back inside the `with` block, after which engines have other weights.

@@ -146,6 +146,24 @@ def test_the_next_step_is_sampled_while_a_step_trains():
     )
 
 
+def test_a_step_behind_a_validation_trains_while_the_next_is_sampled():
+    samples, trains, trained_meanwhile = threading.Event(), threading.Event(), []
+
+    def before(request):
+        if request.step == 2:
+            samples.set()
+            trained_meanwhile.append(trains.wait(5))
+
+    setting = ahead(1, before=before)
+    train = setting.policy.train
+    setting.policy.train = lambda *args, **kwargs: trains.set() or train(*args, **kwargs)
+    setting.grpo.validate(0)
+    assert samples.wait(LIMIT_S)
+    setting.grpo.step(1, Timer())
+    setting.grpo.shutdown()
+    assert trained_meanwhile == [True]
+
+
 def test_no_prompts_are_drawn_after_the_last_epoch():
     setting = ahead(4, num_epochs=1)
     _, _, run = setting.run(replace(SCHEDULE, max_num_epochs=1, val_period=0, val_at_start=False, val_at_end=False))
