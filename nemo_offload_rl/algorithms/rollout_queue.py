@@ -17,6 +17,7 @@ from nemo_offload_rl.algorithms.group_sampling import GroupSampler
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.algorithms.saved_rollouts import ReplayedRollouts, as_plain, from_plain, save_tensors
 from nemo_offload_rl.data.loader import DataPosition
+from nemo_offload_rl.generation.interface import GenerationError
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.storage.disk import translate_disk_full
 
@@ -120,13 +121,13 @@ class RolloutQueue:
         }
 
     def needs_weights(self, version: int) -> bool:
-        """Returns whether the engines lack this version; they have it after a validation, and sample with it already.
+        """Returns whether there is more to sample, and the engines lack this version; after a validation they have it.
 
         Args:
             version: number of the policy's steps.
         """
         with self._changed:
-            return self._thread is None or self._version != version
+            return self._thread is None or (self._version != version and not self._has_ended)
 
     @contextmanager
     def updating_weights(self, version: int, timer: Timer) -> Iterator[None]:
@@ -138,6 +139,9 @@ class RolloutQueue:
         Args:
             version: number of the policy's steps whose weights the engines have then.
             timer: records the phase ``wait_for_rollouts``.
+
+        Raises:
+            GenerationError: engines have failed meanwhile, and may hang in an update.
         """
         with timer.phase("wait_for_rollouts"), self._changed:
             self._held_after = version + 1 if self._max_age > 0 else version
@@ -145,6 +149,8 @@ class RolloutQueue:
             if self._thread is not None:
                 until = min(self._held_after, self._last_step)
                 self._changed.wait_for(lambda: self._has_ended or (not self._is_sampling and self._next > until))
+            if isinstance(self._error, GenerationError):
+                raise self._error
         yield  # a failure here ends the run: sampling stays held back
         with self._changed:
             self._version, self._held_after = version, None
@@ -231,6 +237,8 @@ class RolloutQueue:
         """Waits for the thread, after `close` and after the engines have been ended."""
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
+            if self._thread.is_alive():
+                logger.warning("Sampling ahead of training has not ended within %g s, and is left behind.", _CLOSE_S)
 
     def _sample_steps(self) -> None:
         error: Exception | None = None

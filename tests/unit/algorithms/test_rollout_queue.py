@@ -207,6 +207,29 @@ def test_a_failure_is_raised_by_the_step_that_needs_the_rollouts(arguments, erro
     setting.grpo.shutdown()
 
 
+@pytest.mark.parametrize("next_use", [lambda grpo: grpo.step(2, Timer()), lambda grpo: grpo.validate(1)])
+def test_engines_that_have_failed_get_no_weights(next_use):
+    def before(request):
+        if request.step == 2:
+            raise GenerationError("generate", RuntimeError("the engine died"), "")
+
+    setting = ahead(1, before=before)
+    setting.grpo.step(1, Timer())
+    with pytest.raises(GenerationError):  # a broadcast to a dead engine would wait for it
+        within_limit(next_use, setting.grpo)
+    assert setting.policy.calls.count("send_weights") == 1
+
+
+def test_sampling_that_does_not_end_is_reported(monkeypatch, caplog):
+    ended = threading.Event()
+    setting = ahead(1, before=lambda request: request.step == 2 and ended.wait(LIMIT_S))
+    setting.grpo.step(1, Timer())
+    monkeypatch.setattr(rollout_queue, "_CLOSE_S", 0.01)
+    setting.grpo.shutdown()
+    ended.set()
+    assert "has not ended within 0.01 s" in caplog.text
+
+
 def test_a_run_ends_while_an_engine_generates():
     ended = threading.Event()
 
