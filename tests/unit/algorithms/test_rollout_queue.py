@@ -58,13 +58,18 @@ def close_queues():
         OPEN.pop().close()
 
 
-def ahead(max_age, *, slow_s=0.0, before=lambda request: None, train_s=0.0, **arguments):
+def ahead(max_age, *, slow_s=0.0, before=lambda request: None, train_s=0.0, fills=False, **arguments):
+    """Returns a setting whose training takes so long, or until all is sampled that may be (`fills`)."""
     setting = Setting(max_age=max_age, generation=Apart(slow_s, before), **arguments)
     OPEN.append(setting.grpo._sample)
     train = setting.policy.train
 
     def slow_train(*args, **kwargs):
         time.sleep(train_s)
+        queue = setting.grpo._sample
+        with queue._changed:
+            may_go_on = lambda: fills and not queue._has_ended and (queue._is_sampling or queue._may_sample)  # noqa: E731
+            assert queue._changed.wait_for(lambda: not may_go_on(), LIMIT_S)
         return train(*args, **kwargs)
 
     setting.policy.train = slow_train
@@ -112,13 +117,13 @@ def test_one_step_ahead_gives_the_same_numbers_whatever_is_slower():
     assert min(errors) > 1.005  # the engine's weights are older than the policy's
 
 
-@pytest.mark.parametrize("slower", [{"slow_s": 0.03}, {"train_s": 0.1}], ids=str)
+@pytest.mark.parametrize("slower", [{"slow_s": 0.03}, {"fills": True}], ids=str)
 def test_more_steps_ahead_stay_within_the_limit_and_use_each_prompt_once(slower):
     setting = ahead(3, **slower)
     _, outputs, _ = setting.run(replace(SCHEDULE, val_period=0, val_at_start=False))
     ages = [outputs.rows[step][AGE] for step in range(1, 7)]
     assert all(age <= min(3, step) for step, age in enumerate(ages))
-    if "train_s" in slower:
+    if "fills" in slower:
         assert ages == [0, 1, 2, 3, 3, 3]
         ready = [outputs.rows[step]["performance/steps_sampled_ahead"] for step in range(1, 7)]
         assert ready[-3:] == [2, 1, 0]

@@ -117,7 +117,7 @@ def test_nothing_is_written_where_nothing_was_sampled_ahead(folder, tmp_path):
 
 def stopped_after(step, folder, settings, max_age=3, **arguments):
     """Runs until all steps that may be sampled ahead of a checkpoint are in it."""
-    setting = ahead(max_age, train_s=0.05, **arguments)
+    setting = ahead(max_age, fills=True, **arguments)
     settings.append(setting)
     _, outputs, _ = setting.run(replace(UNVALIDATED, max_num_steps=step), folder)
     return setting, outputs
