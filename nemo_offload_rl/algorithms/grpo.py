@@ -388,7 +388,6 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
             ),
             overlong_filtering=section["overlong_filtering"],
             sequence_error_limit=section["seq_logprob_error_threshold"],
-            # Older weights have other probabilities.
             prob_error_limit=None if is_off_policy else section["token_mult_prob_error_limit"],
             save_optimizer=config["checkpointing"]["save_optimizer"],
         )
