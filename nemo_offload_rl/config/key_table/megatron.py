@@ -16,7 +16,6 @@ _NULL = (None,)
 _NOT_HERE = "is not supported here"
 _LOW_PRECISION = "fp8 and fp4 are not supported here yet"
 _CP = "this kind of context parallelism is not supported here"
-_CP_UNPROVED = "context parallelism is not supported here yet: its packed rows have not passed on GPUs"
 _MTP = "multi-token prediction is not supported here"
 _OLD_NAME = "is megatron-core's old name"
 _NOT_READ = "is not read by megatron-core 0.19.2"
@@ -91,7 +90,6 @@ _FIXED = (
         (None, "none"),
         f"leave it at {{off}} ({MEGATRON}.cuda_graph_modules is for training)",
     ),
-    *_fixed("context_parallel_size", _CP_UNPROVED, (1,)),
     *_fixed("hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank", _CP, _NULL),
     *_fixed("hybrid_context_parallel", _CP, _OFF),
     *_fixed("cp_comm_type", _CP, (None, "p2p", "a2a", "all_gather"), "use p2p, a2a or all_gather"),

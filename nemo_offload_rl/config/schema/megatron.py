@@ -143,7 +143,8 @@ class MegatronConfig(TypedDict):
     # Number of pipeline stages that the layers are divided among. 1 or more; recommended 1 until the model no longer
     # fits one node.
     pipeline_model_parallel_size: PositiveInt
-    # Number of ranks that share each sequence. Must be 1: context parallelism is not supported yet.
+    # Number of ranks that share each sequence. 1 or more; recommended 1 until a row no longer fits one GPU, or takes
+    # too long there. `cp_comm_type` says how attention exchanges keys and values: p2p (if absent), a2a or all_gather.
     context_parallel_size: PositiveInt
     # Number of ranks that the experts of a mixture-of-experts model are divided among. 1 or more; 1 for dense models.
     expert_model_parallel_size: PositiveInt
