@@ -99,4 +99,4 @@ def test_the_plan_is_near_the_peaks_that_were_measured():
     for row in rows:
         case = Case(row["model"], row["tokens"], row["way"], row["algorithm"])
         planned = measuring.planned_gib(case.algorithm, case.config(has_gpus=True), roomy)
-        assert 0.99 <= planned / row["peak_gib"] <= 1.06, case
+        assert 0.985 <= planned / row["peak_gib"] <= 1.06, case
