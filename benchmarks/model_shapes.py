@@ -90,6 +90,19 @@ LLAMA_70B: dict[str, Any] = {
 }
 """Llama-3.1-70B's, and those of Llama-3.3-70B."""
 
+QWEN3_0_6B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+"""Qwen3-0.6B's."""
+
 QWEN3_8B: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 4096,
@@ -136,10 +149,21 @@ QWEN3_30B_A3B: dict[str, Any] = {
 QWEN3_EXPERTS: dict[str, Any] = QWEN3_30B_A3B | {"num_hidden_layers": 8}
 """Qwen3-30B-A3B's with 8 of its 48 layers: 5.5 B parameters, most of them in 3,072 matrices of experts."""
 
+QWEN3_235B_A22B: dict[str, Any] = QWEN3_30B_A3B | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+}
+"""Qwen3-235B-A22B's."""
+
 SIZES_OF_NAME: Mapping[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-1.5B": QWEN2_1_5B,
     "Qwen/Qwen2.5-7B-Instruct": QWEN2_7B,
     "Qwen/Qwen2.5-Math-7B": QWEN2_7B,
+    "Qwen/Qwen3-0.6B": QWEN3_0_6B,
+    "Qwen/Qwen3-235B-A22B": QWEN3_235B_A22B,
     "Qwen/Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Qwen/Qwen3-32B": QWEN3_32B,
     "meta-llama/Llama-3.1-70B": LLAMA_70B,

@@ -16,6 +16,7 @@ SEED = 42
 OPEN_MATH_ROWS = 6_000
 """Ten steps of 512 rows, and 5% for validation."""
 PAIR_ROWS = {"train": 400, "validation": 100}
+CONVERSATION_ROWS = 400
 WRITTEN_PROBLEMS = Path(__file__).parent / "word_problems"
 """Has 48 problems in train.jsonl and 16 in test.jsonl, with the columns and the notation of gsm8k."""
 VOCABULARY = 512
@@ -65,6 +66,7 @@ def datasets() -> Mapping[str, Mapping[str, Rows]]:
         "OpenMathInstruct-2": {"train_1M": open_math_rows(OPEN_MATH_ROWS)},
         "HelpSteer3": {split: pair_rows(split, number) for split, number in PAIR_ROWS.items()},
         "gsm8k": {path.stem: written_rows(path) for path in sorted(WRITTEN_PROBLEMS.glob("*.jsonl"))},
+        "Nemotron-Cascade-2-SFT-Math": {"train": conversation_rows(CONVERSATION_ROWS)},
     }
 
 
@@ -81,6 +83,20 @@ def open_math_rows(number: int) -> Rows:
             }
         )
     return rows
+
+
+def conversation_rows(number: int) -> Rows:
+    """Creates rows of Nemotron-Cascade-2-SFT-Data: a system message, a question, a worked answer."""
+    return [
+        {
+            "messages": [
+                {"role": "system", "content": "Solve the problem step by step."},
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": f"{solution} The result is {result}."},
+            ]
+        }
+        for question, solution, result in word_problems("conversations", number)
+    ]
 
 
 def written_rows(path: Path) -> Rows:

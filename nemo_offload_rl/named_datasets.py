@@ -26,6 +26,7 @@ class NamedDataset:
         repeat: the default of a recipe's ``repeat``, how often the rows are read; None if a recipe may not set it.
         validation_share: the default share of the training data to split off for validation; None for a dataset that
             NeMo-RL never splits.
+        reads_max_samples: whether a recipe's ``max_samples`` draws some of the rows, before any split.
     """
 
     hub_path: str
@@ -36,6 +37,7 @@ class NamedDataset:
     output_keys: tuple[str, ...] = ()
     repeat: int | None = None
     validation_share: float | None = None
+    reads_max_samples: bool = False
 
     @property
     def if_absent(self) -> dict[str, Any]:
@@ -45,6 +47,8 @@ class NamedDataset:
             values["output_key"] = self.output_keys[0]
         if self.repeat is not None:
             values["repeat"] = self.repeat
+        if self.reads_max_samples:
+            values["seed"] = 42
         return values
 
     @property
@@ -95,7 +99,15 @@ CONVERSATIONS: Mapping[str, NamedDataset] = MappingProxyType(
             "rajpurkar/squad", "squad", ("question", "context", "answers"), splits=("train", "validation")
         ),
         "tulu3_sft_mixture": NamedDataset(
-            "allenai/tulu-3-sft-mixture", "messages", ("messages",), validation_share=0.05
+            "allenai/tulu-3-sft-mixture", "messages", ("messages",), validation_share=0.05, reads_max_samples=True
+        ),
+        "Nemotron-Cascade-2-SFT-Math": NamedDataset(
+            "nvidia/Nemotron-Cascade-2-SFT-Data",
+            "messages",
+            ("messages",),
+            subsets=("math",),
+            validation_share=0.05,
+            reads_max_samples=True,
         ),
     }
 )

@@ -188,6 +188,13 @@ class HFRows[Sample](Sequence[Sample]):
         ]
 
 
+def selected[Sample](samples: Sequence[Sample], rows: np.ndarray) -> Sequence[Sample]:
+    """Returns the samples at the given indices (int64 [K]), in that order."""
+    if isinstance(samples, HFRows):
+        return samples.select(rows)
+    return [samples[int(row)] for row in rows]
+
+
 def _saved_dataset(path: Path, split: str | None) -> Any:
     from datasets import Dataset, DatasetDict, load_from_disk
 

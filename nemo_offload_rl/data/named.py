@@ -16,6 +16,7 @@ from nemo_offload_rl.data.datasets import (
     load_hf_folder,
     load_jsonl,
     load_parquet,
+    selected,
 )
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.fields import RowForm
@@ -30,7 +31,14 @@ _OWN_FOLDERS = (".", "data")
 
 
 def load_named(
-    name: str, *, split: str, output_key: str | None = None, repeat: int | None = None, root: Path | None = None
+    name: str,
+    *,
+    split: str,
+    output_key: str | None = None,
+    repeat: int | None = None,
+    max_samples: int | None = None,
+    seed: int | None = None,
+    root: Path | None = None,
 ) -> Sequence[Any]:
     """Opens a named dataset; reads rows when they are used, unless they are in JSONL files or several folders.
 
@@ -39,6 +47,8 @@ def load_named(
         split: the split to read.
         output_key: column of the answer; None for the dataset's own.
         repeat: how many times the dataset is repeated as a whole; None for once.
+        max_samples: the most rows to keep, drawn as `shuffle` of ``datasets`` and so NeMo-RL does; None or 0 for all.
+        seed: seed of this draw; an int where there is one.
         root: a folder that may have a folder or a JSONL file of that name, with the dataset's columns; None to use the
             hub only.
 
@@ -52,7 +62,9 @@ def load_named(
     samples = _local_samples(name, dataset, split, form, root)
     if samples is None:
         samples = _hub_samples(name, dataset, split, form, root)
-    return samples if repeat is None else _repeated(samples, repeat)
+    if max_samples:
+        return selected(samples, np.random.default_rng(seed).permutation(len(samples))[:max_samples])
+    return samples if repeat is None else selected(samples, np.tile(np.arange(len(samples)), repeat))
 
 
 def _local_samples(
@@ -153,9 +165,3 @@ def _hub_samples(name: str, dataset: NamedDataset, split: str, form: RowForm[Any
             names = ", ".join(rows.column_names)
             raise DataError(f"The dataset {path} of the hub has no column {key!r}; it has {names}.")
     return HFRows(rows.select_columns(list(form.keys)), f"{path} ({split})", form)
-
-
-def _repeated(samples: Sequence[Any], repeat: int) -> Sequence[Any]:
-    if isinstance(samples, HFRows):
-        return samples.select(np.tile(np.arange(len(samples)), repeat))
-    return list(samples) * repeat

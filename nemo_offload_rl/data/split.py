@@ -7,7 +7,7 @@ from math import ceil
 
 import numpy as np
 
-from nemo_offload_rl.data.datasets import HFRows
+from nemo_offload_rl.data.datasets import selected
 from nemo_offload_rl.data.errors import DataError
 
 
@@ -39,10 +39,4 @@ def split_validation[Sample](
             f"data.train has only {len(samples)}: lower it, or give more data."
         )
     order = np.random.default_rng(seed).permutation(len(samples))
-    return _select(samples, order[num_validation:]), _select(samples, order[:num_validation])
-
-
-def _select[Sample](samples: Sequence[Sample], rows: np.ndarray) -> Sequence[Sample]:
-    if isinstance(samples, HFRows):
-        return samples.select(rows)
-    return [samples[int(row)] for row in rows]
+    return selected(samples, order[num_validation:]), selected(samples, order[:num_validation])

@@ -174,6 +174,8 @@ def _read_named(dataset: NamedProblems | NamedConversations | NamedPairs, root: 
         split=dataset["split"],
         output_key=keys.get("output_key"),
         repeat=keys.get("repeat"),
+        max_samples=keys.get("max_samples"),
+        seed=keys["seed"] if keys.get("max_samples") else None,
         root=None if root is None else Path(root),
     )
 

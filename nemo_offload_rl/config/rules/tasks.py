@@ -49,6 +49,8 @@ def dataset_keys(data: dict[str, Any]) -> RuleResult:
                 return f"{path}.{key}", f"{remedy} for {name}; found {show(section[key])}"
         if "repeat" in section and dataset.repeat is None:
             return f"{path}.repeat", f"must be deleted for {name}, which does not read it"
+        if "max_samples" in section and not dataset.reads_max_samples:
+            return f"{path}.max_samples", f"must be deleted for {name}, which does not read it"
         prompt_file = (data["default"] | section).get("system_prompt_file")
         if name in CONVERSATIONS and prompt_file is not None:
             return f"{path}.system_prompt_file", f"must be null for {name}, whose rows have their own system messages"

@@ -135,14 +135,17 @@ class NamedConversations(PromptFiles):
     dataset_name: Literal[
         "squad",
         "tulu3_sft_mixture",
+        "Nemotron-Cascade-2-SFT-Math",
     ]
     # Split of the dataset. Absent: the first one that [Recipes](recipes.md#named-datasets) lists for it.
     split: NotRequired[NonEmptyStr]
     # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
-    # Absent: 0.05 for tulu3_sft_mixture. No effect on squad, which is not split, as in NeMo-RL.
+    # Absent: 0.05. No effect on squad, which is not split, as in NeMo-RL.
     split_validation_size: NotRequired[Annotated[NonNegativeFloat | None, IfAbsent(0)]]
-    # Seed of this split. Absent: 42 for tulu3_sft_mixture.
+    # Seed of this split and of `max_samples`. Absent: 42, but for squad.
     seed: NotRequired[NonNegativeInt]
+    # The most rows, drawn with `seed` before any split; not for squad. Null, 0 or absent: all.
+    max_samples: NotRequired[NonNegativeInt | None]
 
 
 @with_config(STRICT_WITH_FURTHER_FIELDS)

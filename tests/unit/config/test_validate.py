@@ -94,7 +94,7 @@ MEGATRON = "policy.megatron_cfg"
         ("+sft.seed=1", "sft: a recipe has one of the sections 'grpo', 'sft' or 'dpo', found grpo and sft; delete one"),
         # Fields that this package owns or does not support yet.
         (f"+{MEGATRON}.moe_paged_stash=true", "name expert_fc1 and moe_act in policy.megatron_cfg.offload_modules"),
-        (f"{MEGATRON}.context_parallel_size=2", "context parallelism is not supported here yet"),
+        (f"++{MEGATRON}.hybrid_context_parallel=true", "this kind of context parallelism is not supported here"),
         (f"{MEGATRON}.cuda_graph_impl=local", "(found 'local'); use transformer_engine or none"),
         (f"{MEGATRON}.cuda_graph_impl=full_iteration", "full_iteration graphs fix the number of micro-batches (found"),
         (f"+{MEGATRON}.enable_cuda_graph=true", "set policy.megatron_cfg.cuda_graph_impl to transformer_engine"),
@@ -251,7 +251,7 @@ def test_an_unknown_data_set_in_a_file_is_all_that_is_said(tmp_path, error_of):
     recipe.write_text(
         f"defaults: {CONFIGS / 'sft_tiny_cpu.yaml'}\ndata: {{train: {{dataset_name: oasst, split: train}}}}\n"
     )
-    assert error_of(recipe=recipe).endswith("'squad' or 'tulu3_sft_mixture'")
+    assert error_of(recipe=recipe).endswith("'tulu3_sft_mixture' or 'Nemotron-Cascade-2-SFT-Math'")
 
 
 def test_a_recipe_without_an_algorithm(tmp_path, error_of):

@@ -51,6 +51,10 @@ ROWS = {
         {"id": "a", "messages": [QUESTION, said("2"), {"role": "user", "content": "Sure?"}, said("Yes")]},
         AnsweredContext((USER, Message("assistant", "2"), Message("user", "Sure?")), "Yes", trains_all_answers=True),
     ),
+    "Nemotron-Cascade-2-SFT-Math": (
+        {"messages": [{"role": "system", "content": "Add."}, QUESTION, said("2")], "source": "a"},
+        AnsweredContext((Message("system", "Add."), USER), "2", trains_all_answers=True),
+    ),
     "HelpSteer3": (
         {"context": [QUESTION], "response1": "3", "response2": "2", "overall_preference": 2},
         PreferencePair((USER,), "2", "3"),
@@ -105,6 +109,20 @@ def test_another_column_of_answers_and_rows_that_are_repeated(tmp_path):
         read = load_named("AIME2024", split="train", repeat=3, root=root)
         assert [problem.prompt for problem in read] == ["0", "1"] * 3
     assert read[5].where.endswith("row 1")
+
+
+def test_max_samples_are_those_that_datasets_draws(tmp_path):
+    name = "Nemotron-Cascade-2-SFT-Math"
+    rows = [{"messages": [{"role": "user", "content": str(number)}, said("2")]} for number in range(40)]
+    (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "other" / name / "train.parquet")
+    wanted = [
+        row["messages"][0]["content"] for row in datasets.Dataset.from_list(rows).shuffle(seed=7).select(range(9))
+    ]
+    for root in (tmp_path, tmp_path / "other"):
+        drawn = load_named(name, split="train", max_samples=9, seed=7, root=root)
+        assert [sample.context[0].content for sample in drawn] == wanted
+        assert len(load_named(name, split="train", max_samples=0, root=root)) == 40
 
 
 def test_an_undecided_preference_is_a_pair_of_the_first_response(tmp_path):
