@@ -59,20 +59,25 @@ class Case:
 CASE = tuple(field.name for field in dataclasses.fields(Case))
 
 
-def child(case: Case, num_steps: int, rank: int, port: int, output: Path) -> None:
-    """Trains on one rank of a case, writes what it measured, and ends the process."""
-    import torch
-
-    from nemo_offload_rl.worker.environment import library_environment
-
-    has_gpus = torch.cuda.is_available()
+def config_of(case: Case, *, has_gpus: bool) -> Any:
+    """Returns the recipe of a case's ranks."""
     config = LongRow(case.model, case.tokens, case.way).config(has_gpus=has_gpus)
     policy: Any = config["policy"]
     policy["train_global_batch_size"] = case.rows
     policy["make_sequence_length_divisible_by"] = 2 * case.cp
     policy["megatron_cfg"]["context_parallel_size"] = case.cp
     config["cluster"]["gpus_per_node"] = case.gpus
-    os.environ |= library_environment(policy["megatron_cfg"], refit_follows=False)
+    return config
+
+
+def child(case: Case, num_steps: int, rank: int, port: int, output: Path) -> None:
+    """Trains on one rank of a case, writes what it measured, and ends the process."""
+    import torch
+
+    from nemo_offload_rl.worker.environment import library_environment
+
+    config = config_of(case, has_gpus=torch.cuda.is_available())
+    os.environ |= library_environment(config["policy"]["megatron_cfg"], refit_follows=False)
     found = measure(case, config, num_steps, rank, port)
     output.write_text(json.dumps(found))
     sys.stdout.flush()

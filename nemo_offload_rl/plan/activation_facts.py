@@ -32,7 +32,7 @@ def activation_facts(
 
     Expert-parallel ranks are data-parallel ranks with micro-batches of their own, so a rank's experts get on average
     tokens x top-k of a micro-batch, whatever the expert-parallel size: 1 / EP of the tokens of EP ranks. The ranks of
-    an expert-tensor-parallel group gather one another's tokens.
+    an expert-tensor-parallel group gather one another's tokens. Context-parallel ranks have equal parts of each row.
 
     Args:
         hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
@@ -56,7 +56,7 @@ def activation_facts(
             "The worker offloads the activations that it finds."
         )
     tensor, stages = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
-    num_tokens = _num_tokens(policy, group_size)
+    num_tokens = _num_tokens(policy, group_size) // cfg["context_parallel_size"]
     num_residual_tokens = -(-num_tokens // tensor) if cfg["sequence_parallel"] else num_tokens
     top_k = model.experts_per_token or 0
     expert_ranks = cfg["expert_tensor_parallel_size"]
@@ -116,7 +116,7 @@ def with_tokens(config: MasterConfig, tokens: Mapping[RowTokensKey, RowTokens]) 
 
 
 def _num_tokens(policy: PolicyConfig, group_size: int) -> int:
-    """Returns the number of tokens of the longest micro-batch, with the worker's padding."""
+    """Returns the number of tokens of the longest micro-batch, with the worker's padding, of all context ranks."""
     divisible_by, packing = sequence_multiple(policy), policy["sequence_packing"]
     length = round_up(policy["max_total_sequence_length"], divisible_by)
     if not packing["enabled"]:

@@ -14,7 +14,7 @@ from nemo_offload_rl.config import for_machine
 from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.config.model.unsupported_models import check_model
 from nemo_offload_rl.config.schema import MasterConfig
-from nemo_offload_rl.config.schema.policy import REPLAYED
+from nemo_offload_rl.config.schema.policy import REPLAYED, PolicyConfig
 from nemo_offload_rl.plan.activations import limit_where_unknown
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.colocation import (
@@ -28,11 +28,18 @@ from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_r
 from nemo_offload_rl.plan.host_budget import HostMemory, check_state_fits_host
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import PlannedRun, Planner, plan_run
-from nemo_offload_rl.plan.row_tokens import with_row_tokens
+from nemo_offload_rl.plan.row_tokens import with_context_ranks, with_row_tokens
 
 # The order matters: resident state leaves less room for packed rows; the KV cache leaves less room for an engine that
 # stays awake, and for building the policy at the same time as the engine.
-_DECISIONS = (with_resident_state, with_kv_cache_bytes, with_awake_engine, with_engine_build, with_row_tokens)
+_DECISIONS = (
+    with_resident_state,
+    with_kv_cache_bytes,
+    with_awake_engine,
+    with_engine_build,
+    with_row_tokens,
+    with_context_ranks,
+)
 
 
 @dataclass(frozen=True)
@@ -87,11 +94,13 @@ def resolve(
     Raises:
         HostBudgetError: a rank needs more host memory than the recipe's limit.
         ValueError: the model cannot be split as the recipe says; Megatron or vLLM would not compute it as transformers
-            does; the host memory for activations is not known.
+            does; the GPUs have no attention for the recipe; the host memory for activations is not known.
     """
     config, replayed = without_replayed_engine(config)
     check_model(hf_config, config["policy"])
     config, lines = for_machine(config, has_gpus=machine.has_gpus)
+    if machine.has_gpus:
+        _check_attention(config["policy"])
     lines = [*replayed, *lines]
     planner = Planner(hf_config, algorithm, machine.gpu_bytes, machine.hosts, has_random_weights)
     problems = []
@@ -110,6 +119,16 @@ def resolve(
         if activations is not None:
             limit_where_unknown(activations, error)
     return Resolved(config, run, tuple(lines), tuple(problems))
+
+
+def _check_attention(policy: PolicyConfig) -> None:
+    """Refuses what Transformer Engine has no attention for: its kernel for float32 keeps all keys on one rank."""
+    size = policy["megatron_cfg"]["context_parallel_size"]
+    if size > 1 and policy["precision"] == "float32":
+        raise ValueError(
+            f"policy.precision is float32 with policy.megatron_cfg.context_parallel_size {size}, for which Transformer "
+            "Engine has no attention on GPUs; set policy.precision to bfloat16, or context_parallel_size to 1."
+        )
 
 
 def without_replayed_engine(config: MasterConfig) -> tuple[MasterConfig, list[str]]:

@@ -82,6 +82,45 @@ def with_row_tokens(config: MasterConfig, planner: Planner) -> tuple[MasterConfi
     return with_tokens(config, tokens), lines
 
 
+def with_context_ranks(config: MasterConfig, planner: Planner) -> tuple[MasterConfig, list[str]]:
+    """Says where context parallelism only costs time, since the longest row fits a GPU and there are enough of them.
+
+    Args:
+        config: a validated recipe, resolved for the ranks' machine.
+        planner: plans it.
+
+    Returns:
+        The config itself, and at most one line for the user.
+    """
+    policy, size = config["policy"], config["policy"]["megatron_cfg"]["context_parallel_size"]
+    if size == 1 or planner.gpu_bytes is None:
+        return config, []
+    whole = copy.deepcopy(config)
+    cfg = whole["policy"]["megatron_cfg"]
+    cfg["context_parallel_size"] = 1
+    group_size = ALGORITHMS[planner.algorithm].group_size
+    tokens = group_size * round_up(policy["max_total_sequence_length"], sequence_multiple(whole["policy"]))
+    whole = with_tokens(whole, {TRAIN_TOKENS: tokens, LOGPROB_TOKENS: tokens})
+    ranks = split_devices(config["cluster"], policy).policy_ranks
+    shares = data_parallel_size(ranks, cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"])
+    samples = 1 if policy["sequence_packing"]["enabled"] else policy["train_micro_batch_size"]
+    if not shares or policy["train_global_batch_size"] % (shares * samples):
+        return config, []
+    try:
+        run = plan_run(whole, planner.hf_config, algorithm=planner.algorithm)
+        room = _Room(whole, planner, planner.gpu_bytes, run)
+        if not room.fits(TRAIN_TOKENS, tokens):
+            return config, []
+    except (UnknownArchitectureError, HostBudgetError):
+        return config, []
+    line = (
+        f"policy.megatron_cfg.context_parallel_size is {size}, but rows of {tokens:,} tokens fit a GPU of "
+        f"{show_gib(planner.gpu_bytes)} GiB whole; with 1 its ranks train on rows of their own, and do not wait for "
+        "one another's keys and values"
+    )
+    return config, [line]
+
+
 def open_keys(config: MasterConfig) -> list[RowTokensKey]:
     """Returns the keys that leave the length of packed rows open; none where rows are not packed."""
     packing = config["policy"]["sequence_packing"]
@@ -154,7 +193,7 @@ class _Room:
         Raises:
             ValueError: the longest sample does not fit.
         """
-        first_too_long = bisect.bisect_left(candidates, True, key=lambda tokens: not self._fits(key, tokens))
+        first_too_long = bisect.bisect_left(candidates, True, key=lambda tokens: not self.fits(key, tokens))
         if first_too_long:
             return candidates[first_too_long - 1]
         missing = self._missing_bytes(key, candidates[0], margin=1.0)
@@ -177,7 +216,8 @@ class _Room:
             f"{_SECTION}.{key} sets another number"
         )
 
-    def _fits(self, key: RowTokensKey, tokens: int) -> bool:
+    def fits(self, key: RowTokensKey, tokens: int) -> bool:
+        """Returns whether rows of this length fit."""
         if self._missing_bytes(key, tokens, margin=MARGIN) > 0:
             return False
         if key != TRAIN_TOKENS or self.run.plan.activations is None:

@@ -25,6 +25,9 @@ _TENSORS_BESIDE_TILES = 7
 # The same with a whole MLP, beside the gradient of its gate and up projection, as large as the projection: 1.3 of
 # Qwen2.5-1.5B's shape there.
 _TENSORS_BESIDE_MLP = 2
+# Tensors of the queries' size that attention has beside its own where context-parallel ranks share a row, parts of its
+# output that it puts together: 1.7 to 1.9 (docs/results/context_parallel.md).
+_TENSORS_OF_SHARED_ROWS = 2
 
 
 def least_activation_bytes(
@@ -43,7 +46,7 @@ def least_activation_bytes(
     model, cfg = read_architecture(hf_config, policy["megatron_cfg"]), policy["megatron_cfg"]
     tensor = cfg["tensor_model_parallel_size"]
     saved = [_saved_bytes(facts, cfg, model.dense_ffn_hidden_size // tensor) for facts in stages]
-    tokens = stages[-1].num_tokens // cfg["context_parallel_size"]
+    tokens = stages[-1].num_tokens
     if cfg["use_fused_linear_logprobs"]:
         tokens = min(tokens, cfg["fused_linear_logprobs_chunk_size"])
     saved[-1] += 2 * tokens * -(-model.vocab_size // tensor) * stages[-1].element_size
@@ -83,9 +86,12 @@ def training_pass_bytes(
             working += (facts.num_layers_of_segment - 1) * (layer if offloaded is None else layer_input)
         else:
             kept = in_flight * layer - _moved_bytes(facts, offloaded)
+        if cfg["context_parallel_size"] > 1:
+            queries = facts.num_tokens * facts.num_heads * facts.head_dim * facts.element_size
+            working += _TENSORS_OF_SHARED_ROWS * queries
         # Logits are freed before the last layer's gradients are computed.
         working = max(working, logits) if number == len(stages) else working
-        out.append((kept + working) // cfg["context_parallel_size"])
+        out.append(kept + working)
     return tuple(out)
 
 
@@ -106,7 +112,7 @@ def forward_pass_bytes(
     # Nothing is saved for a backward pass; one layer's tensors are freed while the next layer's are computed.
     layers = [_LAYERS_UNDER_WAY * _layer_bytes(model, cfg, facts) + _tile_bytes(model, cfg, facts) for facts in stages]
     layers[-1] = max(layers[-1], logits)
-    return tuple(nbytes // cfg["context_parallel_size"] for nbytes in layers)
+    return tuple(layers)
 
 
 def _layer_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts) -> int:
@@ -211,10 +217,7 @@ def _logits_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFac
 
 
 def _saved_bytes(facts: ActivationFacts, cfg: MegatronConfig, dense_ffn_size: int) -> int:
-    """Returns the bytes that a rank's layers save for the micro-batches in flight.
-
-    Tokens are split over context-parallel ranks, so the bytes are divided by their number.
-    """
+    """Returns the bytes that a rank's layers save for the micro-batches in flight."""
     if cfg["fine_grained_activation_offloading"]:
         return 0
     residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
@@ -230,4 +233,4 @@ def _saved_bytes(facts: ActivationFacts, cfg: MegatronConfig, dense_ffn_size: in
             # The MLP's input, its norm's output, gate and up projection (one tensor), and their product.
             of_layer += 2 * residual + 3 * facts.num_tokens * dense_ffn_size * facts.element_size
     in_flight = facts.num_layers * facts.num_chunks_in_flight // facts.num_model_chunks
-    return int(of_layer * (in_flight // facts.num_layers_of_segment) // cfg["context_parallel_size"])
+    return int(of_layer * (in_flight // facts.num_layers_of_segment))

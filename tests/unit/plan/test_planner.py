@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from support.machine import resolved_for
 from support.tiny import policy_without_model
 
 from benchmarks.model_shapes import QWEN2_1_5B
@@ -194,3 +195,12 @@ def test_streamed_optimizer_state_is_on_the_host_and_crosses_the_link_both_ways_
     [staged] = rank_of({"residency": streamed, "use_pinned_optimizer_offload": False}).step_traffic
     assert staged.seconds == pytest.approx(12000 / STAGED_BYTES_PER_S)  # one after the other
     assert rank_of({}).step_traffic == ()
+
+
+def test_float32_is_refused_where_gpus_share_rows():
+    apart = ["policy.megatron_cfg.context_parallel_size=2", "cluster.gpus_per_node=2", "~warm_start"]
+    config = load(CONFIGS / "grpo_tiny_cpu.yaml", apart).config
+    with pytest.raises(ValueError, match=r"precision is float32 with .*context_parallel_size 2, for which"):
+        resolved_for(config, 24)
+    config["policy"]["precision"] = "bfloat16"
+    assert resolved_for(config, 24).run

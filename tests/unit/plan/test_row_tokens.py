@@ -13,7 +13,7 @@ from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import Planner
-from nemo_offload_rl.plan.row_tokens import MARGIN, MOST_TOKENS, with_row_tokens
+from nemo_offload_rl.plan.row_tokens import MARGIN, MOST_TOKENS, with_context_ranks, with_row_tokens
 from nemo_offload_rl.plan.training_memory import forward_pass_bytes, least_activation_bytes, training_pass_bytes
 from tests.unit.config.conftest import CONFIGS
 
@@ -132,6 +132,17 @@ def test_what_was_measured_is_above_the_estimate_and_within_its_margin(part, ove
         [estimate] = training_pass_bytes(model, policy, facts, settings(policy).activations)
         state_and_context = 14 * 1_137_774_592 + GIB
         assert estimate < row["driver_peak_mib"] * MIB - state_and_context < MARGIN * estimate
+
+
+@pytest.mark.parametrize(("gpu_gib", "samples", "says"), [(139.8, 512, True), (24, 512, False), (139.8, 1, False)])
+def test_a_line_says_where_rows_need_no_context_parallelism(gpu_gib, samples, says):
+    sizes = [f"{MEGATRON}.context_parallel_size=2", "cluster.gpus_per_node=2"]
+    length = ["policy.max_total_sequence_length=32768", "policy.train_micro_batch_size=1"]
+    steps = [f"policy.train_global_batch_size={samples}", "grpo.num_generations_per_prompt=512"]
+    config = load(GRPO, [*sizes, *length, *steps]).config
+    found, lines = with_context_ranks(config, Planner(QWEN2_1_5B, "grpo", int(gpu_gib * GIB), ()))
+    assert found is config
+    assert [line.partition(",")[0] for line in lines] == says * [f"{MEGATRON}.context_parallel_size is 2"]
 
 
 def test_a_larger_gpu_has_longer_rows_and_they_fit():
