@@ -53,7 +53,6 @@ NOT_BUILT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "another algorithm": {"ppo": (), "distillation": (), "rm": ()},
     "another generation backend": {"policy.generation.backend": ("vllm", "transformers")},
     "asynchronous GRPO by one controller": {"async_rl": ()},
-    "context parallelism": {"policy.megatron_cfg.context_parallel_size": (1,)},
     "draft models": {
         "policy.draft.enabled": (False, None),
         "policy.generation.vllm_kwargs.speculative_config": (None,),

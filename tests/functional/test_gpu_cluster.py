@@ -10,6 +10,8 @@ from support.examples import ROOT, Finished, command, environment
 from support.ray_nodes import ray_nodes
 from support.reliability import TINIEST, rewards_file
 
+from nemo_offload_rl.metrics.logger import METRICS_FILE, read_metrics
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
@@ -72,5 +74,7 @@ def test_recorded_exchanges_of_weights_bring_the_same_with_growing_segments(tmp_
         tmp_path, [*settings, "checkpointing.enabled=false"], PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"
     )
     assert done.status == 0, done.output[-3000:]
-    assert len(done.metrics()) == 5
-    assert "Refits are replayed from CUDA graphs: " in done.output
+    logs = tmp_path / "logs" / "exp_001"
+    rows = read_metrics(logs / METRICS_FILE)
+    assert len(rows) == 5
+    assert rows[-1]["residency/refit/graphs"] == 1, (logs / "run.log").read_text()[-3000:]

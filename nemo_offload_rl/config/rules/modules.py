@@ -13,6 +13,7 @@ from nemo_offload_rl.config.megatron.graph_modules import GRAPH_MODULES_KEY as C
 from nemo_offload_rl.config.megatron.mlp_tiles import MLP_TILES_KEY as TILES
 from nemo_offload_rl.config.problems import show, show_choices, unknown_names
 from nemo_offload_rl.config.rules.base import (
+    CP,
     DIVISOR,
     LENGTH,
     MEGATRON,
@@ -216,15 +217,20 @@ def cuda_graph_modules_packing(modules: list[str], impl: str, packs: bool) -> Ru
     return f"has {' and '.join(fixed)}, captured for padded rows, but {PACKING} is true; change either"
 
 
-@rule(LENGTH, DIVISOR, *_CAPTURES)
-def cuda_graph_attn_length(longest: int, divisible_by: int, modules: list[str], impl: str) -> RuleResult:
-    """Requires row lengths at which Transformer Engine takes the same attention kernel with and without graphs."""
+@rule(LENGTH, DIVISOR, CP, *_CAPTURES)
+def cuda_graph_attn_length(longest: int, divisible_by: int, cp: int, modules: list[str], impl: str) -> RuleResult:
+    """Requires row lengths at which Transformer Engine takes the same attention kernel with and without graphs.
+
+    With context parallelism it has no other: what a rank has of a row must be such a length.
+    """
+    multiple = CAPTURED_ATTENTION_MULTIPLE * cp
     padded, found = padded_row(longest, divisible_by)
-    if "attn" not in listed(modules, impl) or padded % CAPTURED_ATTENTION_MULTIPLE == 0:
+    if "attn" not in listed(modules, impl) or padded % multiple == 0:
         return None
-    both = math.lcm(divisible_by, CAPTURED_ATTENTION_MULTIPLE)
+    both = math.lcm(divisible_by, multiple)
+    shared = "" if cp == 1 else f" ({CAPTURED_ATTENTION_MULTIPLE} x {CP} {cp})"
     return (
-        f"must be a multiple of {CAPTURED_ATTENTION_MULTIPLE} while {CAPTURED} has attn, or graphs run another kernel "
+        f"must be a multiple of {multiple}{shared} while {CAPTURED} has attn, or graphs run another kernel "
         f"than eager passes; found {found}: set it to {math.ceil(padded / both) * both}, or take attn out there"
     )
 

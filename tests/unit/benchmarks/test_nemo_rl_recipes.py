@@ -23,14 +23,14 @@ def written(folder, name, text, defaults=TINY):
 
 def test_each_recipe_is_told_with_its_keys_and_what_it_asks_for(tmp_path):
     loads = written(tmp_path, "loads.yaml", "policy: {model_name: Qwen/Qwen3-30B-A3B}\n")
-    wrong = written(tmp_path, "wrong.yaml", "policy: {megatron_cfg: {context_parallel_size: 2}}\nnonsense: 1\n")
+    wrong = written(tmp_path, "wrong.yaml", "policy: {megatron_cfg: {mtp_num_layers: 2}}\nnonsense: 1\n")
     odd = written(tmp_path, "odd.yaml", "env: {math: {math_verify_impl: 7}}\npolicy: {model_name: Follow this}\n")
     orphan = row_of(tmp_path / "absent.yaml", tmp_path)
     named = {"recipe": "loads.yaml", "loads": True, "refused_keys": "", "asks_for": "", "algorithm": "grpo"}
     assert named.items() <= loads.items()
     assert loads["architecture_supported"] is True and loads["megatron_policy"] is True
-    assert wrong["refused_keys"] == "policy.megatron_cfg.context_parallel_size, nonsense"
-    assert wrong["asks_for"] == "context parallelism"
+    assert wrong["refused_keys"] == "policy.megatron_cfg.mtp_num_layers, nonsense"
+    assert wrong["asks_for"] == "multi-token prediction"
     assert odd["architecture_supported"] is False and odd["model"] == ""
     assert odd["refused_keys"] == "env.math.math_verify_impl"
     assert (orphan["loads"], orphan["megatron_policy"], orphan["refused_keys"]) == (False, None, "(the file)")
@@ -39,7 +39,7 @@ def test_each_recipe_is_told_with_its_keys_and_what_it_asks_for(tmp_path):
     page = page_of(result, "rows.json")
     assert "| grpo | 3 | 1 | 2 | 1 |" in page and "at commit abc)" in page
     assert "3 more keys, of fewer than 10 recipes each | 3 | 2 | 1 | 1 |" in page
-    assert "| context parallelism | 1 | 1 |" in page
+    assert "| multi-token prediction | 1 | 1 |" in page
     assert "| odd.yaml | `env.math.math_verify_impl` | must be " in page and "| wrong.yaml |" not in page
     assert "Refused, but" not in page_of(result | {"rows": [loads, wrong]}, "rows.json")
 
@@ -67,7 +67,7 @@ def test_the_page_has_the_tables_of_its_result():
     assert max(row["seconds"] for row in result["rows"]) < 1
     refused = [row for row in result["rows"] if row["megatron_policy"] and not row["loads"]]
     unknown = [row["recipe"] for row in refused if "unknown key" in row["why"]]
-    assert len(unknown) == 1, unknown  # a recipe of NeMo Gym
-    assert "55 of 168. 55 recipes ask only for features that this package has; 55 of these load. 42 of" in " ".join(
+    assert not unknown
+    assert "66 of 168. 67 recipes ask only for features that this package has; 66 of these load. 49 of" in " ".join(
         PAGE.read_text().split()
     )

@@ -111,6 +111,10 @@ BROKEN = {
         (capture("attn", length=1000), f"{LENGTH}: must be a multiple of 128 while {CAPTURED} has attn"),
         ([*EXPERTS, *capture("attn", "moe_router", length=192)], "found 192: set it to 256, or"),
         ([*capture("attn", length=120), f"{DIVISOR}=50"], f"found 120, which {DIVISOR} 50 makes 150: set it to 3200"),
+        (
+            [*capture("attn", length=384), f"{MEGATRON}.context_parallel_size=2", "cluster.gpus_per_node=2"],
+            f"{LENGTH}: must be a multiple of 256 (128 x {MEGATRON}.context_parallel_size 2) while",
+        ),
     ],
     "cuda_graph_pipeline_packing": [
         ([*EXPERTS, *capture("moe_router"), PACKED, *PIPELINE], f"{GRAPHS}: is transformer_engine with"),

@@ -1,6 +1,9 @@
 """Tests that rows split over context-parallel ranks have the numbers of whole rows, on gloo, in every layout."""
 
 import itertools
+import os
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +146,34 @@ def test_split_rows_compute_what_whole_rows_do(alone, together, layout, packed):
             torch.testing.assert_close(torch.tensor(found), rows[:, : len(found[0])], rtol=2e-6, atol=2e-6)
         for name, weight in want["weights"].items():
             torch.testing.assert_close(torch.tensor(got["weights"][name]), torch.tensor(weight), rtol=0, atol=2e-6)
+
+
+def trained(first: int, last: int, rank: int, world_size: int, ports: list[int]) -> list[tuple[float, float]]:
+    """Resumes before a step, trains up to another and saves; returns losses and gradient norms."""
+    from nemo_offload_rl.algorithms.losses import NLLLoss
+
+    root = Path(os.environ["SAVE_BELOW"])
+    policy = tiny_policy(context_parallel_size=world_size)
+    policy |= {"max_total_sequence_length": 304, "sequence_packing": packed_rows(304)}
+    worker = worker_of_rank(policy, rank, world_size, ports[0])
+    if first:
+        worker.load_checkpoint(str(root / f"step_{first}"))
+    steps = [worker.train(batch_of_step(step), NLLLoss(), gbs=4, mbs=1) for step in range(first, last)]
+    worker.save_checkpoint(str(root / f"step_{last}"), save_optimizer=True)
+    worker.shutdown()
+    return [(step["loss"], step["grad_norm"]) for step in steps]
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_another_number_of_context_ranks(tmp_path, monkeypatch):
+    (tmp_path / "whole").mkdir()
+    monkeypatch.setenv("SAVE_BELOW", str(tmp_path / "whole"))
+    (want,) = run_ranks(partial(trained, 0, 6), 1, num_ports=1)
+    monkeypatch.setenv("SAVE_BELOW", str(tmp_path))
+    got = [run_ranks(partial(trained, 2 * n, 2 * n + 2), ranks, num_ports=1) for n, ranks in enumerate((2, 1, 2))]
+    found = [pair for ranks in got for pair in ranks[0]]
+    for one, other in zip(found, want, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
