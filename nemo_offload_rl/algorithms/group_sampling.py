@@ -121,9 +121,9 @@ class GroupSampler:
         del version
         return True
 
-    def updating_weights(self, version: int, timer: Timer) -> AbstractContextManager[None]:
+    def updating_weights(self, version: int, timer: Timer, *, drains: bool = False) -> AbstractContextManager[None]:
         """Returns a context in which engines may get other weights: nothing is sampled beside it."""
-        del version, timer
+        del version, timer, drains
         return nullcontext()
 
     def close(self) -> None:

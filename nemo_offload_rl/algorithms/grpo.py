@@ -17,7 +17,7 @@ from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSetting
 from nemo_offload_rl.algorithms.importance_sampling import sequence_prob_errors
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty, RewardShaping, StopProperlyPenalty
-from nemo_offload_rl.algorithms.rollout_queue import RolloutQueue
+from nemo_offload_rl.algorithms.rollout_queue import RolloutQueue, in_flight_updates
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.algorithms.saved_rollouts import NoEngine, ReplayedRollouts, RolloutFolder, made_with, sampled_with
 from nemo_offload_rl.config.algorithms import ALGORITHMS
@@ -100,8 +100,7 @@ class GRPO(Algorithm):
         overlong_filtering: whether to leave answers that were cut off out of the loss.
         sequence_error_limit: difference of sampler and policy probabilities (``sequence_prob_errors``) above which an
             answer is left out of the loss; None for no limit.
-        prob_error_limit: train/token_mult_prob_error (sampler against policy probabilities) above which a step logs a
-            warning; None for no warning.
+        prob_error_limit: train/token_mult_prob_error above which a step logs a warning; None for no warning.
         save_optimizer: whether checkpoints include the optimizer's state.
     """
 
@@ -212,7 +211,7 @@ class GRPO(Algorithm):
         if not problems:
             return {}
         num_sampled: Counter[tuple[int, ...]] = Counter()
-        with self._sample.updating_weights(step, Timer()):
+        with self._sample.updating_weights(step, Timer(), drains=True):
             self._weights.refresh()
             parts = [
                 self._sample.rollout(
@@ -337,7 +336,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
             rollout = ReplayedRollouts(to_replay, prompts)
             policy.wait_until_ready()  # as a refit does, so that the first step is not longer than others
         else:
-            engines = generation = make_generation(fitted_policy, cluster)
+            engines = generation = make_generation(fitted_policy, cluster, in_flight_updates(ahead))
             policy = start_policy(before_build=engines.wait_until_ready if engines.capabilities.built_alone else None)
             # Wait for the engine before the first export, which needs GPU memory, too; if the engine failed while the
             # policy was being built, the run ends here.
@@ -364,6 +363,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
                 max_age=ahead["max_trajectory_age_steps"],
                 last_step=schedule.max_num_steps,
                 num_epochs=schedule.max_num_epochs,
+                in_flight=ahead["in_flight_weight_updates"],
                 sampled_with=sampled_with(config, train.problems, tokenizer),
             )
         return GRPO(

@@ -16,8 +16,9 @@ import torch
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.algorithms.saved_rollouts import ReplayedRollouts, as_plain, from_plain, save_tensors
+from nemo_offload_rl.config.schema.grpo import AsyncGRPOConfig
 from nemo_offload_rl.data.loader import DataPosition
-from nemo_offload_rl.generation.interface import GenerationError
+from nemo_offload_rl.generation.interface import GenerationError, InFlightUpdates
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.storage.disk import translate_disk_full
 
@@ -28,6 +29,13 @@ _CLOSE_S = 30.0
 
 ROLLOUTS_FILE = "rollouts.pt"
 _FORMAT = 1
+
+
+def in_flight_updates(section: AsyncGRPOConfig) -> InFlightUpdates | None:
+    """Returns how weights change while answers are generated, by `grpo.async_grpo`; None if they do not."""
+    if not section["enabled"] or not section["in_flight_weight_updates"]:
+        return None
+    return InFlightUpdates(recomputes_kv_cache=section["recompute_kv_cache_after_weight_updates"])
 
 
 @dataclass(frozen=True)
@@ -51,24 +59,34 @@ class RolloutQueue:
     """Samples step after step in a thread, as long as rollouts will not be too old when their step trains on them.
 
     Rollouts of step s that were sampled with the weights after v steps have the age s - 1 - v: the number of updates
-    that they lack. All rollouts of a step have one version, since weights change between two steps' rollouts. With an
-    age of at most 1 the versions, and so all numbers, do not depend on what is faster; with more they do.
+    that they lack. Unless weights change in flight, all rollouts of a step have one version, since weights change
+    between two steps' rollouts; with an age of at most 1 the versions, and so all numbers, then do not depend on what
+    is faster, with more they do. In flight, a step's rollouts go on with newer weights, and v is the oldest version.
 
     Args:
         sampler: samples the rollouts of a step; only the thread calls it.
         max_age: the most updates that a step's rollouts may lack; 0 samples no step ahead.
         last_step: the last step of the run.
         num_epochs: epochs after which no further prompts are drawn.
+        in_flight: whether weights change while rollouts are being sampled.
         sampled_with: what must agree between the runs that write and read a checkpoint's rollouts, by name.
     """
 
     def __init__(
-        self, sampler: GroupSampler, *, max_age: int, last_step: int, num_epochs: int, sampled_with: Mapping[str, Any]
+        self,
+        sampler: GroupSampler,
+        *,
+        max_age: int,
+        last_step: int,
+        num_epochs: int,
+        in_flight: bool,
+        sampled_with: Mapping[str, Any],
     ) -> None:
         self._sampler = sampler
         self._max_age = max_age
         self._last_step = last_step
         self._num_epochs = num_epochs
+        self._in_flight = in_flight
         self._sampled_with = {"format": _FORMAT, **sampled_with}
         self._position: DataPosition | None = None
         self._memory: dict[str, float] = {}
@@ -115,8 +133,13 @@ class RolloutQueue:
                 raise self._error
             taken, waiting = self._ready.pop(step), len(self._ready)
         self._position = taken.position
+        age = float(step - 1 - taken.version)
+        if self._in_flight:
+            batch = taken.rollouts.batch
+            tokens = batch["token_mask"]
+            age -= float((batch.pop("num_updates") * tokens).sum() / tokens.sum().clamp(min=1))
         return taken.rollouts, taken.metrics | {
-            "train/avg_trajectory_age": float(step - 1 - taken.version),
+            "train/avg_trajectory_age": age,
             "performance/steps_sampled_ahead": float(waiting),
         }
 
@@ -130,15 +153,17 @@ class RolloutQueue:
             return self._thread is None or (self._version != version and not self._has_ended)
 
     @contextmanager
-    def updating_weights(self, version: int, timer: Timer) -> Iterator[None]:
+    def updating_weights(self, version: int, timer: Timer, *, drains: bool = False) -> Iterator[None]:
         """Holds sampling back inside the `with` block, after which engines have other weights.
 
         It waits until no rollouts are being sampled. Unless each step needs the newest weights, it first lets those of
         the next step to train be sampled: they are needed at once, and their age does not depend on who was faster.
+        In flight it does not wait: engines hold between two of their steps.
 
         Args:
             version: number of the policy's steps whose weights the engines have then.
             timer: records the phase ``wait_for_rollouts``.
+            drains: whether to wait in flight, too, for other requests to the engines.
 
         Raises:
             GenerationError: engines have failed meanwhile, and may hang in an update.
@@ -146,7 +171,7 @@ class RolloutQueue:
         with timer.phase("wait_for_rollouts"), self._changed:
             self._held_after = version + 1 if self._max_age > 0 else version
             self._changed.notify_all()
-            if self._thread is not None:
+            if self._thread is not None and (drains or not self._in_flight):
                 until = min(self._held_after, self._last_step)
                 self._changed.wait_for(lambda: self._has_ended or (not self._is_sampling and self._next > until))
             if isinstance(self._error, GenerationError):

@@ -26,7 +26,8 @@ class Rollouts:
     """Holds sampled answers and their rewards, the answers to one prompt next to each other.
 
     Attributes:
-        batch: P x N rows with input_ids, input_lengths, token_mask, sample_mask and generation_logprobs.
+        batch: P x N rows with input_ids, input_lengths, token_mask, sample_mask and generation_logprobs; of engines
+            whose weights change meanwhile also num_updates, for each token the changes since its generation began.
         rewards: float32 [P, N].
         truncated: bool [P x N], true where the answer was cut off at its length limit.
         num_unjudged: number of answers that could not be judged and therefore have reward 0.
@@ -136,6 +137,8 @@ class RolloutMaker:
         batch = response_batch(prompt_ids, output.output_ids, self.prompt_format.pad_token_id)
         batch["sample_mask"] *= torch.tensor([float(prompt.fits) for prompt in prompts])
         batch["generation_logprobs"] = response_logprobs(batch, output.logprobs)
+        if output.num_updates is not None:
+            batch["num_updates"] = response_logprobs(batch, output.num_updates)
         return Rollouts(
             batch=batch,
             rewards=torch.tensor(judged.rewards).view(len(problems), num_generations),

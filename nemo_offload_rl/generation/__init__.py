@@ -4,7 +4,7 @@ import logging
 import pkgutil
 
 from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
-from nemo_offload_rl.generation.interface import EngineSpec, GenerationInterface
+from nemo_offload_rl.generation.interface import EngineSpec, GenerationInterface, InFlightUpdates
 from nemo_offload_rl.placement.cluster import Cluster
 
 logger = logging.getLogger(__name__)
@@ -16,8 +16,15 @@ ENGINES: dict[str, str] = {
 }
 
 
-def make_generation(policy_config: GRPOPolicyConfig, cluster: Cluster) -> GenerationInterface:
+def make_generation(
+    policy_config: GRPOPolicyConfig, cluster: Cluster, in_flight: InFlightUpdates | None = None
+) -> GenerationInterface:
     """Starts the generation engines that a recipe's `policy` names; returns before they are built.
+
+    Args:
+        policy_config: The recipe's `policy`.
+        cluster: Where the engines run.
+        in_flight: How weights change while engines generate; None if they do not.
 
     Raises:
         ValueError: If the backend is unknown or needs GPUs that the cluster does not have, or if an engine's number of
@@ -30,7 +37,7 @@ def make_generation(policy_config: GRPOPolicyConfig, cluster: Cluster) -> Genera
         )
     spec: EngineSpec = pkgutil.resolve_name(ENGINES[backend])
     bundles_by_engine = cluster.bundles_by_engine(spec.bundles_per_engine(policy_config, cluster))
-    generation = spec.start(policy_config, cluster, bundles_by_engine)
+    generation = spec.start(policy_config, cluster, bundles_by_engine, in_flight)
     if not generation.capabilities.batch_independent_sampling:
         logger.warning(
             "The %s backend samples the rows of a batch together, so a resumed run may differ from an uninterrupted "

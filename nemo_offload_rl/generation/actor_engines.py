@@ -9,14 +9,26 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from nemo_offload_rl.generation.interface import Capabilities, GenerationError, GenerationOutput, GenerationRequest
+from nemo_offload_rl.generation.interface import (
+    Capabilities,
+    GenerationError,
+    GenerationOutput,
+    GenerationRequest,
+    InFlightUpdates,
+)
 from nemo_offload_rl.metrics.memory import largest_of
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.refit.checksum import require_equal_checksums
 from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.plan import ExportPlan
 
+_SAMPLING = "sampling"
 _COLOUR_CODE = re.compile(r"\x1b\[\d+m")
+
+
+def remote_class(actor: type, in_flight: InFlightUpdates | None) -> Any:
+    """Returns Ray's class of an engine's actor; with weights in flight, `generate` has a thread of its own."""
+    return ray.remote(actor) if in_flight is None else ray.remote(concurrency_groups={_SAMPLING: 1})(actor)
 
 
 @dataclass(frozen=True)
@@ -44,14 +56,22 @@ class ActorEngines:
         actors: The actors of all engines; those of one replica are consecutive, and get the same requests.
         build_refs: References to the result of each actor's build.
         stays_awake: Whether the engines keep all of their memory on GPUs that they share with the policy.
+        in_flight: How weights change while engines generate; None if they do not.
     """
 
     capabilities: Capabilities
 
     def __init__(
-        self, cluster: Cluster, actors: Sequence[EngineActor], build_refs: Sequence[Any], *, stays_awake: bool = False
+        self,
+        cluster: Cluster,
+        actors: Sequence[EngineActor],
+        build_refs: Sequence[Any],
+        *,
+        stays_awake: bool = False,
+        in_flight: InFlightUpdates | None = None,
     ) -> None:
         self._cluster = cluster
+        self._is_in_flight = in_flight is not None
         self._gives_memory_back = not cluster.engines_are_apart and not stays_awake
         self._actors = list(actors)
         self._process_refs = [one.actor.process.remote() for one in actors]
@@ -77,9 +97,11 @@ class ActorEngines:
             )
             for start, stop in itertools.pairwise(bounds)
         ]
-        answers = self._collect(
-            "generate", [one.actor.call.remote("generate", parts[one.replica]) for one in self._actors]
-        )
+        calls = [one.actor.call for one in self._actors]
+        if self._is_in_flight:
+            calls = [call.options(concurrency_group=_SAMPLING) for call in calls]
+        refs = [call.remote("generate", parts[one.replica]) for call, one in zip(calls, self._actors, strict=True)]
+        answers = self._collect("generate", refs)
         of_replica: dict[int, GenerationOutput] = {}
         for one, answer in zip(self._actors, answers, strict=True):
             of_replica.setdefault(one.replica, answer)  # all actors of a replica return the same answer
@@ -88,6 +110,7 @@ class ActorEngines:
             output_ids=[row for output in outputs for row in output.output_ids],
             logprobs=[row for output in outputs for row in output.logprobs],
             finish_reasons=[row for output in outputs for row in output.finish_reasons],
+            num_updates=[row for output in outputs for row in output.num_updates or ()] if self._is_in_flight else None,
         )
 
     def start_finish_generation(self) -> Sequence[Any]:

@@ -92,11 +92,14 @@ class GenerationOutput:
             tokens that complete no bad word. Those of `transformers` are before top_k and top_p, those of `vllm` after
             them; training's own log-probs follow the engine (`worker.sampling`), but for bad words.
         finish_reasons: "stop" after a stop token or a stop string, even at the limit; otherwise "length".
+        num_updates: For each new token, how often its engine's weights had changed since the call began when its
+            log-prob was computed; None from engines whose weights never change meanwhile.
     """
 
     output_ids: list[list[int]]
     logprobs: list[list[float]]
     finish_reasons: list[str]
+    num_updates: list[list[int]] | None = None
 
 
 class GenerationError(RuntimeError):
@@ -121,6 +124,17 @@ class GenerationError(RuntimeError):
 
 def _beside(rank: int | None) -> str:
     return "" if rank is None else f" beside rank {rank}"
+
+
+@dataclass(frozen=True)
+class InFlightUpdates:
+    """Describes how weights change while answers are being generated: between two steps of an engine.
+
+    Attributes:
+        recomputes_kv_cache: Whether answers under way get keys and values of the new weights.
+    """
+
+    recomputes_kv_cache: bool
 
 
 @dataclass(frozen=True)
@@ -225,8 +239,9 @@ class EngineSpec:
         bundles_per_engine: Returns an engine's number of bundles (GPUs), given the recipe's `policy` and the cluster.
         start: Starts the engines, before the policy's ranks, and returns before they are built; takes the recipe's
             `policy`, the cluster and the bundles of each engine: those of the ranks with the same numbers, or others.
-            An engine has bundles of one node, or all bundles of several nodes.
+            An engine has bundles of one node, or all bundles of several nodes. The last argument says how weights
+            change while engines generate, None if they do not.
     """
 
     bundles_per_engine: Callable[[GRPOPolicyConfig, Cluster], int]
-    start: Callable[[GRPOPolicyConfig, Cluster, Sequence[tuple[int, ...]]], GenerationInterface]
+    start: Callable[[GRPOPolicyConfig, Cluster, Sequence[tuple[int, ...]], InFlightUpdates | None], GenerationInterface]

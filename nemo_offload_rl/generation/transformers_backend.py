@@ -9,8 +9,8 @@ import ray
 
 from nemo_offload_rl.config.schema.hf_config import HfConfigFields
 from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
-from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
-from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
+from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor, remote_class
+from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, InFlightUpdates, WakeUpTag
 from nemo_offload_rl.generation.stop_strings import needs_tokenizer
 from nemo_offload_rl.hf_config import trusts_remote_code
 from nemo_offload_rl.placement.cluster import Cluster
@@ -37,6 +37,7 @@ class GeneratorActor(WeightLoader):
         generation_batch_size: int,
         max_sequence_length: int,
         tokenizer_name: str | None,
+        in_flight: InFlightUpdates | None,
     ) -> None:
         """Builds the model, whose weights come by refit (see `build_model` and `TransformersGenerator`)."""
         import torch  # not at the top: the driver imports this module and needs none of these
@@ -55,6 +56,7 @@ class GeneratorActor(WeightLoader):
             tokenizer=None
             if tokenizer_name is None
             else fast_tokenizer(load_tokenizer(tokenizer_name, trust_remote_code=model["trust_remote_code"])),
+            in_flight=in_flight,
         )
 
     def load_weights(self, bucket: WeightBucket) -> float:
@@ -87,6 +89,7 @@ class TransformersGeneration(ActorEngines):
         max_sequence_length: int,
         tokenizer_name: str | None = None,
         trust_remote_code: bool = False,
+        in_flight: InFlightUpdates | None = None,
     ) -> None:
         """Starts to build every replica and returns at once; `wait_until_ready`, or the first call, waits for them.
 
@@ -101,10 +104,11 @@ class TransformersGeneration(ActorEngines):
             max_sequence_length: Largest number of tokens of a prompt and its continuation together.
             tokenizer_name: `policy.tokenizer.name`, for stop strings and bad words; None if the recipe has neither.
             trust_remote_code: `policy.trust_remote_code`.
+            in_flight: How weights change while replicas generate; None if they do not.
         """
         has_node = len(bundles_by_engine[0]) == cluster.engine_bundles_per_node
         num_threads = cluster.threads_per_node if has_node else cluster.threads_per_engine_bundle
-        actor_class = ray.remote(GeneratorActor)
+        actor_class = remote_class(GeneratorActor, in_flight)
         actors = [
             EngineActor(
                 actor_class.options(
@@ -131,14 +135,15 @@ class TransformersGeneration(ActorEngines):
                 generation_batch_size=generation_batch_size,
                 max_sequence_length=max_sequence_length,
                 tokenizer_name=tokenizer_name,
+                in_flight=in_flight,
             )
             for one in actors
         ]
-        super().__init__(cluster, actors, build_refs)
+        super().__init__(cluster, actors, build_refs, in_flight=in_flight)
 
     def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> bool:
         """Moves the replicas' models to their GPUs; a KV cache grows there while a batch is generated."""
-        if "weights" in tags:
+        if "weights" in tags or self._is_in_flight:
             self._run("prepare_for_generation", tags)
         return False
 
@@ -148,7 +153,10 @@ def _bundles_per_engine(policy_config: GRPOPolicyConfig, cluster: Cluster) -> in
 
 
 def _start(
-    policy_config: GRPOPolicyConfig, cluster: Cluster, bundles_by_engine: Sequence[tuple[int, ...]]
+    policy_config: GRPOPolicyConfig,
+    cluster: Cluster,
+    bundles_by_engine: Sequence[tuple[int, ...]],
+    in_flight: InFlightUpdates | None,
 ) -> TransformersGeneration:
     return TransformersGeneration(
         cluster,
@@ -161,6 +169,7 @@ def _start(
         max_sequence_length=policy_config["max_total_sequence_length"],
         tokenizer_name=policy_config["tokenizer"]["name"] if needs_tokenizer(policy_config) else None,
         trust_remote_code=trusts_remote_code(policy_config),
+        in_flight=in_flight,
     )
 
 

@@ -10,8 +10,15 @@ from transformers import DynamicCache, PreTrainedModel
 
 from nemo_offload_rl.generation.bad_words import bad_word_ids, without_bad_words
 from nemo_offload_rl.generation.hf_model import optional_names, weights_by_name
-from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, SamplingParams, WakeUpTag
+from nemo_offload_rl.generation.interface import (
+    GenerationOutput,
+    GenerationRequest,
+    InFlightUpdates,
+    SamplingParams,
+    WakeUpTag,
+)
 from nemo_offload_rl.generation.sampling import choose_tokens, row_uniforms
+from nemo_offload_rl.generation.step_gate import StepGate
 from nemo_offload_rl.generation.stop_strings import AnswerText
 from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
 from nemo_offload_rl.refit.checksum import tensor_checksum
@@ -54,6 +61,7 @@ class TransformersGenerator:
         max_sequence_length: int,
         has_weights: bool,
         tokenizer: Tokenizer | None = None,
+        in_flight: InFlightUpdates | None = None,
     ) -> None:
         """Takes over a model, which stays on the host until `prepare_for_generation`.
 
@@ -64,6 +72,7 @@ class TransformersGenerator:
             max_sequence_length: Largest number of tokens of a prompt and its continuation together.
             has_weights: Whether the model's weights are already initialized; if not, `generate` requires a refit first.
             tokenizer: For requests with stop strings or bad words; None if no request has any.
+            in_flight: How weights change while another thread generates; None if they do not.
 
         Raises:
             ValueError: If a size is not positive.
@@ -79,6 +88,8 @@ class TransformersGenerator:
         self._generation_batch_size = generation_batch_size
         self._max_sequence_length = max_sequence_length
         self._tokenizer = tokenizer
+        self._recomputes_kv_cache = in_flight is not None and in_flight.recomputes_kv_cache
+        self._gate = None if in_flight is None else StepGate()
         self._optional_names = optional_names(model)
         self._refit_names = sorted(set(weights_by_name(model)) - self._optional_names)
         self._missing = set() if has_weights else set(self._refit_names)
@@ -133,6 +144,8 @@ class TransformersGenerator:
         Weights alone precede a refit, which brings all of them: of those that are elsewhere, no old values are copied.
         """
         if list(tags) == ["weights"]:
+            if self._gate is not None:
+                self._gate.hold()
             self._missing = set(self._refit_names)
             if self._model.device.type != self._device.type:
                 values = dict(self._model.named_buffers(remove_duplicate=False))  # most come with no refit
@@ -140,6 +153,8 @@ class TransformersGenerator:
                 for name, buffer in self._model.named_buffers(remove_duplicate=False):
                     buffer.copy_(values[name])
         self._model.to(self._device)
+        if self._gate is not None and "kv_cache" in tags:
+            self._gate.release()
 
     def finish_generation(self) -> None:
         """Moves the model to the host and frees its GPU memory; does nothing on a CPU."""
@@ -165,9 +180,16 @@ class TransformersGenerator:
         Raises:
             RuntimeError: If weights are missing, or the model is not on the device it generates on.
         """
+        if self._gate is None:
+            return self._generate(request)
+        with self._gate.generating():
+            return self._generate(request)
+
+    def _generate(self, request: GenerationRequest) -> GenerationOutput:
         self._require_ready()
-        num_rows = len(request.prompt_ids)
+        num_rows, before = len(request.prompt_ids), self._num_updates
         output = GenerationOutput([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], ["length"] * num_rows)
+        changes: list[list[int]] = [[] for _ in range(num_rows)]
         # Sorted, rows of similar length need little padding, and rows with the same prompt share its prefill.
         order = sorted(
             (row for row, prompt in enumerate(request.prompt_ids) if len(prompt) < self._max_sequence_length),
@@ -178,16 +200,20 @@ class TransformersGenerator:
             prompts = [request.prompt_ids[row] for row in rows]
             sample_ids = [request.sample_ids[row] for row in rows]
             columns = self._generate_batch(prompts, sample_ids, request.step, request.sampling)
-            for row, tokens, logprobs, length, stopped in zip(rows, *(c.tolist() for c in columns), strict=True):
+            values = (column.tolist() for column in columns)
+            for row, tokens, logprobs, updates, length, stopped in zip(rows, *values, strict=True):
                 output.output_ids[row] = tokens[:length]
                 output.logprobs[row] = logprobs[:length]
+                changes[row] = [number - before for number in updates[:length]]
                 output.finish_reasons[row] = "stop" if stopped else "length"
+        if self._gate is not None:
+            output.num_updates = changes
         return output
 
     def _generate_batch(
         self, prompts: list[list[int]], sample_ids: list[int], step: int, sampling: SamplingParams
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns tokens int64 and log-probs float32 [rows, new tokens], lengths int64 [rows], stopped bool [rows]."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns tokens, log-probs and numbers of updates [rows, new tokens], lengths and stopped [rows]."""
         device, num_rows = self._device, len(prompts)
         limits = torch.tensor(
             [min(sampling.max_new_tokens, self._max_sequence_length - len(prompt)) for prompt in prompts], device=device
@@ -197,15 +223,18 @@ class TransformersGenerator:
         stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
         tokens = torch.zeros((num_rows, max_tokens), dtype=torch.int64, device=device)
         logprobs = torch.zeros((num_rows, max_tokens), dtype=torch.float32, device=device)
+        updates = torch.zeros((num_rows, max_tokens), dtype=torch.int64, device=device)
         lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
         texts = self._texts(prompts, sampling)
         bad_words = bad_word_ids(self._require_tokenizer(), sampling.bad_words) if sampling.bad_words else []
         active = torch.ones(num_rows, dtype=torch.bool, device=device)
 
+        self._has_newer_weights()
         batch = self._prefill(prompts)
         for position in range(max_tokens):
             rows = batch.rows
+            updates[:, position] = self._num_updates
             if bad_words:
                 batch.logits = without_bad_words(batch.logits, tokens[rows, :position], bad_words)
             tokens[rows, position], logprobs[rows, position] = choose_tokens(
@@ -225,8 +254,18 @@ class TransformersGenerator:
                 break
             if num_active <= rows.numel() // 2:
                 batch.keep(active[rows].nonzero().squeeze(-1))
+            if self._has_newer_weights() and self._recomputes_kv_cache:
+                self._prefill_again(batch, prompts, tokens[:, :position])
             self._decode(batch, tokens[batch.rows, position])
-        return tokens, logprobs, lengths, stopped
+        return tokens, logprobs, updates, lengths, stopped
+
+    def _has_newer_weights(self) -> bool:
+        """Lets weights come that wait for the end of a step; returns whether they have."""
+        return self._gate is not None and self._gate.between_steps()
+
+    @property
+    def _num_updates(self) -> int:
+        return 0 if self._gate is None else self._gate.num_updates
 
     def _texts(self, prompts: list[list[int]], sampling: SamplingParams) -> list[AnswerText]:
         """Returns an `AnswerText` for each row; an empty list for requests without stop strings."""
@@ -265,6 +304,13 @@ class TransformersGenerator:
             batch.keep(torch.tensor([position[tuple(prompt)] for prompt in prompts], device=self._device))
             batch.rows = torch.arange(len(prompts), device=self._device)
         return batch
+
+    def _prefill_again(self, batch: _Batch, prompts: list[list[int]], tokens: torch.Tensor) -> None:
+        """Computes the keys and values of a batch's rows again, of their prompts and tokens (int64 [all rows, t])."""
+        rows = batch.rows.tolist()
+        texts = [prompts[row] + tokens[row].tolist() for row in rows]
+        again = self._prefill(texts)
+        batch.attention_mask, batch.cache, batch.logits = again.attention_mask, again.cache, again.logits
 
     def _decode(self, batch: _Batch, tokens: torch.Tensor) -> None:
         """Runs one token of each row (int64 [n]) and stores the next logits in the batch."""

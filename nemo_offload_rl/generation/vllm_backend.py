@@ -16,8 +16,8 @@ import torch
 
 from nemo_offload_rl.config.megatron.device_split import engine_devices, engine_replicas
 from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
-from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
-from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
+from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor, remote_class
+from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, InFlightUpdates, WakeUpTag
 from nemo_offload_rl.generation.stop_strings import needs_tokenizer
 from nemo_offload_rl.generation.vllm_arguments import engine_arguments, engine_environment, is_built_beside_policy
 from nemo_offload_rl.hub import go_offline
@@ -97,7 +97,15 @@ class VllmActor(WeightLoader):
         self._listener = listening(address, port_range, backlog=num_processes)
         return Meeting(address, self._listener.getsockname()[1], on_one_node)
 
-    def build(self, policy: GRPOPolicyConfig, *, rank: int, meeting: Meeting | None, sleeps: bool) -> None:
+    def build(
+        self,
+        policy: GRPOPolicyConfig,
+        *,
+        rank: int,
+        meeting: Meeting | None,
+        sleeps: bool,
+        in_flight: InFlightUpdates | None,
+    ) -> None:
         """Builds the engine, whose weights come by refit, and puts it to sleep unless it never sleeps.
 
         Args:
@@ -105,6 +113,7 @@ class VllmActor(WeightLoader):
             rank: Rank of this process in its engine.
             meeting: Where the engine's processes meet; None if this is the only one.
             sleeps: Whether the engine frees its GPU memory for the policy between generations.
+            in_flight: How weights change while it generates; None if they do not.
 
         Raises:
             ValueError: If vLLM is not installed here, or refuses what the recipe asks for.
@@ -135,6 +144,7 @@ class VllmActor(WeightLoader):
             sleeps=sleeps,
             keeps_weights=_keeps_weights(policy),
             shares_experts=engine_replicas(section) > 1,
+            in_flight=in_flight,
         )
         if not is_built_beside_policy(policy):  # sleeping would fail vLLM's assertion if the policy allocates meanwhile
             self._generator.finish_generation()
@@ -189,7 +199,11 @@ class VllmGeneration(ActorEngines):
     )
 
     def __init__(
-        self, cluster: Cluster, bundles_by_engine: Sequence[tuple[int, ...]], policy: GRPOPolicyConfig
+        self,
+        cluster: Cluster,
+        bundles_by_engine: Sequence[tuple[int, ...]],
+        policy: GRPOPolicyConfig,
+        in_flight: InFlightUpdates | None = None,
     ) -> None:
         """Starts to build every engine and returns at once; `wait_until_ready`, or the first call, waits for them.
 
@@ -197,6 +211,7 @@ class VllmGeneration(ActorEngines):
             cluster: Where actors run; it has GPUs.
             bundles_by_engine: The bundles (GPUs) of each engine.
             policy: The recipe's `policy`.
+            in_flight: How weights change while engines generate; None if they do not.
         """
         self.capabilities = replace(
             self.capabilities, keeps_weights=_keeps_weights(policy), built_alone=not is_built_beside_policy(policy)
@@ -205,13 +220,14 @@ class VllmGeneration(ActorEngines):
         tp, replicas = section["tensor_parallel_size"], engine_replicas(section)
         sleeps = not cluster.engines_are_apart and not _stays_awake(policy)
         environment = engine_environment(policy, num_threads=cluster.threads_per_engine_bundle)
-        actor_class = ray.remote(VllmActor)
+        actor_class = remote_class(VllmActor, in_flight)
         actors: list[EngineActor] = []
         build_refs: list[Any] = []
         for engine, bundles in enumerate(bundles_by_engine):
             of_engine = [
                 actor_class.options(
-                    **cluster.actor_options(bundle, cluster.engine_share), runtime_env={"env_vars": environment}
+                    **cluster.actor_options(bundle, cluster.engine_share),
+                    runtime_env={"env_vars": environment},
                 ).remote()
                 for bundle in bundles
             ]
@@ -224,8 +240,10 @@ class VllmGeneration(ActorEngines):
                 actors.append(
                     EngineActor(actor, engine, replica=engine * replicas + rank // tp, ranks=(bundles[rank],))
                 )
-                build_refs.append(actor.build.remote(policy, rank=rank, meeting=meeting, sleeps=sleeps))
-        super().__init__(cluster, actors, build_refs, stays_awake=_stays_awake(policy))
+                build_refs.append(
+                    actor.build.remote(policy, rank=rank, meeting=meeting, sleeps=sleeps, in_flight=in_flight)
+                )
+        super().__init__(cluster, actors, build_refs, stays_awake=_stays_awake(policy), in_flight=in_flight)
 
     def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> bool:
         """Allocates the memory of weights or of the KV cache again.
@@ -253,9 +271,12 @@ def _keeps_weights(policy: GRPOPolicyConfig) -> bool:
 
 
 def _start(
-    policy_config: GRPOPolicyConfig, cluster: Cluster, bundles_by_engine: Sequence[tuple[int, ...]]
+    policy_config: GRPOPolicyConfig,
+    cluster: Cluster,
+    bundles_by_engine: Sequence[tuple[int, ...]],
+    in_flight: InFlightUpdates | None,
 ) -> VllmGeneration:
-    return VllmGeneration(cluster, bundles_by_engine, policy_config)
+    return VllmGeneration(cluster, bundles_by_engine, policy_config, in_flight)
 
 
 ENGINE = EngineSpec(_bundles_per_engine, _start)

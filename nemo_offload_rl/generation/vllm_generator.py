@@ -1,12 +1,14 @@
 """Samples with vLLM's engine, and loads its weights."""
 
+import bisect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, WakeUpTag
+from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, InFlightUpdates, WakeUpTag
+from nemo_offload_rl.generation.step_gate import StepGate
 from nemo_offload_rl.generation.vllm_arguments import sampling_arguments
 from nemo_offload_rl.generation.vllm_memory import engine_memory_stats, vllm_pools
 from nemo_offload_rl.memory.units import GIB
@@ -30,6 +32,7 @@ class VllmGenerator:
         sleeps: Whether it frees its GPU memory for the policy between generations; if not, it keeps its weights.
         keeps_weights: Whether its weights wait in host memory while it sleeps, and are complete when it wakes up.
         shares_experts: Whether other replicas have some of its experts, so that all of them generate together.
+        in_flight: How weights change while another thread generates; None if they do not.
 
     Raises:
         ValueError: If vLLM changes weights after it has loaded them, which no refit does.
@@ -44,8 +47,15 @@ class VllmGenerator:
         sleeps: bool = True,
         keeps_weights: bool = False,
         shares_experts: bool = False,
+        in_flight: InFlightUpdates | None = None,
     ) -> None:
         self._llm = llm
+        self._in_flight = in_flight
+        self._gate = None if in_flight is None else StepGate(_agreed)
+        self._tokens_at_updates: list[Mapping[str, int]] = []  # of the requests under way, since `generate` began
+        if in_flight is not None:
+            self._step = llm.llm_engine.step
+            llm.llm_engine.step = self._step_with_newest_weights
         self._shares_experts = shares_experts
         self._dtype = _DTYPES[precision]
         self._max_sequence_length = max_sequence_length
@@ -133,8 +143,12 @@ class VllmGenerator:
         Raises:
             RuntimeError: If the GPU does not have enough memory.
         """
+        if self._gate is not None and list(tags) == ["weights"]:
+            self._gate.hold()
         if self._sleep_level:
             self._wake_up([tag for tag in tags if tag in self._asleep])
+        if self._gate is not None and "kv_cache" in tags:
+            self._gate.release()
         if list(tags) == ["weights"]:
             self._forget_weights()
             return not self._sleep_level or ("kv_cache" in self._asleep and self._has_room_for_cache())
@@ -196,6 +210,13 @@ class VllmGenerator:
         Raises:
             RuntimeError: If weights are missing, or vLLM aborted a request.
         """
+        if self._gate is None:
+            return self._generate(request)
+        with self._gate.generating():
+            self._tokens_at_updates = []
+            return self._generate(request)
+
+    def _generate(self, request: GenerationRequest) -> GenerationOutput:
         self._require_weights()
         if self._prefixes_are_stale:
             if not self._llm.reset_prefix_cache():
@@ -216,7 +237,37 @@ class VllmGenerator:
         for row, answer in zip(rows, finished, strict=True):
             tokens, logprobs, reason = read_answer(answer)
             output.output_ids[row], output.logprobs[row], output.finish_reasons[row] = tokens, logprobs, reason
+        if self._in_flight is not None:
+            output.num_updates = [[] for _ in range(num_rows)]
+            for row, answer in zip(rows, finished, strict=True):
+                starts = [at[answer.request_id] for at in self._tokens_at_updates if answer.request_id in at]
+                output.num_updates[row] = [
+                    bisect.bisect_right(starts, token) for token in range(len(output.output_ids[row]))
+                ]
         return output
+
+    def _step_with_newest_weights(self) -> Any:
+        """Runs a step of vLLM's engine, before which weights may change.
+
+        With vLLM's asynchronous scheduling a step is under way on the GPU then: its tokens come from the old weights,
+        and are thrown away where keys and values are recomputed.
+        """
+        assert self._gate is not None and self._in_flight is not None
+        if self._gate.between_steps():
+            engine, recomputes = self._llm.llm_engine, self._in_flight.recomputes_kv_cache
+            states, requests = engine.output_processor.request_states, engine.engine_core.engine_core.scheduler.requests
+            self._tokens_at_updates.append(
+                {
+                    states[name].external_req_id: request.num_output_tokens
+                    + (0 if recomputes else request.num_output_placeholders)
+                    for name, request in requests.items()
+                    if name in states
+                }
+            )
+            if recomputes:
+                engine.reset_prefix_cache(reset_running_requests=True)
+                self._prefixes_are_stale = False
+        return self._step()
 
     def _require_weights(self) -> None:
         if self._missing or not self._has_weights:
@@ -234,6 +285,18 @@ class VllmGenerator:
 
     def _on_worker(self, method: str, *arguments: Any) -> list[Any]:
         return self._llm.collective_rpc(method, args=arguments)
+
+
+def _agreed(wanted: bool) -> bool:
+    """Returns what the first process of this replica passes: its schedulers must take every step with equal weights."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return wanted
+    flag = torch.tensor([wanted])
+    torch.distributed.broadcast(flag, src=group.first_rank, group=group.cpu_group)
+    return bool(flag)
 
 
 def read_answer(answer: Any) -> tuple[list[int], list[float], str]:

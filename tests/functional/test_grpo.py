@@ -145,3 +145,27 @@ def test_a_step_is_sampled_while_another_trains(tmp_path):
     assert rows[1]["train/token_mult_prob_error"] == pytest.approx(1, abs=0.02)
     assert all(rows[step]["train/grad_norm"] > 0 for step in range(1, 5))
     assert "wait_for_rollouts" in done.output
+
+
+def test_weights_are_sent_while_answers_are_generated(tmp_path):
+    """Generation is slower than training, so that weights come within the answers of steps 2 and 3."""
+    ahead = ["grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true"]
+    in_flight = [
+        "grpo.async_grpo.in_flight_weight_updates=true",
+        "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
+        "grpo.val_period=3",  # before a validation no weights are in flight
+        "grpo.val_at_start=false",
+        "grpo.max_val_samples=8",
+        "checkpointing.enabled=false",
+        "policy.generation_batch_size=8",
+        "policy.generation.stop_token_ids=[]",
+        "policy.generation.max_new_tokens=120",
+        "policy.max_total_sequence_length=128",
+        "policy.hf_config.max_position_embeddings=128",
+    ]
+    done = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=3", *APART, *ahead, *in_flight])
+    assert done.status == 0, done.output
+    rows = done.metrics()
+    ages = [rows[step]["train/avg_trajectory_age"] for step in range(1, 4)]
+    assert ages[0] == 0 and all(0 <= age <= 1 for age in ages)
+    assert any(0 < age < 1 for age in ages), ages

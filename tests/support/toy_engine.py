@@ -65,7 +65,8 @@ class ShardedGeneration(TableSampler):
             ray.kill(shard)
 
 
-def start(policy_config, cluster, bundles_by_engine):
+def start(policy_config, cluster, bundles_by_engine, in_flight):
+    assert in_flight is None
     (ranks,) = bundles_by_engine
     return ShardedGeneration(cluster, ranks)
 

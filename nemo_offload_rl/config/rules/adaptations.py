@@ -9,7 +9,6 @@ from typing import Any
 from nemo_offload_rl.config.rules import base
 from nemo_offload_rl.config.rules.base import Adapted, adaptation
 
-IN_FLIGHT = "grpo.async_grpo.in_flight_weight_updates"
 ASYNC_ENGINE = "policy.generation.vllm_cfg.async_engine"
 SEQUENCE_PARALLEL = f"{base.MEGATRON}.sequence_parallel"
 
@@ -60,15 +59,6 @@ def vllm_async_engine(enabled: bool) -> Adapted | None:
         "is off: a step submits all its requests at once, and the synchronous engine samples from the same distribution"
     )
     return Adapted(ASYNC_ENGINE, False, line) if enabled else None
-
-
-@adaptation(IN_FLIGHT, "grpo.async_grpo.enabled")
-def in_flight_weight_updates(in_flight: bool, enabled: bool) -> Adapted | None:
-    """Turns off weight updates during generation: all tokens of an answer then come from one version."""
-    line = (
-        "is off: weights change between two steps' answers, whose tokens all come from one version" if enabled else None
-    )
-    return Adapted(IN_FLIGHT, False, line) if in_flight else None
 
 
 @adaptation(base.REFIT_TRANSPORT, base.COLOCATED)

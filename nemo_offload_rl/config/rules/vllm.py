@@ -136,6 +136,14 @@ def vllm_async_scheduling(arguments: dict[str, Any], section: dict[str, Any] | N
     )
 
 
+@rule("grpo.async_grpo.in_flight_weight_updates?", "grpo.async_grpo.enabled?", f"{VLLM}?")
+def vllm_in_flight_replicas(in_flight: bool | None, ahead: bool | None, section: dict[str, Any] | None) -> RuleResult:
+    """Refuses new weights during generation where replicas share experts, and would have to hold at one step."""
+    if not in_flight or not ahead or section is None or engine_replicas(section) == 1:
+        return None
+    return f"is true, but {VLLM_EP} is above {VLLM_TP}, and replicas that share experts step together; set it to false"
+
+
 @rule("policy.verify_refit?", BACKEND, f"{VLLM_TP}?", f"{VLLM_EP}?")
 def vllm_verify_refit(verify: bool | None, backend: str, tp: int | None, ep: int | None) -> RuleResult:
     """Refuses checksums of engines with several GPUs, where each GPU holds parts of the weights that were sent."""

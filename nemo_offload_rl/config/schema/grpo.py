@@ -93,11 +93,12 @@ class AsyncGRPOConfig(TypedDict):
     # steps that are sampled ahead. 0 or more; 0 samples with the newest weights, as without this section; recommended
     # 1, with which a run can be repeated.
     max_trajectory_age_steps: NotRequired[Annotated[NonNegativeInt, IfAbsent(1)]]
-    # Whether weights may change while answers are being generated. Here they change between two steps' answers, so
-    # that true is read as false, and a note says so.
+    # Send new weights while answers are being generated: engines hold between two of their steps, and the answers go on
+    # with the new weights. False: weights change between two steps' answers, and a step's training waits for them.
+    # Recommended: true for answers of very uneven lengths, false for runs that can be repeated.
     in_flight_weight_updates: NotRequired[Annotated[bool, IfAbsent(False)]]
-    # Whether answers under way get new keys and values from new weights. None are under way when weights change, and
-    # vLLM's prefix cache is emptied then, so that both values do the same.
+    # Whether answers under way get new keys and values from new weights, which prefills them anew. No effect unless
+    # weights are sent in flight: vLLM's prefix cache is emptied then.
     recompute_kv_cache_after_weight_updates: NotRequired[Annotated[bool, IfAbsent(False)]]
     # Failures of generation that the run survives. Only 0: the first one ends it, and it resumes from its newest
     # checkpoint.

@@ -124,7 +124,12 @@ class Setting:
             sample=sampler
             if max_age is None
             else RolloutQueue(
-                sampler, max_age=max_age, last_step=last_step, num_epochs=num_epochs, sampled_with=sampled_with or {}
+                sampler,
+                max_age=max_age,
+                last_step=last_step,
+                num_epochs=num_epochs,
+                in_flight=False,
+                sampled_with=sampled_with or {},
             ),
             validation=ValidationSampling(
                 validation if replay is None else (),

@@ -65,6 +65,19 @@ BROKEN = {
             f"async_scheduling: is true, but {VLLM}.expert_parallel_size is above {VLLM}.tensor_parallel_size",
         ),
     ],
+    "vllm_in_flight_replicas": [
+        (
+            [
+                *("cluster.gpus_per_node=8", "policy.generation.colocated.enabled=false", *EXPERTS),
+                "policy.generation.colocated.resources.gpus_per_node=4",
+                f"{VLLM}.expert_parallel_size=4",
+                "grpo.async_grpo.enabled=true",
+                "loss_fn.use_importance_sampling_correction=true",
+                "grpo.async_grpo.in_flight_weight_updates=true",
+            ],
+            f"in_flight_weight_updates: is true, but {VLLM}.expert_parallel_size is above",
+        ),
+    ],
     "vllm_verify_refit": [
         (
             ["cluster.gpus_per_node=2", *EXPERTS, f"{VLLM}.expert_parallel_size=2", "++policy.verify_refit=true"],

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
-from nemo_offload_rl.generation.interface import GenerationRequest, SamplingParams
+from nemo_offload_rl.generation.interface import GenerationRequest, InFlightUpdates, SamplingParams
 from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
 from nemo_offload_rl.refit.plan import ExportPlan
 
@@ -52,9 +52,14 @@ def model():
     return _model_with_weights(QWEN3)
 
 
-def _generator(model, batch_size=64, max_length=128):
+def _generator(model, batch_size=64, max_length=128, in_flight=None):
     return TransformersGenerator(
-        model, device="cpu", generation_batch_size=batch_size, max_sequence_length=max_length, has_weights=True
+        model,
+        device="cpu",
+        generation_batch_size=batch_size,
+        max_sequence_length=max_length,
+        has_weights=True,
+        in_flight=in_flight,
     )
 
 
@@ -320,3 +325,46 @@ def test_on_a_gpu_the_memory_comes_back_and_the_tokens_are_those_of_the_cpu(mode
     assert torch.cuda.memory_allocated() == before
     assert output.output_ids == _generator(model).generate(_request(GREEDY)).output_ids
     assert checksum == generator.weights_checksum()
+
+
+class _UpdatesOnce:
+    """A `StepGate` at which new weights come before the third token of the first batch."""
+
+    def __init__(self, update):
+        self.num_updates, self._calls, self._update = 0, 0, update
+
+    def generating(self):
+        return contextlib.nullcontext()
+
+    def between_steps(self):
+        self._calls += 1
+        if self._calls != 4:  # before the prefill, and before the passes behind the first and the second token
+            return False
+        self._update()
+        self.num_updates += 1
+        return True
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_answers_go_on_with_weights_that_come_meanwhile(recomputes):
+    model, newer = _model_with_weights(QWEN3), _model_with_weights(QWEN3, seed=1)
+    older = copy.deepcopy(model)
+    generator = _generator(model, batch_size=4, in_flight=InFlightUpdates(recomputes_kv_cache=recomputes))
+    generator._gate = _UpdatesOnce(lambda: generator.load_weights(list(weights_by_name(newer).items())))
+    prompts = [[5, 6, 7], [12], [4, 4, 20], [12], [29, 28, 27, 26]]
+    sampling = dataclasses.replace(SAMPLED, stop_token_ids=(), max_new_tokens=6)
+    output = generator.generate(GenerationRequest(prompts, [0, 0, 0, 1, 0], 1, sampling))
+    by_length = sorted(range(5), key=lambda row: (len(prompts[row]), prompts[row]))
+    first, second = by_length[:4], by_length[4:]
+    assert [output.num_updates[row] for row in first] == [[0, 0, 0, 1, 1, 1]] * 4
+    assert [output.num_updates[row] for row in second] == [[1] * 6]
+    for row, prompt in enumerate(prompts):
+        ids = prompt + output.output_ids[row]
+        of_models = []
+        for one in (older, newer):
+            logits = one(input_ids=torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].float()
+            of_models.append(logits.log_softmax(-1).gather(1, torch.tensor(output.output_ids[row])[:, None])[:, 0])
+        want = torch.where(torch.tensor(output.num_updates[row]) > 0, of_models[1], of_models[0])
+        near = torch.isclose(torch.tensor(output.logprobs[row]), want, atol=1e-4)
+        old_keys = row in first and not recomputes  # then newer passes see keys and values of the older weights
+        assert near[:3].all() and near[3:].all() != old_keys

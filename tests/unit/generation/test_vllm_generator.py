@@ -4,6 +4,8 @@ import contextlib
 import gc
 import os
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from huggingface_hub import constants
 from support import engine_conformance
 
 from nemo_offload_rl.generation import vllm_generator
-from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, SamplingParams
+from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, InFlightUpdates, SamplingParams
 from nemo_offload_rl.generation.sampling import row_seed, row_uniforms
 from nemo_offload_rl.generation.saved_memory import SavedMemory
 from nemo_offload_rl.generation.vllm_arguments import (
@@ -214,7 +216,7 @@ def test_a_node_reads_the_model_from_the_hub_and_its_vllm_only_the_folder(monkey
     policy = engine_conformance.policy("vllm")
     policy["generation"]["stop_strings"] = ["end"]
     assert "HF_HUB_OFFLINE" not in engine_environment(policy, num_threads=1)
-    VllmActor().build(policy, rank=0, meeting=None, sleeps=True)
+    VllmActor().build(policy, rank=0, meeting=None, sleeps=True, in_flight=None)
     assert offline == [(False, ""), (False, ""), (True, "1")]
 
 
@@ -549,3 +551,53 @@ def test_it_needs_gpus(ray_cluster):
         pytest.skip("is for machines without a GPU")
     with pytest.raises(ValueError, match="backend is vllm, which needs GPUs, and the ranks have none"):
         ENGINE.bundles_per_engine(engine_conformance.policy("vllm"), ray_cluster)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_tokens_know_how_often_the_weights_had_changed(monkeypatch, recomputes):
+    """Weights come before the second step: row 0 has ended then, row 1 has two tokens, one of them under way."""
+    llm = StandIn()
+    request_of = {"0-a": (9, 0), "1-b": (1, 1)}
+    scheduler = SimpleNamespace(
+        requests={
+            name: SimpleNamespace(num_output_tokens=tokens, num_output_placeholders=under_way)
+            for name, (tokens, under_way) in request_of.items()
+            if name != "0-a"
+        }
+    )
+    resets = []
+    llm.llm_engine = SimpleNamespace(
+        step=lambda: "a step",
+        output_processor=SimpleNamespace(
+            request_states={name: SimpleNamespace(external_req_id=name[0]) for name in request_of}
+        ),
+        engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)),
+        reset_prefix_cache=lambda *, reset_running_requests: resets.append(reset_running_requests),
+    )
+
+    def generate(prompts, parameters, *, use_tqdm):
+        assert llm.llm_engine.step() == "a step"
+        updates = threading.Thread(target=update)
+        updates.start()
+        while not generator._gate._is_wanted:
+            time.sleep(0.001)
+        assert llm.llm_engine.step() == "a step"
+        updates.join()
+        return [SimpleNamespace(**vars(answer("stop")), request_id=str(row)) for row in range(2)]
+
+    def update():
+        generator.prepare_for_generation(["weights"])
+        generator.load_weights(list(WEIGHTS.items()))
+        generator.prepare_for_generation(["kv_cache"])
+
+    monkeypatch.setattr(vllm_generator, "_sampling_params", list)
+    monkeypatch.setattr(vllm_generator, "_agreed", bool)
+    llm.generate = generate
+    generator = VllmGenerator(
+        llm, precision="float32", max_sequence_length=64, sleeps=False, in_flight=InFlightUpdates(recomputes)
+    )
+    generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
+    update()
+    output = generator.generate(GenerationRequest([[5], [6]], [0, 0], 0, SAMPLING))
+    assert output.num_updates == [[0, 0], [0, 1] if recomputes else [0, 0]]
+    assert resets == [True] * recomputes
