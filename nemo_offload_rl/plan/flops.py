@@ -45,28 +45,42 @@ class FlopModel:
         model = self.architecture
         hidden, heads = model.hidden_size, model.num_heads * model.head_dim
         attention = 2 * hidden * (heads + 2 * model.num_query_groups * model.head_dim) + 2 * heads * hidden
+        return model.num_layers * attention + self.mlp_per_token + self.output_per_token
+
+    @property
+    def mlp_per_token(self) -> int:
+        """Returns the part of `per_token` that MLPs, experts and routers take."""
+        model, hidden = self.architecture, self.architecture.hidden_size
         dense = 6 * hidden * model.dense_ffn_hidden_size
         experts = 6 * hidden * model.ffn_hidden_size * (model.experts_per_token or 0)
         experts += 2 * hidden * (model.num_experts or 0)
         num_with_experts = sum(model.expert_layers)
-        mlps = num_with_experts * experts + (model.num_layers - num_with_experts) * dense
-        return model.num_layers * attention + mlps + 2 * hidden * model.vocab_size
+        return num_with_experts * experts + (model.num_layers - num_with_experts) * dense
+
+    @property
+    def output_per_token(self) -> int:
+        """Returns the part of `per_token` that the output layer takes."""
+        return 2 * self.architecture.hidden_size * self.architecture.vocab_size
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
         """Returns the FLOPs of a forward pass over sequences, including attention's scores.
+
+        Args:
+            lengths: tokens of each sequence, without padding, since padding is not useful work.
+        """
+        return sum(length * self.per_token + self.attention_flops(length) for length in lengths)
+
+    def attention_flops(self, length: int) -> int:
+        """Returns the FLOPs of attention's scores and values, in a forward pass over one sequence.
 
         A pair of tokens takes 4nd a layer: 2nd for its score and 2nd for its share of the values. A sequence of S
         tokens has S(S + 1)/2 pairs, since attention is causal; PaLM's appendix counts S x S.
 
         Args:
-            lengths: tokens of each sequence, without padding, since padding is not useful work.
+            length: tokens of the sequence.
         """
-        model = self.architecture
-        per_pair = 4 * model.num_heads * model.head_dim
-        return sum(
-            length * self.per_token + per_pair * sum(attention_pairs(length, window) for window in self.windows)
-            for length in lengths
-        )
+        per_pair = 4 * self.architecture.num_heads * self.architecture.head_dim
+        return per_pair * sum(attention_pairs(length, window) for window in self.windows)
 
 
 def attention_pairs(length: int, window: int | None = None) -> int:
