@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from nemo_offload_rl.config.schema import MasterConfig
     from nemo_offload_rl.metrics.logger import MetricRow
     from nemo_offload_rl.plan.optimizer_ways import CpuSpeed, Host
-    from nemo_offload_rl.plan.planner import PlannedRun
+    from nemo_offload_rl.plan.planner import Planner
 
 EXIT_OK, EXIT_ERROR = 0, 2
 MAX_GIB, MAX_GB_PER_S = 1e5, 1e6  # far above any machine, and far below what the plan's arithmetic could not hold
@@ -103,6 +104,12 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="GIB",
         help="memory of the machine that the plan is for, with 16 CPU threads a rank; default: this machine",
+    )
+    plan.add_argument(
+        "--fit",
+        action="store_true",
+        help="print the overrides with which the recipe fits a GPU of --gpu-memory at the fewest predicted seconds of "
+        "a step, or the memory that is missing",
     )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON; sizes in bytes")
     plan.set_defaults(run=_plan)
@@ -198,6 +205,7 @@ def _plan(options: argparse.Namespace) -> None:
 
     from nemo_offload_rl.config.algorithms import ALGORITHMS
     from nemo_offload_rl.config.keys.schema_problems import value_at
+    from nemo_offload_rl.config.megatron.device_split import split_devices
     from nemo_offload_rl.config.model.model_folder import check_model_folder
     from nemo_offload_rl.hf_config import hf_config
     from nemo_offload_rl.memory.units import GIB
@@ -219,6 +227,11 @@ def _plan(options: argparse.Namespace) -> None:
         return plan_run(of, model, algorithm=validated.algorithm, link_bytes_per_s=link)
 
     host = _planned_host(options)
+    if options.fit:
+        ranks_of_a_host = split_devices(validated.config["cluster"], validated.config["policy"]).policy_per_node
+        speed = _cpu_speed(options, earlier, ranks_of_a_host).params_per_s
+        _print_fit(options, overrides, Planner(model, validated.algorithm, gpu_bytes), host, link, speed)
+        return
     hosts = () if options.host_memory is None else (host.memory,) * validated.config["cluster"]["num_nodes"]
     machine = Machine(has_gpus=True, gpu_bytes=gpu_bytes, hosts=hosts)
     resolved = resolve(validated.config, machine, model, algorithm=validated.algorithm)
@@ -247,7 +260,7 @@ def _plan(options: argparse.Namespace) -> None:
         other, _ = without_replayed_engine(load(options.recipe, [*overrides, *more]).config)
         return planned(with_resident_state(other, Planner(model, validated.algorithm, gpu_bytes))[0])
 
-    cpu_speed = _cpu_speed(options, earlier, run)
+    cpu_speed = _cpu_speed(options, earlier, run.ranks_of_a_host)
     print_plan(
         run,
         ways=plan_ways(config["policy"], plan_with, cpu_params_per_s=cpu_speed.params_per_s),
@@ -262,10 +275,34 @@ def _plan(options: argparse.Namespace) -> None:
     )
 
 
+def _print_fit(
+    options: argparse.Namespace,
+    overrides: list[str],
+    planner: "Planner",
+    host: "Host",
+    link: float | None,
+    speed: float,
+) -> None:
+    from nemo_offload_rl.config import load
+    from nemo_offload_rl.plan.fit import cheapest_fit
+
+    def load_with(more: Sequence[str]) -> "MasterConfig":
+        return load(options.recipe, [*overrides, *more]).config
+
+    fit = cheapest_fit(load_with, planner, host, link_bytes_per_s=link, cpu_params_per_s=speed)
+    if options.json:
+        sys.stdout.write(json.dumps(dataclasses.asdict(fit), indent=2) + "\n")
+    else:
+        assert planner.gpu_bytes is not None, "the options were checked"
+        sys.stdout.write("\n".join(fit.lines(planner.gpu_bytes, host)) + "\n")
+
+
 def _check_plan_options(options: argparse.Namespace) -> None:
     """Refuses invalid sizes and speeds."""
     if options.link is not None and not 0 < options.link <= MAX_GB_PER_S:
         raise ValueError(f"--link is a speed in GB/s above 0 and at most {MAX_GB_PER_S:,.0f}; found {options.link:g}")
+    if options.fit and options.gpu_memory is None:
+        raise ValueError("--fit needs the memory of the GPU that the recipe is to fit; give it with --gpu-memory GIB")
     if options.gpus is not None and options.gpus < 1:
         raise ValueError(f"--gpus is a number of GPUs of each node, 1 or more; found {options.gpus}")
     for option, gib in (("--gpu-memory", options.gpu_memory), ("--host-memory", options.host_memory)):
@@ -316,7 +353,7 @@ def _run_source(options: argparse.Namespace) -> str:
     return f"measured by the run in {options.link_of}"
 
 
-def _cpu_speed(options: argparse.Namespace, earlier: Sequence["MetricRow"], run: "PlannedRun") -> "CpuSpeed":
+def _cpu_speed(options: argparse.Namespace, earlier: Sequence["MetricRow"], ranks_of_a_host: int) -> "CpuSpeed":
     """Returns the CPU optimizer's speed: from a run, or assumed for this machine or that of --host-memory."""
     from nemo_offload_rl.plan.optimizer_ways import CpuSpeed, cpu_speed, measured_cpu_params_per_s
 
@@ -325,7 +362,7 @@ def _cpu_speed(options: argparse.Namespace, earlier: Sequence["MetricRow"], run:
         return CpuSpeed(measured, _run_source(options))
     if options.host_memory is not None:
         return cpu_speed()
-    return cpu_speed(max(1, len(os.sched_getaffinity(0)) // run.ranks_of_a_host))
+    return cpu_speed(max(1, len(os.sched_getaffinity(0)) // ranks_of_a_host))
 
 
 def _planned_host(options: argparse.Namespace) -> "Host":

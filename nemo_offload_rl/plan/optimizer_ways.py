@@ -231,7 +231,7 @@ def plan_ways(
         plan_with: plans the recipe with further overrides; raises a ValueError where the recipe does not allow them.
         cpu_params_per_s: parameters that a rank's CPU optimizer steps in a second.
     """
-    return tuple(_planned(policy, way, plan_with, cpu_params_per_s) for way in ways(policy))
+    return tuple(plan_way(policy, way, plan_with, cpu_params_per_s) for way in ways(policy))
 
 
 def fastest_that_fits(planned: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> PlannedWay | None:
@@ -290,9 +290,10 @@ def _obstacles(unfit: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str:
     return "; ".join([*([f"{lacks} GiB"] if lacks else []), *needs])
 
 
-def _planned(
+def plan_way(
     policy: PolicyConfig, way: Way, plan_with: Callable[[Sequence[str]], PlannedRun], cpu_params_per_s: float
 ) -> PlannedWay:
+    """Plans a recipe with one way to keep optimizer state; takes the arguments of `plan_ways`."""
     try:
         run = plan_with(way.overrides)
     except RecipeError as error:

@@ -194,13 +194,14 @@ def settings(policy: PolicyConfig) -> OffloadPlan:
         numa=policy["numa"],
         stream_window_bytes=section["stream_window_mib"] * MIB,
         link_bytes_per_s=PCIE5_X16_BYTES_PER_S,
-        activations=_activation_settings(policy),
+        activations=activation_settings(policy),
         engine_table=engine_table(policy),
         engine_remark=engine_remark(policy),
     )
 
 
-def _activation_settings(policy: PolicyConfig) -> ActivationOptions | None:
+def activation_settings(policy: PolicyConfig) -> ActivationOptions | None:
+    """Returns the options of activation offloading of the recipe's `policy` section; None where it is off."""
     cfg, section = policy["megatron_cfg"], policy["activation_offload"]
     if not cfg["fine_grained_activation_offloading"]:
         return None

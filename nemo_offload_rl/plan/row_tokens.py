@@ -25,7 +25,7 @@ from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, engine_bytes_beside_policy
 from nemo_offload_rl.plan.host_budget import HostBudgetError
-from nemo_offload_rl.plan.plan import settings
+from nemo_offload_rl.plan.plan import activation_settings
 from nemo_offload_rl.plan.planner import PlannedRun, Planner, plan_run
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.plan.training_memory import forward_pass_bytes, training_pass_bytes
@@ -153,9 +153,16 @@ def _chosen(
 
 
 def _candidates(config: MasterConfig, group_size: int) -> list[int]:
-    """Returns the numbers of tokens of a row to choose from, in ascending order.
+    """Returns the numbers of tokens of a row to choose from, in ascending order."""
+    least, most, multiple = row_limits(config, group_size)
+    step = math.lcm(multiple, _STEP)
+    return sorted({least, *range(round_up(least + 1, step), most, step), most})
 
-    The least is that of the longest sample, the largest `MOST_TOKENS`, or all of a rank's samples of an optimizer step.
+
+def row_limits(config: MasterConfig, group_size: int) -> tuple[int, int, int]:
+    """Returns the least and the most tokens that a packed row should have, and what they are a multiple of.
+
+    The least is that of the longest sample, the most `MOST_TOKENS`, or all of a rank's samples of an optimizer step.
     """
     policy = config["policy"]
     cfg = policy["megatron_cfg"]
@@ -166,9 +173,7 @@ def _candidates(config: MasterConfig, group_size: int) -> list[int]:
     shared = tensor * cfg["pipeline_model_parallel_size"] * cfg["context_parallel_size"]
     samples = policy["train_global_batch_size"] // (data_parallel_size(ranks, shared) or 1)
     least = round_up(sample, multiple)
-    most = max(least, min(MOST_TOKENS, round_up(sample * samples, multiple)))
-    step = math.lcm(multiple, _STEP)
-    return sorted({least, *range(round_up(least + 1, step), most, step), most})
+    return least, max(least, min(MOST_TOKENS, round_up(sample * samples, multiple))), multiple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +266,7 @@ def training_bytes(config: MasterConfig, planner: Planner) -> tuple[int, ...]:
     """
     policy = config["policy"]
     facts = _busy_facts(config, planner)
-    return training_pass_bytes(planner.hf_config, policy, facts, settings(policy).activations)
+    return training_pass_bytes(planner.hf_config, policy, facts, activation_settings(policy))
 
 
 def logprob_bytes(config: MasterConfig, planner: Planner) -> tuple[int, ...]:

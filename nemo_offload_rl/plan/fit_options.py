@@ -1,0 +1,135 @@
+"""Lists the settings that `plan.fit` chooses from, as values by the paths of their keys."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from nemo_offload_rl.config.megatron.activation_modules import LAYER_INPUT
+from nemo_offload_rl.config.megatron.activation_modules import OFFLOAD_MODULES_KEY as MODULES
+from nemo_offload_rl.config.megatron.further_fields import megatron_field
+from nemo_offload_rl.config.megatron.mlp_tiles import MLP_TILES_KEY as TILES
+from nemo_offload_rl.config.rules.base import MEGATRON, OFFLOADING
+from nemo_offload_rl.config.rules.modules import GRANULARITY, KEPT_ATTENTION, RECOMPUTING
+from nemo_offload_rl.config.schema import MasterConfig
+from nemo_offload_rl.config.schema.megatron import MegatronConfig
+from nemo_offload_rl.config.schema.policy import has_logprob_batches
+from nemo_offload_rl.memory.units import round_up
+from nemo_offload_rl.plan.activation_facts import TRAIN_TOKENS, RowTokensKey, stated_row_tokens
+from nemo_offload_rl.plan.row_tokens import row_limits
+
+CHUNKS = f"{MEGATRON}.use_fused_linear_logprobs"
+_METHOD, _SEGMENT = f"{MEGATRON}.recompute_method", f"{MEGATRON}.recompute_num_layers"
+_FRACTION = f"{MEGATRON}.activation_offload_fraction"
+_SEGMENTS = (1, 2, 4)
+_FRACTIONS = (1.0, 0.75, 0.5)
+_OF_ATTENTION, _OF_EXPERTS = ("qkv_linear", "core_attn", "attn_proj"), ("expert_fc1", "moe_act")
+
+Values = Mapping[str, Any]
+"""Values of a recipe by the paths of their keys."""
+
+
+def activation_options(cfg: MegatronConfig, *, has_experts: bool) -> list[Values]:
+    """Returns what may be recomputed and offloaded.
+
+    These are: as the recipe says; nothing; whole layers recomputed; the same with their inputs offloaded, without
+    and with attention; and modules offloaded without recomputation.
+
+    Args:
+        cfg: the recipe's `policy.megatron_cfg` section.
+        has_experts: whether the model has experts.
+    """
+    off: dict[str, Any] = {OFFLOADING: False}
+    on: dict[str, Any] = {OFFLOADING: True}
+    full: dict[str, Any] = {RECOMPUTING: True, GRANULARITY: "full"}
+    if megatron_field(cfg, "recompute_method") == "block":
+        full[_METHOD] = "uniform"
+    of_recipe = megatron_field(cfg, "recompute_num_layers") or 1
+    segments: list[dict[str, Any]] = [{} if number == of_recipe else {_SEGMENT: number} for number in _SEGMENTS]
+    fractions: list[dict[str, Any]] = [{_FRACTION: fraction} for fraction in _FRACTIONS]
+    inputs, kept = full | on | {MODULES: [LAYER_INPUT]}, full | on | {MODULES: [LAYER_INPUT, KEPT_ATTENTION]}
+    moved = [_OF_ATTENTION[:1], _OF_ATTENTION[1:], _OF_ATTENTION]
+    if has_experts:
+        moved += [_OF_EXPERTS, (*_OF_ATTENTION, *_OF_EXPERTS)]
+    return [
+        {},
+        off | {RECOMPUTING: False},
+        *(full | off | segment for segment in segments),
+        *(inputs | segment | fraction for segment in segments for fraction in fractions),
+        *(kept | segments[0] | fraction for fraction in fractions),
+        *(on | {RECOMPUTING: False, MODULES: list(modules)} | fraction for modules in moved for fraction in fractions),
+    ]
+
+
+def logits_options() -> list[Values]:
+    """Returns logits as the recipe says, whole and in chunks."""
+    return [{}, {CHUNKS: False}, {CHUNKS: True}]
+
+
+def tile_options(*, has_experts: bool) -> list[Values]:
+    """Returns MLPs as the recipe says, whole and in tiles."""
+    return [{}] if has_experts else [{}, {TILES: None}, {TILES: "auto"}]
+
+
+def row_options(config: MasterConfig, of: RowTokensKey, group_size: int, *, is_open: bool) -> list[Values]:
+    """Returns the row lengths of a pass to choose from, the longest first: the recipe's, and shorter ones.
+
+    Args:
+        config: the recipe, with numbers for packed rows.
+        of: `TRAIN_TOKENS` or `LOGPROB_TOKENS`, which stand for the micro-batch sizes where rows are padded.
+        group_size: rows of a sample that belong together, such as a chosen and a rejected answer.
+        is_open: whether the recipe leaves the length of packed rows to the plan; rows may then be longer than the
+            plan's choice for the recipe as it is.
+    """
+    policy = config["policy"]
+    packing, key = policy["sequence_packing"], row_key(of)
+    if packing["enabled"] and of in packing:
+        stated = stated_row_tokens(policy, of, group_size)
+        least, most, multiple = row_limits(config, group_size)
+        longest = most if is_open else stated
+        halves = [longest >> times for times in range(longest.bit_length())]
+        tokens = {round_up(number, multiple) for half in halves for number in (half, half * 3 // 4)}
+        numbers = {stated, *(number for number in tokens | {least} if least <= number <= longest)}
+    elif not packing["enabled"] and (of == TRAIN_TOKENS or has_logprob_batches(policy)):
+        key = "policy.train_micro_batch_size" if of == TRAIN_TOKENS else "policy.logprob_batch_size"
+        stated = value_at(config, key)
+        numbers = {number for number in range(1, stated + 1) if stated % number == 0}
+    else:
+        return [{}]
+    return [{} if number == stated else {key: number} for number in sorted(numbers, reverse=True)]
+
+
+def row_key(of: RowTokensKey) -> str:
+    """Returns the path of a key of packed rows."""
+    return f"policy.sequence_packing.{of}"
+
+
+def with_values(config: MasterConfig, values: Values) -> MasterConfig:
+    """Returns a config with other values; what does not change is shared with the given one."""
+    changed: Any = dict(config)
+    for key, value in values.items():
+        section, (*sections, name) = changed, key.split(".")
+        for part in sections:
+            section[part] = dict(section[part])
+            section = section[part]
+        section[name] = value
+    return cast(MasterConfig, changed)
+
+
+def value_at(config: MasterConfig, key: str) -> Any:
+    """Returns the value at a key's path; None where the recipe does not have the key."""
+    found: Any = config
+    for part in key.split("."):
+        found = found.get(part)
+    return found
+
+
+def as_overrides(values: Values) -> list[str]:
+    """Returns values as overrides of a recipe that may not have their keys."""
+    return [f"++{key}={_shown(value)}" for key, value in values.items()]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{','.join(value)}]"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
