@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import time
 
 import pytest
 
@@ -158,15 +157,12 @@ def test_a_recipe_with_the_overrides_fits(recipe, model, gib, overrides):
     assert missing <= 0
 
 
-def test_the_search_takes_less_than_two_seconds():
-    seconds = []
-    for _ in range(3):  # other processes may slow one
-        started = time.process_time()
-        found = search(20 * GIB)
-        seconds.append(time.process_time() - started)
-        if seconds[-1] < 2:
-            break
-    assert min(seconds) < 2
+def test_the_search_makes_few_plans(monkeypatch):
+    """Each takes some milliseconds, of which two seconds are made."""
+    plans, plan_run = [], fitting.plan_run
+    monkeypatch.setattr(fitting, "plan_run", lambda *given, **named: plans.append(0) or plan_run(*given, **named))
+    found = search(20 * GIB)
+    assert len(plans) < 100
     assert found.fits
     assert planned(20 * GIB, *found.overrides)[1] <= 0
 
