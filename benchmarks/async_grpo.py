@@ -1,11 +1,12 @@
 """How long is a step of asynchronous GRPO beside a synchronous one, and does it learn as well?
 
     python benchmarks/async_grpo.py --output build/async_grpo.json
-    python benchmarks/async_grpo.py --config benchmarks/recipes/grpo_1_5B_random.yaml --append --settings sync 1
+    python benchmarks/async_grpo.py --config benchmarks/recipes/grpo_1_5B_random.yaml \
+        --settings sync 1 1-in-flight --append policy.generation.backend=vllm grpo.max_num_steps=6
 
 Runs a recipe once in each setting, one run after the other, with generation on devices of its own: synchronously, and
-asynchronously with each `grpo.async_grpo.max_trajectory_age_steps`. Seconds are medians of the steps after the first,
-without validation and checkpoints.
+asynchronously with each `grpo.async_grpo.max_trajectory_age_steps`, with weights in flight or not. Seconds are medians
+of the steps after the first, without validation and checkpoints.
 
 Columns: `generation_s`: sampling and rewards of a step; `training_s`: its log-probs and training; `wait_s`: how long
 it waited for rollouts; `pause_ms`: how long generation was held up for new weights; `mean_age`: of the answers, in
@@ -27,6 +28,8 @@ from nemo_offload_rl.metrics.logger import METRICS_FILE, MetricRow, read_metrics
 
 ROOT = Path(__file__).parents[1]
 SYNC = "sync"
+IN_FLIGHT = "-in-flight"
+"""The end of a setting whose weights are sent while answers are being generated."""
 _APART = (
     "cluster.gpus_per_node=2",
     "policy.generation.colocated.enabled=false",
@@ -54,7 +57,11 @@ def run(recipe: Path, setting: str, overrides: Sequence[str], folder: Path) -> l
     Raises:
         subprocess.CalledProcessError: the run failed; what it printed is above.
     """
-    ahead = [] if setting == SYNC else [f"grpo.async_grpo={{enabled: true, max_trajectory_age_steps: {setting}}}"]
+    ahead = []
+    if setting != SYNC:
+        age, in_flight = setting.removesuffix(IN_FLIGHT), str(setting.endswith(IN_FLIGHT)).lower()
+        section = f"enabled: true, max_trajectory_age_steps: {age}, in_flight_weight_updates: {in_flight}"
+        ahead = [f"grpo.async_grpo={{{section}}}"]
     command = [sys.executable, str(ROOT / "examples" / "run_grpo.py"), "--config", str(recipe)]
     subprocess.run([*command, *_APART, *ahead, f"logger.log_dir={folder}", *overrides], check=True)
     (metrics,) = folder.glob(f"exp_*/{METRICS_FILE}")
@@ -71,7 +78,7 @@ def row_of(setting: str, rows: Sequence[MetricRow]) -> dict[str, TableValue]:
         return round(statistics.median(_sum(row, names) for row in later), 3)
 
     return {
-        "setting": setting if setting == SYNC else f"async, age {setting}",
+        "setting": setting if setting == SYNC else f"async, age {setting.replace(IN_FLIGHT, ', in flight')}",
         "steps": len(steps),
         "accuracy": round(accuracies[-1], 3) if accuracies else None,
         "whole_s": round(sum(_sum(row, (_WHOLE,)) for row in steps), 1),
@@ -92,7 +99,12 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--config", type=Path, default=ROOT / "examples" / "configs" / "grpo_tiny_cpu.yaml", help="a recipe"
     )
-    parser.add_argument("--settings", nargs="+", default=[SYNC, "0", "1", "4"], help="sync, or the largest age")
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        default=[SYNC, "0", "1", "4"],
+        help=f"sync, or the largest age, perhaps with {IN_FLIGHT}",
+    )
     parser.add_argument("--output", type=Path, default=Path("build/async_grpo.json"), help="the result file")
     parser.add_argument("--append", action="store_true", help="keep the file's rows of other recipes and settings")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")

@@ -145,6 +145,8 @@ class VllmGenerator:
         """
         if self._gate is not None and list(tags) == ["weights"]:
             self._gate.hold()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the last step may still read weights on its thread's stream
         if self._sleep_level:
             self._wake_up([tag for tag in tags if tag in self._asleep])
         if self._gate is not None and "kv_cache" in tags:
