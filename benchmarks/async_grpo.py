@@ -30,6 +30,16 @@ ROOT = Path(__file__).parents[1]
 SYNC = "sync"
 IN_FLIGHT = "-in-flight"
 """The end of a setting whose weights are sent while answers are being generated."""
+UNCORRECTED = "-uncorrected"
+"""The end of a setting whose loss takes older answers for the policy's own, which recipes must not ask for."""
+_WITHOUT_ITS_RULE = """
+import runpy, sys
+from nemo_offload_rl.config.rules import RULES
+from nemo_offload_rl.config.rules.grpo import grpo_async_correction
+RULES[:] = [rule for rule in RULES if rule.check is not grpo_async_correction]
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 _APART = (
     "cluster.gpus_per_node=2",
     "policy.generation.colocated.enabled=false",
@@ -57,12 +67,15 @@ def run(recipe: Path, setting: str, overrides: Sequence[str], folder: Path) -> l
     Raises:
         subprocess.CalledProcessError: the run failed; what it printed is above.
     """
-    ahead = []
+    ahead, python = [], [sys.executable]
     if setting != SYNC:
-        age, in_flight = setting.removesuffix(IN_FLIGHT), str(setting.endswith(IN_FLIGHT)).lower()
+        age, in_flight = setting.partition("-")[0], str(IN_FLIGHT in setting).lower()
         section = f"enabled: true, max_trajectory_age_steps: {age}, in_flight_weight_updates: {in_flight}"
         ahead = [f"grpo.async_grpo={{{section}}}"]
-    command = [sys.executable, str(ROOT / "examples" / "run_grpo.py"), "--config", str(recipe)]
+    if UNCORRECTED in setting:
+        ahead.append("loss_fn.use_importance_sampling_correction=false")
+        python += ["-c", _WITHOUT_ITS_RULE]
+    command = [*python, str(ROOT / "examples" / "run_grpo.py"), "--config", str(recipe)]
     subprocess.run([*command, *_APART, *ahead, f"logger.log_dir={folder}", *overrides], check=True)
     (metrics,) = folder.glob(f"exp_*/{METRICS_FILE}")
     return read_metrics(metrics)
@@ -78,7 +91,9 @@ def row_of(setting: str, rows: Sequence[MetricRow]) -> dict[str, TableValue]:
         return round(statistics.median(_sum(row, names) for row in later), 3)
 
     return {
-        "setting": setting if setting == SYNC else f"async, age {setting.replace(IN_FLIGHT, ', in flight')}",
+        "setting": setting
+        if setting == SYNC
+        else "async, age " + setting.replace(IN_FLIGHT, ", in flight").replace(UNCORRECTED, ", uncorrected"),
         "steps": len(steps),
         "accuracy": round(accuracies[-1], 3) if accuracies else None,
         "whole_s": round(sum(_sum(row, (_WHOLE,)) for row in steps), 1),
@@ -103,7 +118,7 @@ def parsed_arguments() -> argparse.Namespace:
         "--settings",
         nargs="+",
         default=[SYNC, "0", "1", "4"],
-        help=f"sync, or the largest age, perhaps with {IN_FLIGHT}",
+        help=f"sync, or the largest age, perhaps with {IN_FLIGHT} or {UNCORRECTED}",
     )
     parser.add_argument("--output", type=Path, default=Path("build/async_grpo.json"), help="the result file")
     parser.add_argument("--append", action="store_true", help="keep the file's rows of other recipes and settings")
