@@ -84,9 +84,9 @@ def microbatch_logprobs(model: torch.nn.Module, batch: MicroBatch, of: LogprobOp
 def _packed(starts: Tensor, batch: MicroBatch) -> PackedSeqParams:
     """Returns where a packed row's sequences are, with their padding.
 
-    Padding comes after a sequence's tokens, which do not see it, so attention need not know of it. It must not, with
-    context parallelism: ranks may have nothing but padding of a short sequence, for which Transformer Engine's p2p and
-    all_gather have no softmax to put together.
+    Padding comes after a sequence's tokens, which do not see it, so attention need not know of it. With context
+    parallelism both kinds of lengths are those with padding, as in NeMo-RL: so steps were equal to one rank's on GPUs
+    (docs/results/context_parallel.md); with the tokens' own lengths beside them packed rows had differed.
     """
     padded = None if batch.positions_of_ranks is None else starts
     return PackedSeqParams(
