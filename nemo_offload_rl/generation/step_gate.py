@@ -9,7 +9,7 @@ class StepGate:
     """Holds a generation between two steps while another thread brings weights.
 
     All processes of a replica hold at the same step, or their shares of a layer would have different weights: the first
-    one decides. The driver brings no weights before every process holds, and none holds for long after the first.
+    one decides. `hold` has returned in all of them before weights come, and `release` follows in all of them.
 
     Args:
         agree: returns what the replica's first process has passed; collective.
