@@ -1,7 +1,7 @@
 """How long is a step of asynchronous GRPO beside a synchronous one, and does it learn as well?
 
     python benchmarks/async_grpo.py --output build/async_grpo.json
-    python benchmarks/async_grpo.py --config benchmarks/recipes/grpo_1_5B_random.yaml \
+    python benchmarks/async_grpo.py --config benchmarks/recipes/grpo_1_5B_random.yaml --stop-tokens 800 \
         --settings sync 1 1-in-flight --append policy.generation.backend=vllm grpo.max_num_steps=6
 
 Runs a recipe once in each setting, one run after the other, with generation on devices of its own: synchronously, and
@@ -11,7 +11,8 @@ of the steps after the first, without validation and checkpoints.
 Columns: `generation_s`: sampling and rewards of a step; `training_s`: its log-probs and training; `wait_s`: how long
 it waited for rollouts; `pause_ms`: how long generation was held up for new weights; `mean_age`: of the answers, in
 updates; `accuracy`: of the last validation; `steps`: of the run, which ends at the recipe's target; `whole_s`: all of
-its steps, with validations.
+its steps, with validations; `host_growth_mib` and `gpu_growth_mib`: memory of policy and engine in the last quarter of
+the steps over that in the second (medians).
 """
 
 import argparse
@@ -22,6 +23,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nemo_rl_data import write_tokenizer
 from result_file import TableValue, print_rows, write_result
 
 from nemo_offload_rl.metrics.logger import METRICS_FILE, MetricRow, read_metrics
@@ -59,6 +61,10 @@ _PHASES: Mapping[str, Sequence[str]] = {
 }
 _WHOLE, _REFIT, _AGE = "timing/train/total_step_time", "timing/train/refit", "train/avg_trajectory_age"
 _NOT_OF_A_STEP = ("timing/train/validation", "timing/train/checkpointing")
+_MEMORY: Mapping[str, Sequence[str]] = {
+    name: tuple(f"performance/memory/{owner}/{counter}" for owner in ("policy", "generation"))
+    for name, counter in {"host_growth_mib": "host_rss_gib", "gpu_growth_mib": "gpu_driver_gib"}.items()
+}
 
 
 def run(recipe: Path, setting: str, overrides: Sequence[str], folder: Path) -> list[MetricRow]:
@@ -101,7 +107,18 @@ def row_of(setting: str, rows: Sequence[MetricRow]) -> dict[str, TableValue]:
         **{name: median(names) for name, names in _PHASES.items()},
         "pause_ms": round(1e3 * median((_REFIT,)), 1),
         "mean_age": round(statistics.mean(_sum(row, (_AGE,)) for row in steps), 2),
+        **{name: _growth_mib(steps, names) for name, names in _MEMORY.items()},
     }
+
+
+def _growth_mib(steps: Sequence[MetricRow], names: Sequence[str]) -> float:
+    quarter = max(1, len(steps) // 4)
+    last, second = steps[-quarter:], steps[quarter : 2 * quarter] or steps[:1]
+    return round(
+        1024
+        * (statistics.median(_sum(row, names) for row in last) - statistics.median(_sum(row, names) for row in second)),
+        1,
+    )
 
 
 def _sum(row: MetricRow, names: Sequence[str]) -> float:
@@ -121,6 +138,13 @@ def parsed_arguments() -> argparse.Namespace:
         help=f"sync, or the largest age, perhaps with {IN_FLIGHT} or {UNCORRECTED}",
     )
     parser.add_argument("--output", type=Path, default=Path("build/async_grpo.json"), help="the result file")
+    parser.add_argument(
+        "--stop-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="answers also end at each of N tokens of a written tokenizer, so that random weights give uneven lengths",
+    )
     parser.add_argument("--append", action="store_true", help="keep the file's rows of other recipes and settings")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     return parser.parse_args()
@@ -130,9 +154,14 @@ def main() -> int:
     """Runs each setting, writes the result after each, and prints the rows; returns the exit status."""
     arguments = parsed_arguments()
     rows: list[dict[str, TableValue]] = []
+    overrides = [*arguments.overrides]
+    if arguments.stop_tokens:
+        tokenizer = arguments.output.with_suffix("") / "tokenizer"
+        stops = write_tokenizer(tokenizer, arguments.stop_tokens)
+        overrides += [f"policy.tokenizer.name={tokenizer}", f"policy.generation.stop_token_ids={[*stops]}"]
     for setting in arguments.settings:
         with tempfile.TemporaryDirectory() as folder:
-            measured = run(arguments.config, setting, arguments.overrides, Path(folder))
+            measured = run(arguments.config, setting, overrides, Path(folder))
         rows.append({"recipe": arguments.config.name, **row_of(setting, measured)})
         write_result(arguments.output, rows, append_by=("recipe", "setting") if arguments.append else ())
     print_rows(rows)

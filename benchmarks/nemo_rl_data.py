@@ -151,8 +151,16 @@ def in_hydra(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Trains a byte-level tokenizer with a chat template on the datasets, and writes it into a folder."""
+def write_tokenizer(folder: Path, num_unused: int = 0) -> range:
+    """Trains a byte-level tokenizer with a chat template on the datasets, and writes it into a folder.
+
+    Args:
+        folder: is created.
+        num_unused: tokens that no text has, added behind the others.
+
+    Returns:
+        The ids of the unused tokens.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -170,4 +178,7 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=PADDING)
     fast.chat_template = CHAT_TEMPLATE
+    used = len(fast)
+    fast.add_tokens([f"<|unused_{index}|>" for index in range(num_unused)])
     fast.save_pretrained(folder)
+    return range(used, used + num_unused)

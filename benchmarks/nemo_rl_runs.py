@@ -1,6 +1,7 @@
 """Do NeMo-RL's recipes train with this package on one GPU, changed only where the machine and the time require it?
 
 python benchmarks/nemo_rl_runs.py --folder nemo-rl-recipes [--output docs/results/nemo_rl_runs.json]
+python benchmarks/nemo_rl_runs.py --folder nemo-rl-recipes --cases context_parallel context_parallel_sft async --append
 
 The folder is a copy of examples/configs of NVIDIA-NeMo/RL, or a part of it. A GRPO, an SFT and a DPO recipe run one
 after the other with the scripts in examples/, then GRPO on word problems with gsm8k's columns. The number of steps is
@@ -37,7 +38,7 @@ from typing import Any
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # for the runs; else Ray builds a second venv
 
 from gpu_watch import GpuWatch
-from model_shapes import LLAMA_1B, QWEN2_0_5B, QWEN2_1_5B, SIZES_OF_NAME, TINY_SIZES
+from model_shapes import LLAMA_1B, QWEN2_0_5B, QWEN2_1_5B, QWEN3_0_6B, SIZES_OF_NAME, TINY_SIZES
 from nemo_rl_data import VOCABULARY, in_hydra, write_datasets, write_tokenizer
 from nemo_rl_runs_page import page_of
 from result_file import TableValue, print_rows, write_result
@@ -50,6 +51,7 @@ Row = dict[str, TableValue]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CASES = ("grpo", "sft", "dpo", "gsm8k")
+ON_TWO_GPUS = ("context_parallel", "context_parallel_sft", "async")
 ORIGIN = ("machine", "commit", "command", "date")
 """What a result says of itself, and each row of it, as rows of one result may come from several commands."""
 NOT_PRINTED = ("overrides", *ORIGIN)
@@ -57,7 +59,7 @@ END_S = 60
 """Seconds that a run has to end by itself once its time is over."""
 
 # A small model of each family, by model_type, that replaces the one a recipe names.
-SMALL: Mapping[str, Mapping[str, Any]] = {"qwen2": QWEN2_1_5B, "llama": LLAMA_1B}
+SMALL: Mapping[str, Mapping[str, Any]] = {"qwen2": QWEN2_1_5B, "qwen3": QWEN3_0_6B, "llama": LLAMA_1B}
 # A key, its value on one GPU without a network, and without checkpoints of random weights.
 ONE_GPU: Mapping[str, Any] = {
     "policy.megatron_cfg.tensor_model_parallel_size": 1,
@@ -70,6 +72,21 @@ ONE_GPU: Mapping[str, Any] = {
     "logger.wandb_enabled": False,
     "checkpointing.enabled": False,
 }
+TWO_RANKS: Sequence[str] = ("cluster.gpus_per_node=2", "policy.megatron_cfg.context_parallel_size=2")
+# Rows of as many tokens a rank as the recipe's, and YaRN's factor.
+SHORTER_ROWS: Mapping[str, Sequence[str]] = {
+    "context_parallel": (
+        "policy.max_total_sequence_length=16384",
+        "policy.hf_config_overrides.rope_scaling.original_max_position_embeddings=8192",
+    ),
+    "context_parallel_sft": ("policy.max_total_sequence_length=32768",),
+}
+ONE_ENGINE: Sequence[str] = (
+    "cluster.gpus_per_node=2",
+    "policy.generation.stop_token_ids=null",  # which are another tokenizer's
+    "policy.generation.colocated.resources.num_nodes=null",
+    "policy.generation.colocated.resources.gpus_per_node=1",
+)
 # More, by algorithm and scale: answers of random weights never end by themselves, and batches are sized for a GPU.
 SHORTER: Mapping[str, Sequence[str]] = {"grpo": ["policy.generation.max_new_tokens=128"], "sft": [], "dpo": []}
 ON_A_CPU: Mapping[str, Sequence[str]] = {
@@ -165,7 +182,7 @@ def merge(output: Path, other: Path) -> None:
     with locked(output.parent):
         rows = [*(rows_of(output) if output.exists() else []), *rows_of(other)]
         last = {row["case"]: row for row in rows}
-        result = json.loads(other.read_text()) | {"rows": [last[case] for case in CASES if case in last]}
+        result = json.loads(other.read_text()) | {"rows": [last[case] for case in CASES + ON_TWO_GPUS if case in last]}
         replace_text(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
         replace_text(output.with_suffix(".md"), page_of(result, output.name))
 
@@ -203,6 +220,14 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
         Case("sft", arguments.sft, arguments.sft_steps),
         Case("dpo", arguments.dpo, arguments.dpo_steps),
         Case("gsm8k", arguments.grpo, arguments.gsm8k_steps, WORD_PROBLEMS, GUESSING_MODEL),
+        *(
+            Case(name, getattr(arguments, name), steps, (*TWO_RANKS, *SHORTER_ROWS[name]))
+            for name, steps in (
+                ("context_parallel", arguments.grpo_steps),
+                ("context_parallel_sft", arguments.sft_steps),
+            )
+        ),
+        Case("async", getattr(arguments, "async"), arguments.grpo_steps, ONE_ENGINE),
     ]
     yield from (case for case in every if case.name in arguments.cases)
 
@@ -377,15 +402,18 @@ def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="NeMo-RL's examples/configs")
-    parser.add_argument("--cases", nargs="+", choices=CASES, help="all; with --merge, none")
+    parser.add_argument("--cases", nargs="+", choices=CASES + ON_TWO_GPUS, help="all of one GPU; with --merge, none")
     parser.add_argument("--scale", choices=["own", "small", "tiny"], default="small", help="sizes of the model")
     recipes = {
         "grpo": "grpo_math_1B_megatron.yaml",
         "sft": "recipes/llm/sft-llama3.1-8b-1n8g-megatron-seqpack.yaml",
         "dpo": "recipes/llm/dpo-qwen2.5-math7b-1n8g-megatron_fused_linear_logprobs.yaml",
+        "context_parallel": "recipes/llm/grpo-qwen2.5-1.5B-4n8g-megatron-yarn-256k.yaml",
+        "context_parallel_sft": "recipes/llm/sft-qwen3-0.6B-1n8g-megatron-yarn-128k.yaml",
+        "async": "recipes/llm/performance/grpo-llama3.1-8b-instruct-2n8g-async-1off.yaml",
     }
     for name, recipe in recipes.items():
-        parser.add_argument(f"--{name}", default=recipe, help="recipe, relative to the folder")
+        parser.add_argument(f"--{name.replace('_', '-')}", default=recipe, help="recipe, relative to the folder")
     for name, steps in {"grpo": 3, "sft": 10, "dpo": 10, "gsm8k": 20}.items():
         parser.add_argument(f"--{name}-steps", type=int, default=steps)
     parser.add_argument(
