@@ -89,6 +89,7 @@ class TransformersGeneration(ActorEngines):
         max_sequence_length: int,
         tokenizer_name: str | None = None,
         trust_remote_code: bool = False,
+        stays_awake: bool = False,
         in_flight: InFlightUpdates | None = None,
     ) -> None:
         """Starts to build every replica and returns at once; `wait_until_ready`, or the first call, waits for them.
@@ -104,6 +105,7 @@ class TransformersGeneration(ActorEngines):
             max_sequence_length: Largest number of tokens of a prompt and its continuation together.
             tokenizer_name: `policy.tokenizer.name`, for stop strings and bad words; None if the recipe has neither.
             trust_remote_code: `policy.trust_remote_code`.
+            stays_awake: Whether the replicas keep their weights on GPUs that they share with the policy.
             in_flight: How weights change while replicas generate; None if they do not.
         """
         has_node = len(bundles_by_engine[0]) == cluster.engine_bundles_per_node
@@ -139,7 +141,7 @@ class TransformersGeneration(ActorEngines):
             )
             for one in actors
         ]
-        super().__init__(cluster, actors, build_refs, in_flight=in_flight)
+        super().__init__(cluster, actors, build_refs, stays_awake=stays_awake, in_flight=in_flight)
 
     def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> bool:
         """Moves the replicas' models to their GPUs; a KV cache grows there while a batch is generated."""
@@ -169,6 +171,7 @@ def _start(
         max_sequence_length=policy_config["max_total_sequence_length"],
         tokenizer_name=policy_config["tokenizer"]["name"] if needs_tokenizer(policy_config) else None,
         trust_remote_code=trusts_remote_code(policy_config),
+        stays_awake=policy_config["residency"]["generation_weights"] == "gpu",
         in_flight=in_flight,
     )
 

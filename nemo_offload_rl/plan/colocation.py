@@ -10,39 +10,49 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.config.rules.base import TABLE
 from nemo_offload_rl.config.rules.residency import AUTO
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig, has_generation
-from nemo_offload_rl.memory.units import GIB, show_gib
+from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.generation import (
-    POLICY_OVERHEAD_BYTES,
     EngineMemory,
     check_longest_sequence_fits,
-    engine_bytes_beside_policy,
-    kept_in_refit,
     refit_fits,
     share_beside_policy,
 )
-from nemo_offload_rl.plan.plan import GENERATION_WEIGHTS_KEY, OffloadPlan, RankPlan, colocates_vllm
+from nemo_offload_rl.plan.plan import GENERATION_WEIGHTS_KEY, OffloadPlan, colocates_vllm
 from nemo_offload_rl.plan.planner import PlannedRun, Planner
-from nemo_offload_rl.plan.row_tokens import MARGIN, logprob_bytes, open_keys, training_bytes, with_row_tokens
-from nemo_offload_rl.residency.table import Phase, Placement, Target
+from nemo_offload_rl.plan.row_tokens import open_keys, with_row_tokens
+from nemo_offload_rl.plan.shared_gpu import least_beside_awake, phase_bytes, policy_build_bytes, why_not_at_once
+from nemo_offload_rl.residency.table import DEDICATED_TABLE, Phase, Placement, Target
 
 PARAMS_CELL = f"{TABLE}.{Phase.GENERATE}.{Target.PARAMS}"
 STATE_CELL = f"{TABLE}.{Phase.GENERATE}.{Target.OPTIMIZER_STATE}"
-DECIDED_CELLS = (PARAMS_CELL, STATE_CELL, f"{TABLE}.{Phase.REFIT}.{Target.OPTIMIZER_STATE}")
+DECIDED_CELLS = tuple(
+    f"{TABLE}.{phase}.{target}"
+    for phase in (Phase.REFIT, Phase.GENERATE)
+    for target in (Target.PARAMS, Target.GRADS, Target.OPTIMIZER_STATE)
+)
 """Paths, in a recipe, of the cells that are decided here."""
 
 KV_CACHE_BYTES = "kv_cache_memory_bytes"
 """vLLM's argument for the size of its KV cache."""
 
-# GPU memory of the process that compares the model with transformers while rank 0 is built: a CUDA context and two
-# small models.
-_MODEL_CHECK_BYTES = GIB
-# A whole model of random weights takes at most the GPU's memory divided by this, on each rank (`mcore.build`).
-_WHOLE_MODELS_PER_GPU = 4
+_BESIDE_TRAINING = {
+    target: DEDICATED_TABLE[Phase.GENERATE][target] for target in (Target.PARAMS, Target.GRADS, Target.OPTIMIZER_STATE)
+}
+
+
+def generates_beside_training(config: MasterConfig) -> bool:
+    """Returns whether engines sample the answers of later steps on the GPUs where the policy trains meanwhile."""
+    sections: Mapping[str, Any] = config
+    if "grpo" not in sections or not sections["grpo"]["async_grpo"]["enabled"]:
+        return False
+    policy = config["policy"]
+    return has_generation(policy) and is_colocated(policy)
 
 
 def with_resident_state(config: MasterConfig, planner: Planner) -> tuple[MasterConfig, list[str]]:
@@ -50,7 +60,8 @@ def with_resident_state(config: MasterConfig, planner: Planner) -> tuple[MasterC
 
     Parameters stay on the GPU if their cell is absent or auto, and they fit. If parameters did not fit, optimizer state
     is not considered. Otherwise it stays on the GPU if it fits and the recipe leaves it open: its cell is auto, or the
-    recipe sets neither the cell nor offload_optimizer_for_refit and does not move parameters.
+    recipe sets neither the cell nor offload_optimizer_for_refit and does not move parameters. Where engines generate
+    while the policy trains, nothing leaves the GPU.
 
     Args:
         config: a validated recipe, resolved for the ranks' machine; not modified.
@@ -62,6 +73,8 @@ def with_resident_state(config: MasterConfig, planner: Planner) -> tuple[MasterC
     Raises:
         HostBudgetError: a rank needs more host memory than the recipe's limit.
     """
+    if generates_beside_training(config):
+        return _with_both_on_the_gpu(config)
     policy, gpu_bytes = config["policy"], planner.gpu_bytes
     if not colocates_vllm(policy) or gpu_bytes is None:  # with vLLM on other GPUs, nothing needs to move
         return config, []
@@ -80,6 +93,26 @@ def with_resident_state(config: MasterConfig, planner: Planner) -> tuple[MasterC
             config = resident
             lines.append(_line("optimizer state", Target.OPTIMIZER_STATE, planned, f"{STATE_CELL}=host offloads it"))
     return config, lines
+
+
+def _with_both_on_the_gpu(config: MasterConfig) -> tuple[MasterConfig, list[str]]:
+    """Leaves policy and engine on the GPU in every phase, where both compute at the same time.
+
+    Returns:
+        The config with an engine that stays awake, and with cells of the residency table that move nothing in phases
+        that no longer follow each other, where the recipe leaves them open; and a line for the user.
+    """
+    policy, changed = config["policy"], copy.deepcopy(config)
+    changed["policy"]["residency"]["generation_weights"] = "gpu"
+    for target, cell in _BESIDE_TRAINING.items():
+        if target is Target.OPTIMIZER_STATE and policy["offload_optimizer_for_refit"]:
+            continue
+        left_open = [phase for phase in (Phase.REFIT, Phase.GENERATE) if _cell(policy, phase, target) in (None, AUTO)]
+        changed = _with_cells(changed, left_open, target, cell)
+    return changed, [
+        "engines sample the answers of later steps while the policy trains on the same GPUs (grpo.async_grpo), so "
+        "neither leaves the GPU for the other"
+    ]
 
 
 def _leaves_state_to_the_plan(policy: PolicyConfig) -> bool:
@@ -154,10 +187,20 @@ def with_kv_cache_bytes(config: MasterConfig, planner: Planner) -> tuple[MasterC
     engine = planned.engine
     check_longest_sequence_fits(engine, gpu_bytes)
     nbytes = engine.kv_cache_bytes(gpu_bytes)
-    given = copy.deepcopy(config)
-    assert has_generation(given["policy"])
-    given["policy"]["generation"]["vllm_kwargs"][KV_CACHE_BYTES] = nbytes
-    if engine.is_capped(gpu_bytes):
+    given = _with_kv_cache(config, nbytes)
+    lacking = _lacking_bytes(given, planner, gpu_bytes) if generates_beside_training(config) else 0
+    if lacking > 0:
+        nbytes -= lacking
+        if nbytes < engine.sequence_bytes:
+            raise ValueError(
+                f"grpo.async_grpo generates beside training on the same GPUs, where {show_gib(gpu_bytes)} GiB lack "
+                f"{show_gib(engine.sequence_bytes - nbytes)} GiB for both with a KV cache of one sequence; stream the "
+                "optimizer state (policy.residency.table.train.optimizer_state), lower the tokens of a micro-batch, or "
+                "give generation GPUs of its own (policy.generation.colocated.enabled=false)."
+            )
+        given = _with_kv_cache(config, nbytes)
+        why = "what training leaves of the GPU at the same time"
+    elif engine.is_capped(gpu_bytes):
         why = f"room for all {engine.max_num_seqs:,} that vLLM runs at once (max_num_seqs)"
     else:
         why = (
@@ -168,6 +211,30 @@ def with_kv_cache_bytes(config: MasterConfig, planner: Planner) -> tuple[MasterC
         f"vLLM's KV cache has {show_gib(nbytes)} GiB of each GPU, for {nbytes // engine.sequence_bytes:,} sequences of "
         f"{engine.max_model_len:,} tokens: {why}; policy.generation.vllm_kwargs.{KV_CACHE_BYTES} sets it"
     ]
+
+
+def _with_kv_cache(config: MasterConfig, nbytes: int) -> MasterConfig:
+    given = copy.deepcopy(config)
+    assert has_generation(given["policy"])
+    given["policy"]["generation"]["vllm_kwargs"][KV_CACHE_BYTES] = nbytes
+    return given
+
+
+def _lacking_bytes(config: MasterConfig, planner: Planner, gpu_bytes: int) -> int:
+    """Returns the GPU memory that policy and awake engine lack in the phase that takes most, or while they are built.
+
+    Packed rows that the recipe leaves open count with their least tokens.
+    """
+    run = planner.plan(config)
+    if run is None or run.engine is None:
+        return 0
+    built = policy_build_bytes(run.plan, gpu_bytes, has_random_weights=planner.has_random_weights)
+    most = built + run.engine.awake_bytes(gpu_bytes)
+    if open_keys(config):
+        most = max(most, least_beside_awake(run.plan, run.engine, gpu_bytes))
+    else:
+        most = max(most, *phase_bytes(config, planner, run, gpu_bytes).values())
+    return most - gpu_bytes
 
 
 def _kv_cache_bytes(policy: GRPOPolicyConfig) -> int | None:
@@ -222,12 +289,7 @@ def check_awake_engine_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: 
     Raises:
         ValueError: it does not fit.
     """
-    awake = engine.awake_bytes(gpu_bytes)
-    least = max(
-        sum(rank.gpu_bytes[Phase.TRAIN].values()) + max(rank.least_activation_bytes, rank.step_grad_bytes)
-        for rank in plan.ranks
-    )
-    needed = least + POLICY_OVERHEAD_BYTES + engine.refit_graph_bytes + awake
+    awake, needed = engine.awake_bytes(gpu_bytes), least_beside_awake(plan, engine, gpu_bytes)
     if engine.stays_awake and needed > gpu_bytes:
         raise ValueError(
             f"{GENERATION_WEIGHTS_KEY} is gpu, so vLLM keeps {show_gib(awake)} GiB during training, and training "
@@ -304,108 +366,3 @@ def with_engine_build(config: MasterConfig, planner: Planner) -> tuple[MasterCon
         "the policy and vLLM are built at the same time, since the GPU has room for both; "
         "policy.generation.vllm_cfg.build_beside_policy=false builds the policy after vLLM"
     ]
-
-
-def policy_build_bytes(plan: OffloadPlan, gpu_bytes: int, *, has_random_weights: bool) -> int:
-    """Returns the peak GPU memory of one rank while it is built.
-
-    At the end, all of its training state is on the GPU. The rank moves the state into flat buffers, one target after
-    the other, and frees a target's old memory only after that target has moved.
-
-    Args:
-        plan: the offload plan, with the sizes of every pipeline stage.
-        gpu_bytes: memory of the smallest GPU.
-        has_random_weights: whether the whole model is initialised with random weights on the GPU, before the rank
-            allocates gradients.
-    """
-    most = 0
-    for rank in plan.ranks:
-        state = rank.gpu_bytes[Phase.TRAIN]
-        most = max(most, sum(state.values()) + max(state.values()))
-        if has_random_weights:
-            most = max(most, state[Target.PARAMS] + gpu_bytes // _WHOLE_MODELS_PER_GPU)
-    return most + POLICY_OVERHEAD_BYTES + _MODEL_CHECK_BYTES
-
-
-def why_not_at_once(run: PlannedRun, planner: Planner, gpu_bytes: int) -> str | None:
-    """Returns why the policy has to wait until the engine is built; None if both can be built at the same time.
-
-    Args:
-        run: the plan of a recipe with vLLM, whose KV cache is given in bytes.
-        planner: made it.
-        gpu_bytes: memory of the smallest GPU.
-    """
-    plan, engine = run.plan, run.engine
-    assert engine is not None, "the recipe has vLLM"
-    policy = policy_build_bytes(plan, gpu_bytes, has_random_weights=planner.has_random_weights)
-    awake = engine.awake_bytes(gpu_bytes)
-    both = policy + awake
-    if both > gpu_bytes:
-        return f"both would take up to {show_gib(both)} of the GPU's {show_gib(gpu_bytes)} GiB"
-    # The engine sleeps for the first time after its first generation: vLLM's sleep() asserts that it does not lower the
-    # GPU's free memory, which can fail while a policy is being built. So all of the engine is on the GPU in the first
-    # refit.
-    first_refit = kept_in_refit(plan, engine) + engine.refit_bytes + awake
-    if first_refit > gpu_bytes:
-        return (
-            f"the first refit, which runs before vLLM first sleeps, would take up to {show_gib(first_refit)} of the "
-            f"GPU's {show_gib(gpu_bytes)} GiB"
-        )
-    return None
-
-
-def phase_bytes(config: MasterConfig, planner: Planner, run: PlannedRun, gpu_bytes: int) -> dict[Phase, int]:
-    """Returns for each phase the GPU memory of the rank that takes most.
-
-    Passes count with the margin that `train_mb_tokens: auto` uses. An awake vLLM takes its share of the GPU; a
-    sleeping one takes its CUDA context and graphs.
-
-    Args:
-        config: as in `training_bytes`.
-        planner: as in `training_bytes`.
-        run: the plan of the recipe, which has vLLM.
-        gpu_bytes: memory of the smallest GPU.
-    """
-    assert run.engine is not None, "the recipe has vLLM"
-    beside = engine_bytes_beside_policy(config["policy"], run.engine, gpu_bytes)
-    passes = zip(run.plan.ranks, logprob_bytes(config, planner), training_bytes(config, planner), strict=True)
-    stages = [
-        _stage_bytes(rank, run.engine, beside, int(MARGIN * forward), int(MARGIN * training), gpu_bytes)
-        for rank, forward, training in passes
-    ]
-    return {phase: max(of_stage[phase] for of_stage in stages) for phase in Phase}
-
-
-def _stage_bytes(
-    rank: RankPlan, engine: EngineMemory, beside: int, forward: int, training: int, gpu_bytes: int
-) -> dict[Phase, int]:
-    process = POLICY_OVERHEAD_BYTES + engine.refit_graph_bytes
-    held = {phase: sum(rank.gpu_bytes[phase].values()) + process for phase in Phase}
-    awake = held[Phase.GENERATE] + int(engine.share_of(gpu_bytes) * gpu_bytes)
-    # Optimizer state that is offloaded at the end of training is copied during refit and generation, if there is room.
-    leaving = rank.gpu_bytes[Phase.TRAIN][Target.OPTIMIZER_STATE] - rank.gpu_bytes[Phase.REFIT][Target.OPTIMIZER_STATE]
-    cached = _cached_bytes(held[Phase.TRAIN] + beside, training, engine, gpu_bytes)
-    if engine.stays_awake:
-        refit = with_cache = held[Phase.REFIT] + beside + engine.refit_bytes + leaving + cached
-    else:
-        refit = held[Phase.REFIT] + beside + engine.weights_bytes + engine.refit_bytes
-        # The KV cache is mapped after the weights, also while optimizer state is still being copied.
-        with_cache = refit + leaving + cached + engine.kv_cache_bytes(gpu_bytes)
-    generation = awake + leaving + cached
-    return {
-        # Optimizer state is prefetched for training during the last log-prob passes, which may use torch's cache.
-        Phase.LOGPROB: max(held[Phase.LOGPROB], held[Phase.TRAIN]) + beside + max(forward, cached),
-        # Activations are freed before the optimizer step allocates its fp32 gradients.
-        Phase.TRAIN: held[Phase.TRAIN] + beside + max(training, rank.step_grad_bytes),
-        Phase.REFIT: with_cache if with_cache <= gpu_bytes else max(refit, awake),
-        Phase.GENERATE: generation if generation <= gpu_bytes else awake,
-    }
-
-
-def _cached_bytes(held: int, training: int, engine: EngineMemory, gpu_bytes: int) -> int:
-    """Returns the most memory of a training pass that torch's allocator may keep cached until the next one.
-
-    `Residency` keeps all of the cache or empties it.
-    """
-    needed = engine.free_bytes_for_refit
-    return 0 if needed is None else max(0, min(training, gpu_bytes - needed - held))

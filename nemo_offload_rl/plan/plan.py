@@ -255,13 +255,14 @@ def keeps_generation_weights(policy: PolicyConfig) -> bool:
 
 
 def stays_awake(policy: PolicyConfig) -> bool:
-    """Returns whether vLLM keeps its weights and KV cache on the GPU while the policy computes there.
+    """Returns whether the engine keeps its weights and KV cache on the GPU while the policy computes there.
 
     Args:
         policy: as in `keeps_generation_weights`, with the decision of `plan.colocation` where the recipe leaves it
             open.
     """
-    return colocates_vllm(policy) and policy["residency"]["generation_weights"] == "gpu"
+    shared = has_generation(policy) and is_colocated(policy)
+    return shared and policy["residency"]["generation_weights"] == "gpu"
 
 
 def engine_table(policy: PolicyConfig) -> EngineTable:
@@ -295,6 +296,8 @@ def engine_table(policy: PolicyConfig) -> EngineTable:
 def engine_remark(policy: PolicyConfig) -> str:
     """Returns a line for the user: which key changes the placements of `engine_table`."""
     if not colocates_vllm(policy):
+        if stays_awake(policy):
+            return "the transformers engine keeps its weights on the GPU, and a KV cache while it generates"
         return "generation_weights and kv_cache belong to the transformers engine, and no key changes where they live"
     if stays_awake(policy):
         return f"vLLM does not sleep; {GENERATION_WEIGHTS_KEY}=discard makes it free its GPU memory for training"

@@ -64,19 +64,18 @@ def grpo_replay_rollouts(replayed: str | None, saved: str | None, colocated: boo
     return None
 
 
-@rule(_AHEAD, "policy.generation.colocated.enabled", "grpo.debug.replay_rollouts?")
-def grpo_async_engine(enabled: bool, colocated: bool, replayed: str | None) -> RuleResult:
-    """Requires engines that generate beside training, for answers that are sampled ahead."""
-    if not enabled:
+@rule(_AHEAD, "grpo.debug.replay_rollouts?")
+def grpo_async_replayed(enabled: bool, replayed: str | None) -> RuleResult:
+    """Refuses to sample ahead where rollouts are replayed."""
+    return "is true, but replayed rollouts are not sampled; set it to false" if enabled and replayed else None
+
+
+@rule("policy.residency.generation_weights?", _AHEAD, "policy.generation.colocated.enabled")
+def grpo_async_generation_weights(where: str | None, enabled: bool, colocated: bool) -> RuleResult:
+    """Refuses an engine that frees its memory for training, if it samples meanwhile."""
+    if not enabled or not colocated or where in (None, "gpu"):
         return None
-    if replayed is not None:
-        return "is true, but replayed rollouts are not sampled; set it to false"
-    if not colocated:
-        return None
-    return (
-        "is true, which needs GPUs for generation alone; set policy.generation.colocated.enabled to false and "
-        "policy.generation.colocated.resources to their number, or this to false"
-    )
+    return f"is {where}, but {_AHEAD} has the engine generate while the policy trains; set it to null"
 
 
 @rule(_AHEAD, "grpo.async_grpo.max_trajectory_age_steps", "loss_fn.use_importance_sampling_correction")

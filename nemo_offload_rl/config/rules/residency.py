@@ -83,7 +83,11 @@ def residency_generation_weights(
 ) -> RuleResult:
     """Refuses a place for the weights of an engine that keeps them anyway; only vLLM on shared GPUs has a choice."""
     is_apart = colocated is not None and not colocated["enabled"]
-    if where is None or (backend == "vllm" and not is_apart) or (backend == "transformers" and where == "host"):
+    if (
+        where is None
+        or (not is_apart and (backend == "vllm" or where == "gpu"))
+        or (backend == "transformers" and where == "host")
+    ):
         return None
     return f"is {where}, but only an engine of vLLM on the policy's GPUs has a choice; set it to null"
 

@@ -17,5 +17,6 @@ def test_a_row_has_the_steps_after_the_first_without_validation():
     ]
     assert async_grpo.row_of("1", rows) == {
         "setting": "async, age 1", "steps": 3, "accuracy": 0.5, "whole_s": 33.0, "step_s": 4.0, "generation_s": 3.0,
-        "training_s": 2.0, "wait_s": 0.0, "pause_ms": 20.0, "mean_age": 1.0, "host_growth_mib": 2048.0, "gpu_growth_mib": 0.0,
+        "training_s": 2.0, "wait_s": 0.0, "pause_ms": 20.0, "mean_age": 1.0,
+        "host_growth_mib": 2048.0, "gpu_growth_mib": 0.0,
     }  # fmt: skip

@@ -8,9 +8,10 @@ from support.machine import planner_of, resolved_for
 from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.colocation import check_awake_engine_fits, phase_bytes, with_awake_engine
+from nemo_offload_rl.plan.colocation import check_awake_engine_fits, with_awake_engine
 from nemo_offload_rl.plan.generation import free_bytes_for_refit
 from nemo_offload_rl.plan.plan import engine_table
+from nemo_offload_rl.plan.shared_gpu import phase_bytes
 from nemo_offload_rl.residency.table import Phase, Target
 
 RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"

@@ -10,9 +10,10 @@ from support.tiny import policy_without_model
 
 from nemo_offload_rl.config import RecipeError, load
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.colocation import policy_build_bytes, why_not_at_once, with_engine_build
+from nemo_offload_rl.plan.colocation import with_engine_build
 from nemo_offload_rl.plan.generation import EngineMemory
 from nemo_offload_rl.plan.planner import PlannedRun, Planner, make_plan
+from nemo_offload_rl.plan.shared_gpu import policy_build_bytes, why_not_at_once
 
 PLAN = make_plan(policy_without_model(), [FACTS])
 

@@ -4,8 +4,8 @@ from support.machine import planner_of, resolved_for
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.colocation import phase_bytes
 from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_refit_fits, check_share_beside_policy
+from nemo_offload_rl.plan.shared_gpu import phase_bytes
 from nemo_offload_rl.residency.table import Phase, Target
 
 RECIPE = "benchmarks/recipes/grpo_8B_random.yaml"
