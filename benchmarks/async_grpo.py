@@ -4,9 +4,10 @@
     python benchmarks/async_grpo.py --config benchmarks/recipes/grpo_1_5B_random.yaml --stop-tokens 800 \
         --settings sync 1 1-in-flight --append policy.generation.backend=vllm grpo.max_num_steps=6
 
-Runs a recipe once in each setting, one run after the other, with generation on devices of its own: synchronously, and
-asynchronously with each `grpo.async_grpo.max_trajectory_age_steps`, with weights in flight or not. Seconds are medians
-of the steps after the first, without validation and checkpoints.
+Runs a recipe once in each setting, one run after the other, with generation on devices of its own, or with --same-gpu
+on the policy's (`gpus` apart, shared): synchronously, and asynchronously with each
+`grpo.async_grpo.max_trajectory_age_steps`, with weights in flight or not. Seconds are medians of the steps after the
+first, without validation and checkpoints.
 
 Columns: `generation_s`: sampling and rewards of a step; `training_s`: its log-probs and training; `wait_s`: how long
 it waited for rollouts; `pause_ms`: how long generation was held up for new weights; `mean_age`: of the answers, in
@@ -42,12 +43,11 @@ RULES[:] = [rule for rule in RULES if rule.check is not grpo_async_correction]
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+_COMPARED = ("loss_fn.use_importance_sampling_correction=true", "checkpointing.enabled=false")
 _APART = (
     "cluster.gpus_per_node=2",
     "policy.generation.colocated.enabled=false",
     "policy.generation.colocated.resources.gpus_per_node=1",
-    "loss_fn.use_importance_sampling_correction=true",
-    "checkpointing.enabled=false",
 )
 _PHASES: Mapping[str, Sequence[str]] = {
     "generation_s": (
@@ -59,6 +59,7 @@ _PHASES: Mapping[str, Sequence[str]] = {
     "training_s": ("timing/train/logprobs", "timing/train/reference_logprobs", "timing/train/training"),
     "wait_s": ("timing/train/wait_for_rollouts",),
 }
+_HELD = "timing/rollouts/held_for_weights"
 _WHOLE, _REFIT, _AGE = "timing/train/total_step_time", "timing/train/refit", "train/avg_trajectory_age"
 _NOT_OF_A_STEP = ("timing/train/validation", "timing/train/checkpointing")
 _MEMORY: Mapping[str, Sequence[str]] = {
@@ -67,7 +68,7 @@ _MEMORY: Mapping[str, Sequence[str]] = {
 }
 
 
-def run(recipe: Path, setting: str, overrides: Sequence[str], folder: Path) -> list[MetricRow]:
+def run(recipe: Path, setting: str, placed: Sequence[str], overrides: Sequence[str], folder: Path) -> list[MetricRow]:
     """Runs the recipe in one setting; returns its metrics, one row a step.
 
     Raises:
@@ -82,7 +83,7 @@ def run(recipe: Path, setting: str, overrides: Sequence[str], folder: Path) -> l
         ahead.append("loss_fn.use_importance_sampling_correction=false")
         python += ["-c", _WITHOUT_ITS_RULE]
     command = [*python, str(ROOT / "examples" / "run_grpo.py"), "--config", str(recipe)]
-    subprocess.run([*command, *_APART, *ahead, f"logger.log_dir={folder}", *overrides], check=True)
+    subprocess.run([*command, *_COMPARED, *placed, *ahead, f"logger.log_dir={folder}", *overrides], check=True)
     (metrics,) = folder.glob(f"exp_*/{METRICS_FILE}")
     return read_metrics(metrics)
 
@@ -105,7 +106,7 @@ def row_of(setting: str, rows: Sequence[MetricRow]) -> dict[str, TableValue]:
         "whole_s": round(sum(_sum(row, (_WHOLE,)) for row in steps), 1),
         "step_s": round(statistics.median(_sum(row, (_WHOLE,)) - _sum(row, _NOT_OF_A_STEP) for row in later), 3),
         **{name: median(names) for name, names in _PHASES.items()},
-        "pause_ms": round(1e3 * median((_REFIT,)), 1),
+        "pause_ms": round(1e3 * median((_HELD if IN_FLIGHT in setting else _REFIT,)), 1),
         "mean_age": round(statistics.mean(_sum(row, (_AGE,)) for row in steps), 2),
         **{name: _growth_mib(steps, names) for name, names in _MEMORY.items()},
     }
@@ -138,6 +139,7 @@ def parsed_arguments() -> argparse.Namespace:
         help=f"sync, or the largest age, perhaps with {IN_FLIGHT} or {UNCORRECTED}",
     )
     parser.add_argument("--output", type=Path, default=Path("build/async_grpo.json"), help="the result file")
+    parser.add_argument("--same-gpu", action="store_true", help="generate on the policy's GPUs, beside its training")
     parser.add_argument(
         "--stop-tokens",
         type=int,
@@ -154,6 +156,7 @@ def main() -> int:
     """Runs each setting, writes the result after each, and prints the rows; returns the exit status."""
     arguments = parsed_arguments()
     rows: list[dict[str, TableValue]] = []
+    placed = () if arguments.same_gpu else _APART
     overrides = [*arguments.overrides]
     if arguments.stop_tokens:
         tokenizer = arguments.output.with_suffix("") / "tokenizer"
@@ -161,9 +164,10 @@ def main() -> int:
         overrides += [f"policy.tokenizer.name={tokenizer}", f"policy.generation.stop_token_ids={[*stops]}"]
     for setting in arguments.settings:
         with tempfile.TemporaryDirectory() as folder:
-            measured = run(arguments.config, setting, overrides, Path(folder))
-        rows.append({"recipe": arguments.config.name, **row_of(setting, measured)})
-        write_result(arguments.output, rows, append_by=("recipe", "setting") if arguments.append else ())
+            measured = run(arguments.config, setting, placed, overrides, Path(folder))
+        row = {"recipe": arguments.config.name, "gpus": "shared" if arguments.same_gpu else "apart"}
+        rows.append({**row, **row_of(setting, measured)})
+        write_result(arguments.output, rows, append_by=("recipe", "gpus", "setting") if arguments.append else ())
     print_rows(rows)
     return 0
 

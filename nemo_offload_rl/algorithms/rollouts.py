@@ -112,7 +112,8 @@ class RolloutMaker:
             num_generations: the number N of answers per problem.
             sampling: the sampling parameters of the engine.
             step: the step of the run; with the sample's id and the prompt it determines the sampled tokens.
-            timer: records the phases ``generation`` and ``rewards``.
+            timer: records the phases ``sampling`` and ``rewards``; of engines whose weights change meanwhile also
+                ``held_for_weights``, a part of ``sampling``.
             num_sampled: number of answers to each prompt (its tokens) sampled so far in this step, to which these are
                 added; a prompt that occurs again gets other samples.
             on_answers: called when all answers have been generated, before they are judged.
@@ -125,6 +126,8 @@ class RolloutMaker:
         sample_ids = _next_sample_ids(prompt_ids, num_sampled)
         with timer.phase("sampling"):
             output = self.generation.generate(GenerationRequest(prompt_ids, sample_ids, step, sampling))
+        if output.num_updates is not None:
+            timer.add("held_for_weights", output.held_s)
         on_answers()
         with timer.phase("rewards"):
             texts = self.tokenizer.batch_decode(output.output_ids, skip_special_tokens=True)

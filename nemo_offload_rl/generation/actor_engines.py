@@ -111,6 +111,7 @@ class ActorEngines:
             logprobs=[row for output in outputs for row in output.logprobs],
             finish_reasons=[row for output in outputs for row in output.finish_reasons],
             num_updates=[row for output in outputs for row in output.num_updates or ()] if self._is_in_flight else None,
+            held_s=max(output.held_s for output in outputs),
         )
 
     def start_finish_generation(self) -> Sequence[Any]:

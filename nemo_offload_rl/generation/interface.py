@@ -94,12 +94,14 @@ class GenerationOutput:
         finish_reasons: "stop" after a stop token or a stop string, even at the limit; otherwise "length".
         num_updates: For each new token, how often its engine's weights had changed since the call began when its
             log-prob was computed; None from engines whose weights never change meanwhile.
+        held_s: Seconds for which new weights held the generation, of the engine that waited longest.
     """
 
     output_ids: list[list[int]]
     logprobs: list[list[float]]
     finish_reasons: list[str]
     num_updates: list[list[int]] | None = None
+    held_s: float = 0.0
 
 
 class GenerationError(RuntimeError):

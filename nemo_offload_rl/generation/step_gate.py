@@ -1,6 +1,7 @@
 """Lets an engine's weights change while it generates: between two of its steps."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,8 @@ class StepGate:
         self._is_holding = False
         self._is_wanted = False
         self.num_updates = 0
+        self.held_s = 0.0
+        """Seconds for which the generation under way, or the last one, has been held."""
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -30,6 +33,7 @@ class StepGate:
             self._is_generating = True
         try:
             self.between_steps()
+            self.held_s = 0.0
             yield
         finally:
             with self._changed:
@@ -46,11 +50,13 @@ class StepGate:
             wanted, before = self._is_wanted, self.num_updates
         if not self._agree(wanted):
             return False
+        start = time.perf_counter()
         with self._changed:
             self._is_holding = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self.num_updates > before)
             self._is_holding = False
+        self.held_s += time.perf_counter() - start
         return True
 
     def hold(self) -> None:

@@ -183,7 +183,9 @@ class TransformersGenerator:
         if self._gate is None:
             return self._generate(request)
         with self._gate.generating():
-            return self._generate(request)
+            output = self._generate(request)
+        output.held_s = self._gate.held_s
+        return output
 
     def _generate(self, request: GenerationRequest) -> GenerationOutput:
         self._require_ready()

@@ -52,6 +52,7 @@ class VllmGenerator:
         self._llm = llm
         self._in_flight = in_flight
         self._gate = None if in_flight is None else StepGate(_agreed)
+        self._is_updating = False
         self._tokens_at_updates: list[Mapping[str, int]] = []  # of the requests under way, since `generate` began
         if in_flight is not None:
             self._step = llm.llm_engine.step
@@ -109,9 +110,13 @@ class VllmGenerator:
     def load_weights(self, named_tensors: Sequence[NamedTensor]) -> None:
         """Loads some tensors; on return, they have been read.
 
+        A generation under way holds from the first ones, which have been received, to the last ones.
+
         Raises:
             ValueError: If vLLM's model has no such weight, or has it with another shape.
         """
+        if self._gate is not None and named_tensors and not self._is_updating:
+            self._begin_update()
         self._prefixes_are_stale = True
         try:
             self._on_worker("refit_load", named_tensors)
@@ -120,6 +125,8 @@ class VllmGenerator:
             raise
         self._missing -= {name for name, _ in named_tensors}
         self._has_weights = self._has_weights or bool(named_tensors)
+        if self._is_updating and not self._missing:
+            self._end_update()
 
     def weights_checksum(self) -> dict[str, int]:
         """Returns `tensor_checksum` of the weights that a refit brings, read back from vLLM's own parameters."""
@@ -144,17 +151,33 @@ class VllmGenerator:
             RuntimeError: If the GPU does not have enough memory.
         """
         if self._gate is not None and list(tags) == ["weights"]:
-            self._gate.hold()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # the last step may still read weights on its thread's stream
+            self._is_updating = False
+            # NCCL may run the broadcast beside the steps of one GPU, but not beside exchanges between several.
+            if _replica().world_size > 1:
+                self._begin_update()
+            return True
         if self._sleep_level:
             self._wake_up([tag for tag in tags if tag in self._asleep])
-        if self._gate is not None and "kv_cache" in tags:
-            self._gate.release()
+        if self._is_updating and "kv_cache" in tags:
+            self._end_update()
         if list(tags) == ["weights"]:
             self._forget_weights()
             return not self._sleep_level or ("kv_cache" in self._asleep and self._has_room_for_cache())
         return False
+
+    def _begin_update(self) -> None:
+        """Holds generation between two steps until all weights have come."""
+        assert self._gate is not None
+        self._gate.hold()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the last step may still read weights on its thread's stream
+        self._forget_weights()
+        self._is_updating = True
+
+    def _end_update(self) -> None:
+        assert self._gate is not None
+        self._is_updating = False
+        self._gate.release()
 
     def _wake_up(self, tags: Sequence[WakeUpTag]) -> None:
         if tags:
@@ -216,7 +239,9 @@ class VllmGenerator:
             return self._generate(request)
         with self._gate.generating():
             self._tokens_at_updates = []
-            return self._generate(request)
+            output = self._generate(request)
+        output.held_s = self._gate.held_s
+        return output
 
     def _generate(self, request: GenerationRequest) -> GenerationOutput:
         self._require_weights()
@@ -289,11 +314,16 @@ class VllmGenerator:
         return self._llm.collective_rpc(method, args=arguments)
 
 
-def _agreed(wanted: bool) -> bool:
-    """Returns what the first process of this replica passes: its schedulers must take every step with equal weights."""
+def _replica() -> Any:
+    """Returns vLLM's group of the processes of this replica."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    group = get_tp_group()
+    return get_tp_group()
+
+
+def _agreed(wanted: bool) -> bool:
+    """Returns what the first process of this replica passes: its schedulers must take every step with equal weights."""
+    group = _replica()
     if group.world_size == 1:
         return wanted
     flag = torch.tensor([wanted])

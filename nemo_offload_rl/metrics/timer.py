@@ -26,7 +26,7 @@ class Timer:
             with self._around(name):
                 yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self.add(name, time.perf_counter() - start)
 
     @contextmanager
     def within(self, around: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
@@ -36,6 +36,10 @@ class Timer:
             yield
         finally:
             self._around = nullcontext
+
+    def add(self, name: str, seconds: float) -> None:
+        """Counts seconds that were measured elsewhere towards `name`."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def seconds(self) -> dict[str, float]:
         """Returns phase -> seconds, in the order in which the phases first ended."""

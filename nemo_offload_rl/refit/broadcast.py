@@ -6,6 +6,7 @@ communicators on a GPU at once only if both fit on it.
 """
 
 import contextlib
+import functools
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ import torch
 from nemo_offload_rl.refit.broadcast_group import BroadcastGroup, FirstBroadcast, Rendezvous, announcement, joined
 from nemo_offload_rl.refit.export import NullSender
 from nemo_offload_rl.refit.filling import ExportedTensors
+from nemo_offload_rl.refit.fixed_buckets import FixedTensors
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
 from nemo_offload_rl.refit.loads import EngineLoad, answer_of
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
@@ -37,21 +39,50 @@ class BroadcastBucket:
     """Describes a bucket that the sender is about to broadcast (see `WeightBucket`).
 
     Attributes:
+        number: Of the bucket in its refit.
         layout: Positions of its tensors in a buffer.
+        buffer_bytes: Size of the refit's largest bucket.
         at: Where the group's processes rendezvous.
         rank: The receiver's rank in the group.
     """
 
+    number: int
     layout: BucketLayout
+    buffer_bytes: int
     at: Rendezvous
     rank: int
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[list[NamedTensor]]:
-        """Receives the buffer into memory that lives as long as the context."""
-        buffer = _buffer(self.layout.num_bytes)
-        joined(self.at, self.rank).broadcast(buffer).wait()
-        yield self.layout.views(buffer)
+    def opened(self) -> Iterator[FixedTensors]:
+        """Receives the bucket into memory with the same addresses in every refit."""
+        yield _received(self.at, self.buffer_bytes).receive(self.number, self.layout, joined(self.at, self.rank))
+
+
+class _ReceivedBuckets:
+    """Holds, in an engine's process, the buffer of all buckets of a sender.
+
+    torch's allocator would keep its memory anyway, and loads from the same addresses can be recorded.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._buffer = _buffer(num_bytes)
+        self._tensors: dict[int, FixedTensors] = {}  # by bucket
+        # Not the stream on which the engine may be generating meanwhile: its steps would wait for the weights.
+        self._stream = torch.cuda.Stream() if self._buffer.is_cuda else None
+
+    def receive(self, number: int, layout: BucketLayout, group: BroadcastGroup) -> FixedTensors:
+        if number not in self._tensors:
+            self._tensors[number] = FixedTensors(tuple(layout.views(self._buffer)))
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            group.broadcast(self._buffer[: max(1, layout.num_bytes)]).wait()
+        if self._stream is not None:
+            self._stream.synchronize()
+        return self._tensors[number]
+
+
+@functools.cache
+def _received(at: Rendezvous, num_bytes: int) -> _ReceivedBuckets:
+    return _ReceivedBuckets(num_bytes)
 
 
 @dataclass(frozen=True)
@@ -88,6 +119,7 @@ class BroadcastSender(RefitSender):
         self, buckets: Sequence[BucketLayout], receivers: Sequence[Receiver], *, verify: bool, timeout_s: float
     ) -> None:
         self._buckets = buckets
+        self._buffer_bytes = max((bucket.num_bytes for bucket in buckets), default=0)
         self._receivers = receivers
         self._verify = verify
         self._timeout_s = timeout_s
@@ -108,11 +140,11 @@ class BroadcastSender(RefitSender):
             RuntimeError: If an engine has failed; ValueError if the engine raised that.
         """
         exported = ExportedTensors(weights, verify=self._verify)
-        buffer = _buffer(max((bucket.num_bytes for bucket in self._buckets), default=0))
+        buffer = _buffer(self._buffer_bytes)
         try:
             for number, bucket in enumerate(self._buckets):
                 exported.fill(number, bucket.slots(buffer))
-                self._broadcast(bucket, buffer[: max(1, bucket.num_bytes)])
+                self._broadcast(number, bucket, buffer[: max(1, bucket.num_bytes)])
             exported.finish()
             self._watch(lambda: not self._loads)
         except BaseException:
@@ -122,10 +154,11 @@ class BroadcastSender(RefitSender):
             raise
         return exported.checksums
 
-    def _broadcast(self, bucket: BucketLayout, data: torch.Tensor) -> None:
+    def _broadcast(self, number: int, bucket: BucketLayout, data: torch.Tensor) -> None:
         """Sends a bucket's buffer; on return the buffer is free, and the engines may still be loading the bucket."""
         for rank, receiver in enumerate(self._receivers, start=1):
-            reference = receiver.load_weights(BroadcastBucket(bucket, self._at, rank))
+            message = BroadcastBucket(number, bucket, self._buffer_bytes, self._at, rank)
+            reference = receiver.load_weights(message)
             self._loads[reference] = EngineLoad(receiver.name, bucket.tensors)
         work = self._broadcast_first(data) if self._group is None else self._started(self._group, data)
         self._watch(work.is_completed)

@@ -182,9 +182,17 @@ BROKEN = {
         ["grpo.stop_at_validation_metric=val:pass_k"],
         "grpo.val_num_generations_per_prompt: must be 2 or more for val:pass_k to be measured; found 1",
     ),
-    "grpo_async_engine": (
-        ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=0"],
-        "grpo.async_grpo.enabled: is true, which needs GPUs for generation alone; set policy.generation.colocated",
+    "grpo_async_replayed": (
+        ["grpo.async_grpo={enabled: true, max_trajectory_age_steps: 0}", "grpo.debug.replay_rollouts=a"],
+        "grpo.async_grpo.enabled: is true, but replayed rollouts are not sampled; set it to false",
+    ),
+    "grpo_async_generation_weights": (
+        [
+            "grpo.async_grpo={enabled: true, max_trajectory_age_steps: 0}",
+            "policy.generation.backend=vllm",
+            "+policy.residency.generation_weights=host",
+        ],
+        "policy.residency.generation_weights: is host, but grpo.async_grpo.enabled has the engine generate while",
     ),
     "grpo_async_correction": (
         [*APART, "grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=false"],

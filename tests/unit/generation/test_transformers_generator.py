@@ -331,7 +331,7 @@ class _UpdatesOnce:
     """A `StepGate` at which new weights come before the third token of the first batch."""
 
     def __init__(self, update):
-        self.num_updates, self._calls, self._update = 0, 0, update
+        self.num_updates, self.held_s, self._calls, self._update = 0, 0.0, 0, update
 
     def generating(self):
         return contextlib.nullcontext()

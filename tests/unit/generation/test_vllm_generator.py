@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -555,7 +556,7 @@ def test_it_needs_gpus(ray_cluster):
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_tokens_know_how_often_the_weights_had_changed(monkeypatch, recomputes):
     """Weights come before the second step: row 0 has ended then, row 1 has two tokens, one of them under way."""
-    llm = StandIn()
+    llm, steps = StandIn(), []
     request_of = {"0-a": (9, 0), "1-b": (1, 1)}
     scheduler = SimpleNamespace(
         requests={
@@ -566,7 +567,7 @@ def test_tokens_know_how_often_the_weights_had_changed(monkeypatch, recomputes):
     )
     resets = []
     llm.llm_engine = SimpleNamespace(
-        step=lambda: "a step",
+        step=lambda: steps.append("a step") or "a step",
         output_processor=SimpleNamespace(
             request_states={name: SimpleNamespace(external_req_id=name[0]) for name in request_of}
         ),
@@ -585,11 +586,19 @@ def test_tokens_know_how_often_the_weights_had_changed(monkeypatch, recomputes):
 
     def update():
         generator.prepare_for_generation(["weights"])
-        generator.load_weights(list(WEIGHTS.items()))
+        taken = len(steps)
+        while steps and len(steps) < taken + 3:  # the replica generates until weights have been received
+            time.sleep(0.001)
+        first, *others = WEIGHTS.items()
+        generator.load_weights([])  # such as a message that registers buckets
+        generator.load_weights([first])
+        if steps:
+            assert generator._gate._is_holding
+        generator.load_weights(others)
         generator.prepare_for_generation(["kv_cache"])
 
     monkeypatch.setattr(vllm_generator, "_sampling_params", list)
-    monkeypatch.setattr(vllm_generator, "_agreed", bool)
+    monkeypatch.setattr(vllm_generator, "_replica", lambda: SimpleNamespace(world_size=1))
     llm.generate = generate
     generator = VllmGenerator(
         llm, precision="float32", max_sequence_length=64, sleeps=False, in_flight=InFlightUpdates(recomputes)
@@ -597,5 +606,6 @@ def test_tokens_know_how_often_the_weights_had_changed(monkeypatch, recomputes):
     generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
     update()
     output = generator.generate(GenerationRequest([[5], [6]], [0, 0], 0, SAMPLING))
+    assert output.held_s > 0
     assert output.num_updates == [[0, 0], [0, 1] if recomputes else [0, 0]]
     assert resets == [True] * recomputes
