@@ -34,8 +34,8 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
     lines = [
         "# Runs of NeMo-RL's recipes",
         "",
-        "Do NeMo-RL's recipes train with this package on one GPU, changed only where the machine and the time limit "
-        f"require it? Of the {len(rows)} runs in the table {done} {'is' if done == 1 else 'are'} done.",
+        "Do NeMo-RL's recipes train with this package on one GPU or two, changed only where the machine and the time "
+        f"limit require it? Of the {len(rows)} runs in the table {done} {'is' if done == 1 else 'are'} done.",
         "",
         table_line(["run", *names.values()]),
         table_line(["---"] * (1 + len(names))),

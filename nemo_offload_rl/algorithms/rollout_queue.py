@@ -90,6 +90,7 @@ class RolloutQueue:
         self._sampled_with = {"format": _FORMAT, **sampled_with}
         self._position: DataPosition | None = None
         self._memory: dict[str, float] = {}
+        self._taken_at: float | None = None  # when the last step got its rollouts
         # What follows is read and changed under this condition alone.
         self._changed = threading.Condition()
         self._ready: dict[int, _StepRollouts] = {}
@@ -133,15 +134,29 @@ class RolloutQueue:
                 raise self._error
             taken, waiting = self._ready.pop(step), len(self._ready)
         self._position = taken.position
+        busy = self._busy_shares(taken, timer)
         age = float(step - 1 - taken.version)
         if self._in_flight:
             batch = taken.rollouts.batch
             tokens = batch["token_mask"]
             age -= float((batch.pop("num_updates") * tokens).sum() / tokens.sum().clamp(min=1))
-        return taken.rollouts, taken.metrics | {
+        return taken.rollouts, taken.metrics | busy | {
             "train/avg_trajectory_age": age,
             "performance/steps_sampled_ahead": float(waiting),
         }
+
+    def _busy_shares(self, taken: _StepRollouts, timer: Timer) -> dict[str, float]:
+        """Returns the shares of the last step's time in which training, and generation, did not wait for the other."""
+        last, self._taken_at = self._taken_at, time.perf_counter()
+        seconds = {
+            name: taken.metrics.get(f"timing/rollouts/{name}", 0.0) for name in ("sampling", "rewards", "waiting")
+        }
+        whole_s = sum(seconds.values())
+        shares = {"generation": 1 - seconds["waiting"] / whole_s} if whole_s else {}
+        if last is not None:
+            waited_s = timer.seconds().get("wait_for_rollouts", 0.0)
+            shares["training"] = max(0.0, 1 - waited_s / (self._taken_at - last))
+        return {f"performance/{name}_busy_share": share for name, share in shares.items()}
 
     def needs_weights(self, version: int) -> bool:
         """Returns whether there is more to sample, and the engines lack this version; after a validation they have it.

@@ -175,11 +175,15 @@ def with_kv_cache_bytes(config: MasterConfig, planner: Planner) -> tuple[MasterC
         itself if the recipe sets the size, or the sizes are not known and vLLM has to measure free memory.
 
     Raises:
-        ValueError: the share of the GPU leaves no room for one sequence.
+        ValueError: the share of the GPU, or training at the same time, leaves no room for one sequence, or for the size
+            that the recipe sets.
     """
-    policy, gpu_bytes = config["policy"], planner.gpu_bytes
+    policy, gpu_bytes, beside = config["policy"], planner.gpu_bytes, generates_beside_training(config)
     # On GPUs of its own, vLLM measures free memory.
-    if not colocates_vllm(policy) or gpu_bytes is None or _kv_cache_bytes(policy) is not None:
+    if not colocates_vllm(policy) or gpu_bytes is None:
+        return config, []
+    own = _kv_cache_bytes(policy)
+    if own is not None and not beside:
         return config, []
     planned = planner.plan(config)
     if planned is None or planned.engine is None:
@@ -188,7 +192,7 @@ def with_kv_cache_bytes(config: MasterConfig, planner: Planner) -> tuple[MasterC
     check_longest_sequence_fits(engine, gpu_bytes)
     nbytes = engine.kv_cache_bytes(gpu_bytes)
     given = _with_kv_cache(config, nbytes)
-    lacking = _lacking_bytes(given, planner, gpu_bytes) if generates_beside_training(config) else 0
+    lacking = _lacking_bytes(given, planner, gpu_bytes) if beside else 0
     if lacking > 0:
         nbytes -= lacking
         if nbytes < engine.sequence_bytes:
@@ -198,8 +202,15 @@ def with_kv_cache_bytes(config: MasterConfig, planner: Planner) -> tuple[MasterC
                 "optimizer state (policy.residency.table.train.optimizer_state), lower the tokens of a micro-batch, or "
                 "give generation GPUs of its own (policy.generation.colocated.enabled=false)."
             )
+        if own is not None:
+            raise ValueError(
+                f"policy.generation.vllm_kwargs.{KV_CACHE_BYTES} is {own}, but beside training (grpo.async_grpo) the "
+                f"GPU's {show_gib(gpu_bytes)} GiB have room for {nbytes}; set it to that or less, or delete it."
+            )
         given = _with_kv_cache(config, nbytes)
         why = "what training leaves of the GPU at the same time"
+    elif own is not None:
+        return config, []
     elif engine.is_capped(gpu_bytes):
         why = f"room for all {engine.max_num_seqs:,} that vLLM runs at once (max_num_seqs)"
     else:

@@ -137,10 +137,17 @@ def test_generation_on_devices_of_its_own_is_the_same_run(grpo_run, tmp_path, ah
 
 
 def test_a_step_is_sampled_while_another_trains(tmp_path):
-    ahead = ["grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true"]
-    done = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=4", *APART, *ahead])
+    """Engines on devices of their own and those on the policy's give the same run."""
+    settings = [*SHORT_GRPO, *("grpo.max_num_steps=4", "grpo.async_grpo.enabled=true", "policy.verify_refit=true")]
+    settings += ["loss_fn.use_importance_sampling_correction=true"]
+    done = run_example("run_grpo.py", tmp_path / "apart", [*settings, *APART])
     assert done.status == 0, done.output
     rows = done.metrics()
+    shared = run_example("run_grpo.py", tmp_path / "shared", settings)
+    assert shared.status == 0, shared.output
+    for step, row in shared.metrics().items():
+        equal = {name: value for name, value in row.items() if name.startswith(("train/", "validation/"))}
+        assert {name: rows[step][name] for name in equal} == equal, step
     assert [rows[step]["train/avg_trajectory_age"] for step in range(1, 5)] == [0, 1, 1, 1]
     assert rows[1]["train/token_mult_prob_error"] == pytest.approx(1, abs=0.02)
     assert all(rows[step]["train/grad_norm"] > 0 for step in range(1, 5))

@@ -86,8 +86,8 @@ class RolloutDebugConfig(TypedDict):
 class AsyncGRPOConfig(TypedDict):
     """Section `grpo.async_grpo`: answers of later steps are sampled while a step trains."""
 
-    # Sample ahead of training. Needs generation on GPUs of its own (policy.generation.colocated.enabled false) and,
-    # with an age above 0, loss_fn.use_importance_sampling_correction true.
+    # Sample ahead of training: on GPUs of its own (policy.generation.colocated.enabled false), or while the policy
+    # trains on the same ones. With an age above 0 it needs loss_fn.use_importance_sampling_correction true.
     enabled: NotRequired[Annotated[bool, IfAbsent(False)]]
     # The most updates of the policy that the weights may lack with which a step's answers were sampled, and so the
     # steps that are sampled ahead. 0 or more; 0 samples with the newest weights, as without this section; recommended

@@ -24,6 +24,7 @@ from tests.unit.algorithms.test_grpo import EXACT_MATCH, SCHEDULE, Setting
 from tests.unit.algorithms.test_saved_rollouts import HARD
 from tests.unit.environments.test_judge_pool import JUDGE
 
+BOTH = ("training", "generation")
 AGE = "train/avg_trajectory_age"
 LIMIT_S = 20
 
@@ -110,6 +111,12 @@ def test_one_step_ahead_gives_the_same_numbers_whatever_is_slower():
     for other, found in zip(others, rows[1:], strict=True):
         assert found.without_timings() == rows[0].without_timings()
         assert torch.equal(other.policy.table, first.policy.table)
+    least = [
+        [min(found.rows[step][f"performance/{who}_busy_share"] for step in range(2, 7)) for who in BOTH]
+        for found in rows
+    ]
+    assert all(0 <= share <= 1 for shares in least for share in shares)
+    assert least[1][0] < least[1][1] and least[2][0] > least[2][1]  # slow engines, slow training
     synchronous = Setting()
     synchronous.run()
     assert prompts_by_step(first) == prompts_by_step(synchronous)
