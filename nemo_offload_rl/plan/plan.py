@@ -300,7 +300,10 @@ def engine_remark(policy: PolicyConfig) -> str:
             return "the transformers engine keeps its weights on the GPU, and a KV cache while it generates"
         return "generation_weights and kv_cache belong to the transformers engine, and no key changes where they live"
     if stays_awake(policy):
-        return f"vLLM does not sleep; {GENERATION_WEIGHTS_KEY}=discard makes it free its GPU memory for training"
+        return (
+            f"vLLM does not sleep; {GENERATION_WEIGHTS_KEY}=discard makes it free its GPU memory for training, unless "
+            "it generates meanwhile"
+        )
     if keeps_generation_weights(policy):
         return f"generation_weights and kv_cache belong to vLLM; {GENERATION_WEIGHTS_KEY}=discard frees the host memory"
     return (
