@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray import cloudpickle
 
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.metrics.profile import Recording
@@ -101,14 +102,18 @@ class WorkerActor:
     def _range_of(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
         return nullcontext() if self._recording is None else self._recording.range(verb_of(function))
 
-    def call(
-        self, function: Callable[[Any, BatchedData | None], Any], shard: WireBatch | None, *, wants_result: bool
-    ) -> Any:
+    def call(self, pickled: bytes, shard: WireBatch | None, *, wants_result: bool) -> Any:
         """Call a function with the worker and, if there is one, the shard of a batch.
+
+        Args:
+            pickled: The function, by cloudpickle.
+            shard: The rank's part of a batch.
+            wants_result: Whether the driver uses this rank's result.
 
         Returns:
             The result, a batch as a `WireBatch`; None without `wants_result`.
         """
+        function = cloudpickle.loads(pickled)
         with self._range_of(function):
             result = function(self._worker, None if shard is None else shard.unpack())
         if not wants_result:

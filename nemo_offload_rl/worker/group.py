@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import RayError
 
 from nemo_offload_rl.config.schema.policy import PolicyConfig
@@ -350,7 +351,7 @@ class PolicyWorkerGroup:
             return
         if self._layout is not None:
             refs = [
-                actor.call.remote(lambda worker, _: worker.shutdown(), None, wants_result=False)
+                actor.call.remote(cloudpickle.dumps(lambda worker, _: worker.shutdown()), None, wants_result=False)
                 for actor in self._actors
             ]
             done, late = ray.wait(refs, num_returns=len(refs), timeout=_SHUTDOWN_TIMEOUT_S)
@@ -399,9 +400,10 @@ class PolicyWorkerGroup:
         layout = self._built()
         shard_refs = None if shards is None else [ray.put(WireBatch.pack(shard)) for shard in shards]
         reporting = list(range(len(self._actors))) if from_all_ranks else layout.reporting_ranks
+        pickled = cloudpickle.dumps(call)  # once: Ray would do so for each rank
         refs = [
             actor.call.remote(
-                call,
+                pickled,
                 None if shard_refs is None else shard_refs[layout.parallel_ranks[rank]["dp_rank"]],
                 wants_result=rank in reporting,
             )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ray import cloudpickle
 
 from nemo_offload_rl.config import RecipeError, for_machine, load
 from nemo_offload_rl.metrics.profile import Recording
@@ -24,6 +25,9 @@ class Rank(WorkerActor):
 
     def __init__(self, worker):
         self._worker, self._recording = worker, None
+
+    def call(self, function, shard, *, wants_result):
+        return super().call(cloudpickle.dumps(function), shard, wants_result=wants_result)
 
 
 class Group:
