@@ -20,7 +20,6 @@ from nemo_offload_rl.plan.activation_facts import (
     TRAIN_TOKENS,
     RowTokensKey,
     activation_facts,
-    with_tokens,
 )
 from nemo_offload_rl.plan.activations import slab_bytes
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
@@ -137,7 +136,7 @@ def missing_gpu_bytes(config: MasterConfig, run: PlannedRun, planner: Planner) -
         planner: knows the model and the GPU's memory.
     """
     way = plan_way(config["policy"], Way("", ()), functools.partial(_given, run), CPU_ADAM_PARAMS_PER_S)
-    return _missing_gpu(run, way, training_bytes(config, planner), _logprob_bytes(config, planner), planner.gpu_bytes)
+    return _missing_gpu(run, way, training_bytes(config, planner), logprob_bytes(config, planner), planner.gpu_bytes)
 
 
 def _missing_gpu(
@@ -151,13 +150,6 @@ def _missing_gpu(
         # Optimizer state is prefetched during the last log-prob pass.
         needed.append(max(in_training, in_logprobs) + int(MARGIN * of_logprobs))
     return dataclasses.replace(way, state_bytes=0, activation_bytes=max(needed)).missing_bytes(gpu_bytes)
-
-
-def _logprob_bytes(config: MasterConfig, planner: Planner) -> tuple[int, ...]:
-    packing = config["policy"]["sequence_packing"]
-    if packing["enabled"] and LOGPROB_TOKENS not in packing:  # a validation has the rows of training
-        config = with_tokens(config, {LOGPROB_TOKENS: packing[TRAIN_TOKENS]})
-    return logprob_bytes(config, planner)
 
 
 @dataclass(frozen=True)
@@ -286,7 +278,7 @@ class _Search:
         if found not in self._passes:
             config = with_values(training.config, rows)
             seconds = logprob_seconds(self._flops, config, self._spec)
-            self._passes[found] = seconds, _logprob_bytes(config, self._planner)
+            self._passes[found] = seconds, logprob_bytes(config, self._planner)
         return self._passes[found]
 
     def _states(self) -> list[_State]:

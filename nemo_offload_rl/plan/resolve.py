@@ -7,7 +7,7 @@ functions are pure: facts about machine and model are arguments.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_offload_rl.config import for_machine
@@ -15,6 +15,7 @@ from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.config.model.unsupported_models import check_model
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import REPLAYED, PolicyConfig
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.activations import limit_where_unknown
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.colocation import (
@@ -26,6 +27,7 @@ from nemo_offload_rl.plan.colocation import (
 )
 from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_refit_fits, check_share_beside_policy
 from nemo_offload_rl.plan.host_budget import HostMemory, check_state_fits_host
+from nemo_offload_rl.plan.peaks import policy_peaks
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import PlannedRun, Planner, plan_run
 from nemo_offload_rl.plan.row_tokens import with_context_ranks, with_row_tokens
@@ -66,12 +68,14 @@ class Resolved:
         run: its plan; None where the model's sizes are not known.
         lines: a line for the user about each decision.
         problems: errors of decisions that were not possible, since the machine is too small.
+        peaks_gib: GiB of `policy_peaks`; empty without GPUs, without a plan, or with problems.
     """
 
     config: MasterConfig
     run: PlannedRun | None
     lines: tuple[str, ...] = ()
     problems: tuple[ValueError, ...] = ()
+    peaks_gib: Mapping[str, float] = field(default_factory=dict)
 
 
 def resolve(
@@ -118,7 +122,9 @@ def resolve(
         activations = settings(config["policy"]).activations
         if activations is not None:
             limit_where_unknown(activations, error)
-    return Resolved(config, run, tuple(lines), tuple(problems))
+    peaks = policy_peaks(config, planner, run) if machine.has_gpus and run is not None and not problems else {}
+    peaks_gib = {verb: nbytes / GIB for verb, nbytes in peaks.items()}
+    return Resolved(config, run, tuple(lines), tuple(problems), peaks_gib)
 
 
 def _check_attention(policy: PolicyConfig) -> None:

@@ -272,8 +272,10 @@ def training_bytes(config: MasterConfig, planner: Planner) -> tuple[int, ...]:
 def logprob_bytes(config: MasterConfig, planner: Planner) -> tuple[int, ...]:
     """Returns the GPU memory of a log-prob pass's longest micro-batch; takes the arguments of `training_bytes`."""
     policy = config["policy"]
-    if policy["sequence_packing"]["enabled"]:
-        passes = with_tokens(config, {TRAIN_TOKENS: policy["sequence_packing"][LOGPROB_TOKENS]})
+    packing = policy["sequence_packing"]
+    if packing["enabled"]:  # without a key of their own, passes that compute log-probs have the rows of training
+        key = LOGPROB_TOKENS if LOGPROB_TOKENS in packing else TRAIN_TOKENS
+        passes = with_tokens(config, {TRAIN_TOKENS: packing[key]})
     else:
         passes = copy.deepcopy(config)
         if has_logprob_batches(policy):

@@ -1,0 +1,63 @@
+"""Tests the peak memory that the plan gives each verb of the policy, against its parts and against recorded runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.machine import planner_of, resolved_for
+
+from nemo_offload_rl.config import load
+from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.plan.resolve import Machine, resolve
+from nemo_offload_rl.plan.row_tokens import MARGIN, logprob_bytes, training_bytes
+from nemo_offload_rl.residency.table import Phase, Target
+from tests.unit.config.conftest import CONFIGS
+
+ROOT = CONFIGS.parents[1]
+RECIPE = str(ROOT / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml")
+ROWS = [f"policy.sequence_packing.{key}=2048" for key in ("train_mb_tokens", "logprob_mb_tokens")]
+VLLM = ["policy.generation.backend=vllm", "++policy.residency.generation_weights=discard"]
+
+
+def test_a_peak_is_the_state_of_its_phase_and_the_largest_pass():
+    config = load(RECIPE, [*ROWS, *VLLM]).config
+    resolved, planner = resolved_for(config, 139), planner_of(config, 139)
+    [rank], engine = resolved.run.plan.ranks, resolved.run.engine
+    of_phases = {phase: sum(targets.values()) + engine.refit_graph_bytes for phase, targets in rank.gpu_bytes.items()}
+    [training], [forward] = training_bytes(resolved.config, planner), logprob_bytes(resolved.config, planner)
+    leaving = rank.gpu_bytes[Phase.TRAIN][Target.OPTIMIZER_STATE] - rank.gpu_bytes[Phase.REFIT][Target.OPTIMIZER_STATE]
+    assert resolved.peaks_gib == pytest.approx(
+        {
+            "train": (of_phases[Phase.TRAIN] + MARGIN * training) / GIB,
+            "logprobs": (of_phases[Phase.TRAIN] + MARGIN * forward) / GIB,
+            "refit": (of_phases[Phase.REFIT] + leaving + engine.refit_bytes) / GIB,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("results", "overrides"),
+    [
+        ("grpo_1_5B.json", []),
+        ("grpo_1_5B_tp2.json", ["cluster.gpus_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2"]),
+    ],
+)
+def test_recorded_runs_stayed_within_their_peaks(results, overrides):
+    rows = json.loads(Path(ROOT / "docs" / "results" / results).read_text())["rows"]
+    measured = {row["name"]: row["gib"] for row in rows if row["case"] == "memory"}
+    peaks = resolved_for(load(RECIPE, [*ROWS, *overrides]).config, 139).peaks_gib
+    assert peaks.keys() == {"train", "logprobs"}  # the plan does not know the buckets of the engine of transformers
+    for verb, gib in peaks.items():
+        assert measured[f"policy/gpu_peak_{verb}_gib"] < gib < 1.25 * measured[f"policy/gpu_peak_{verb}_gib"]
+
+
+def test_packed_pairs_have_the_rows_of_training_in_log_prob_passes():
+    packed = ["++policy.sequence_packing.enabled=true", "++policy.sequence_packing.train_mb_tokens=256"]
+    config = load(CONFIGS / "dpo_tiny_cpu.yaml", packed).config
+    assert resolved_for(config, 80, algorithm="dpo").peaks_gib.keys() == {"train", "logprobs"}
+
+
+def test_without_gpus_no_peak_is_planned():
+    config = load(CONFIGS / "grpo_tiny_cpu.yaml", []).config
+    fields = planner_of(config, None).hf_config
+    assert resolve(config, Machine(has_gpus=False), fields, algorithm="grpo").peaks_gib == {}
