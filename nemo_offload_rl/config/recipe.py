@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.config.keys.absent_keys import section_of_auto
+from nemo_offload_rl.config.keys.schema_problems import ABSENT, value_at
 from nemo_offload_rl.config.keys.tree import is_valid_key
 from nemo_offload_rl.config.problems import MAX_PROBLEMS, Origin, Problem, RecipeError, nearest, show, show_file
 from nemo_offload_rl.config.source.interpolation import InterpolationError, Resolver, written_interpolations
@@ -45,6 +46,17 @@ class Recipe:
                 return self.origins[path]
             path = path.rpartition(".")[0]
         return Origin(show_file(self.path))
+
+    def own_settings(self) -> list[tuple[str, Any, str]]:
+        """Returns key, value and place of what overrides and the recipe's own file set, not of what it inherits."""
+        values = {path: value_at(self.config, path) for path in self.origins}
+        lists = tuple(f"{path}." for path, value in values.items() if isinstance(value, list))
+        own, here = [], show_file(self.path)
+        for path, origin in sorted(self.origins.items(), key=lambda item: item[1].override is None):
+            is_section = values[path] is ABSENT or (isinstance(values[path], dict) and values[path])
+            if (origin.override is not None or origin.file == here) and not is_section and not path.startswith(lists):
+                own.append((path, values[path], str(origin)))
+        return own
 
     def sources(self, path: str) -> list[str]:
         """Returns the keys that a value was interpolated from."""

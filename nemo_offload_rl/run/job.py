@@ -6,25 +6,26 @@ import copy
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from nemo_offload_rl.config import ValidatedRecipe
+from nemo_offload_rl.config import Recipe, ValidatedRecipe
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.logger import LoggerConfig
 from nemo_offload_rl.data.tokenizer import save_tokenizer
+from nemo_offload_rl.metrics.facts import update_facts
 from nemo_offload_rl.metrics.logger import METRICS_FILE, RunLogger, read_metrics
 from nemo_offload_rl.metrics.moves import moves_table
 from nemo_offload_rl.metrics.names import logged_name
-from nemo_offload_rl.metrics.report import LiveProgress, phase_table, plot_training
+from nemo_offload_rl.metrics.peaks import log_peaks
+from nemo_offload_rl.metrics.report import LiveProgress, phase_table
 from nemo_offload_rl.metrics.samples import JudgedAnswer, as_plain_text, samples_markdown, samples_table
-from nemo_offload_rl.metrics.timeline import plot_step
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.gpu_monitor import GpuMetrics, NoGpuMetrics, watch_gpus
 from nemo_offload_rl.plan.resolve import Machine, Resolved
@@ -40,7 +41,6 @@ from nemo_offload_rl.run.checkpoints import (
 )
 from nemo_offload_rl.run.folder import (
     HF_FOLDER,
-    LOG_FILE,
     PROFILE_FOLDER,
     changed_keys,
     lock_run_folder,
@@ -51,6 +51,7 @@ from nemo_offload_rl.run.folder import (
 )
 from nemo_offload_rl.run.interrupt import Interrupt, Progress
 from nemo_offload_rl.run.preflight import resolve_for
+from nemo_offload_rl.run.results import draw_results, tell, write_end, write_start
 from nemo_offload_rl.run.resume import (
     OnDamaged,
     branch_run_folder,
@@ -64,6 +65,7 @@ from nemo_offload_rl.run.step_profile import step_profile
 from nemo_offload_rl.run.train_loop import Run, StopReason, TimeLimit
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import HF_FILES, replacing, translate_disk_full
+from nemo_offload_rl.storage.lock import LockedError
 from nemo_offload_rl.storage.manifest import read_manifest
 
 logger = logging.getLogger(__name__)
@@ -110,6 +112,7 @@ class Job:
         config: the validated recipe.
         notes: lines about the recipe for the user.
         preparation: the algorithm's preparation.
+        recipe: the recipe as it was read.
         resolved: the recipe as it runs on the machine; None until `for_machine`.
         when_built: called once the policy has been built, and so has read the model.
     """
@@ -118,6 +121,7 @@ class Job:
     config: MasterConfig
     notes: list[str]
     preparation: Preparation
+    recipe: Recipe
     resolved: Resolved | None = None
     when_built: Callable[[], None] = lambda: None
 
@@ -131,7 +135,7 @@ class Job:
         """
         module = importlib.import_module(ALGORITHMS[recipe.algorithm].module)
         preparation = module.prepare(recipe.config)
-        return cls(recipe.algorithm, recipe.config, [*recipe.notes, *preparation.notes], preparation)
+        return cls(recipe.algorithm, recipe.config, [*recipe.notes, *preparation.notes], preparation, recipe.recipe)
 
     def starting_from(self, model: Path, when_built: Callable[[], None]) -> Job:
         """Returns the same job with a Hugging Face folder's weights; it calls `when_built` once they have been read."""
@@ -182,7 +186,16 @@ class Job:
             changed = changed_keys({} if written is None else restore_auto(written, self.config), self.config)
             suffix = f", with other values than before: {', '.join(changed)}" if changed else ""
             say(f"Resuming from {newest}{suffix}.")
-        ending = self.run_in(run_dir, session, checkpoints, newest)
+        try:
+            ending = self.run_in(run_dir, session, checkpoints, newest)
+        except LockedError:  # the folder is another run's
+            raise
+        except Exception as error:
+            reason = f"failed: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            with suppress(OSError, ValueError):  # such as metrics that cannot be read, which may be this error
+                write_end(run_dir, reason)
+                say(_named(draw_results(run_dir, self.algorithm, session.console)))
+            raise
         self._report(run_dir, ending.reason, session.console)
         return ending
 
@@ -209,6 +222,7 @@ class Job:
             stack.enter_context(lock_run_folder(run_dir, session.console))
             stack.enter_context(logged_to(run_dir, session.console))
             assert self.resolved is not None, "the machine is known before anything runs"
+            write_start(run_dir, self.algorithm, self.recipe, self.resolved)
             for note in [*self.notes, *self.resolved.lines]:
                 tell(session.console, note, style="dim")
             policy = with_run_length(self.resolved.config["policy"], self.preparation.schedule.num_steps)
@@ -230,6 +244,7 @@ class Job:
                 with translate_disk_full(folder), replacing(folder, HF_FILES) as new:
                     algorithm.export_hf(new)
                     save_tokenizer(self.preparation.tokenizer, new)
+            write_end(run_dir, ending.reason.value)
         return ending
 
     def _choose(self, checkpoints: Checkpoints, look: Callable[[Path], list[str]], console: Console) -> Path | None:
@@ -280,12 +295,17 @@ class Job:
         assert self.resolved is not None
         profile = step_profile(self.resolved.config["logger"]["profile"], run_dir / PROFILE_FOLDER, algorithm)
         progress = LiveProgress(self.algorithm.upper(), schedule.num_steps, session.console)
-        with closing(metrics), progress:
-            outputs = _Outputs(metrics, progress, gpus, session.console)
-            run = Run(
-                algorithm, schedule, state, checkpoints, writer, outputs, session.interrupt, session.limit, profile
-            )
-            reason = run.train()
+        resumed_step = state.step
+        try:
+            with closing(metrics), progress:
+                outputs = _Outputs(metrics, progress, gpus, session.console)
+                run = Run(
+                    algorithm, schedule, state, checkpoints, writer, outputs, session.interrupt, session.limit, profile
+                )
+                reason = run.train()
+        finally:
+            rows = [row for row in read_metrics(run_dir / METRICS_FILE) if (row["step"] or 0) > resumed_step]
+            log_peaks(rows, self.resolved.peaks_gib)
         return Ending(reason, run.is_saved and metrics.is_whole)
 
     def _checkpoint_writer(self, algorithm: Algorithm) -> CheckpointWriter:
@@ -322,35 +342,16 @@ class Job:
         if (moves := moves_table(rows)) is not None:
             console.print(moves)
         console.print(f"{self.algorithm.upper()} ended after step {rows[-1]['step'] if rows else 0}: {reason.value}.")
-        places = {"metrics": run_dir / METRICS_FILE, "log": run_dir / LOG_FILE}
-        if any(name.startswith("train/") for row in rows for name in row):
-            places |= _draw(
-                run_dir,
-                {"curves": partial(plot_training, run_dir, self.algorithm), "timeline": partial(plot_step, run_dir)},
-                console,
-            )
+        places = draw_results(run_dir, self.algorithm, console)
         section = self.config["checkpointing"]
         if section["enabled"]:
             places["checkpoints"] = Path(section["checkpoint_dir"])
         places |= {what: run_dir / name for what, name in _FOLDERS.items() if (run_dir / name).exists()}
-        tell(console, ", ".join(f"{what}: {place}" for what, place in places.items()))
+        tell(console, _named(places))
 
 
-def _draw(run_dir: Path, pictures: Mapping[str, Callable[[], Path]], console: Console) -> dict[str, Path]:
-    """Draws pictures and returns their files; tells the user of a picture that cannot be drawn."""
-    drawn = {}
-    for what, draw in pictures.items():
-        try:
-            with translate_disk_full(run_dir):
-                drawn[what] = draw()
-        except Exception as error:  # noqa: BLE001 - a run that has done its work does not fail for a picture
-            tell(console, f"The picture of the {what} could not be drawn: {error}.")
-    return drawn
-
-
-def tell(console: Console, text: str, style: str | None = None) -> None:
-    """Prints a line as it is written."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+def _named(places: Mapping[str, Path]) -> str:
+    return ", ".join(f"{what}: {place}" for what, place in places.items())
 
 
 def _gpu_metrics(section: LoggerConfig, cluster: Cluster) -> GpuMetrics:
@@ -387,6 +388,7 @@ class _Outputs:
         self.console.print(table)
         logger.info("%s", as_plain_text(table))
         self.metrics.log_text(step, "validation/answers", samples_markdown(answers))
+        update_facts(self.metrics.run_dir, answers={"step": step, "judged": [asdict(answer) for answer in answers]})
 
 
 class _WriteBesideRun:

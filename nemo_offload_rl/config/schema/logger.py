@@ -60,7 +60,7 @@ class ProfileConfig(TypedDict):
 class LoggerConfig(TypedDict):
     """Section `logger`."""
 
-    # Folder of the run folders, each with metrics.jsonl, the log and the plot of the run.
+    # Folder of the run folders, each with metrics.jsonl, the log, the pictures and the page of the run.
     log_dir: NonEmptyStr
     # Also write TensorBoard files to the run folder. Recommended: true.
     tensorboard_enabled: bool

@@ -43,6 +43,20 @@ def test_origins_name_the_file_and_line_that_set_a_key():
     assert str(recipe.origin("a.y.deeper")) == "recipe.yaml:4"
 
 
+def test_the_settings_of_a_recipes_own_are_those_of_its_file_and_of_overrides():
+    write("parent.yaml", "a: {x: 1, y: 1}\nb: {c: {}}\nlist: [{z: 0}]\n")
+    text = "defaults: parent.yaml\na:\n  y: 2\n  w: ${a.x}\nb:\n  empty: {}\nlist: [{z: 1}]\n"
+    recipe = load_recipe(write("recipe.yaml", text), ["b.c={d: 3}", "a.x=4"])
+    assert recipe.own_settings() == [
+        ("a.x", 4, "command line: a.x=4"),
+        ("b.c.d", 3, "command line: b.c={d: 3}"),
+        ("a.y", 2, "recipe.yaml:3"),
+        ("a.w", 4, "recipe.yaml:4"),
+        ("b.empty", {}, "recipe.yaml:6"),
+        ("list", [{"z": 1}], "recipe.yaml:7"),
+    ]
+
+
 def test_a_section_replaces_its_base_with_override_marker():
     write("parent.yaml", "a: {x: 1}\nb: {x: 1}\n")
     recipe = load_recipe(write("recipe.yaml", "defaults: parent.yaml\na: {_override_: true, y: 2}\nb: {y: 2}\n"))

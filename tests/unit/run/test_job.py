@@ -14,6 +14,7 @@ import pytest
 import yaml
 from rich.console import Console
 from safetensors.torch import load_file
+from support.html_page import Page
 from support.limits import files_of_at_most
 from support.toy_policy import ToyPolicy
 
@@ -25,8 +26,9 @@ from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.metrics.logger import METRICS_FILE
 from nemo_offload_rl.metrics.names import MEASUREMENTS
+from nemo_offload_rl.metrics.samples import JudgedAnswer
 from nemo_offload_rl.plan.resolve import Machine
-from nemo_offload_rl.run import job as job_module
+from nemo_offload_rl.run import results
 from nemo_offload_rl.run.checkpoints import RunState
 from nemo_offload_rl.run.interrupt import Interrupt, Stopped
 from nemo_offload_rl.run.job import Ending, Job, Session
@@ -76,7 +78,7 @@ def undrawn(request, monkeypatch) -> None:
     """Draws no pictures, which take most of the time, except in tests that use `drawn`."""
     if "drawn" not in request.fixturenames:
         for draw in ("plot_training", "plot_step"):
-            monkeypatch.setattr(job_module, draw, lambda run_dir, *_: run_dir / METRICS_FILE)
+            monkeypatch.setattr(results, draw, lambda run_dir, *_: run_dir / METRICS_FILE)
 
 
 @pytest.fixture
@@ -144,11 +146,80 @@ def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, session, monkeypat
     def fail(run_dir):
         raise TypeError("an axis has no length")
 
-    monkeypatch.setattr("nemo_offload_rl.run.job.plot_step", fail)
+    monkeypatch.setattr(results, "plot_step", fail)
     overrides = ("sft.max_num_steps=1", "checkpointing.enabled=false")
     assert make_job(tmp_path, *overrides).run(session) == Ending(StopReason.STEPS, is_saved=True)
-    assert "The picture of the timeline could not be drawn: an axis has no length." in shown(session)
+    assert "The timeline could not be drawn: an axis has no length." in shown(session)
     assert (tmp_path / "logs" / "exp_001" / "sft.png").is_file()
+
+
+def with_algorithm(job: Job, change) -> Job:
+    """Returns the job with `change` applied to its algorithm once that is built."""
+
+    def build(policy, cluster):
+        algorithm = job.preparation.build(policy, cluster)
+        change(algorithm)
+        return algorithm
+
+    return replace(job, preparation=replace(job.preparation, build=build))
+
+
+def test_the_page_of_a_run_has_its_recipe_its_answers_and_its_peaks(tmp_path, session):
+    def on_a_gpu(algorithm):
+        algorithm.validation_answers = [JudgedAnswer("2+2=", "<b>4</b>", "4", 1.0)]
+        algorithm._policy.memory_stats = lambda: {"gpu_peak_train_gib": 12.5}
+
+    job = with_algorithm(make_job(tmp_path, "checkpointing.enabled=false"), on_a_gpu)
+    replace(job, resolved=replace(job.resolved, peaks_gib={"train": 11.0})).run(session)
+    run_dir = tmp_path / "logs" / "exp_001"
+    text = Page(run_dir / "report.html").text
+    for part in ("SFT run exp_001", "Ended after step 4: all steps are done.", "sft_tiny_cpu.yaml", "<b>4</b>"):
+        assert part in text
+    assert "training12.5011.00" in text
+    assert "command line: checkpointing.enabled=false" in text
+    assert f"report: {run_dir / 'report.html'}" in shown(session)
+    log = (run_dir / "run.log").read_text()
+    assert "GPU: training" in log
+    assert log.count("training 12.50 GiB, 1.50 more than planned") == 1
+    assert "1.50 more than planned" in " ".join(shown(session).split())
+
+
+def test_an_interrupted_run_has_a_page(tmp_path, session):
+    def interrupted(algorithm):
+        step = algorithm.step
+
+        def last(number, timer):
+            session.interrupt.requested = number == 2
+            return step(number, timer)
+
+        algorithm.step = last
+
+    with_algorithm(make_job(tmp_path), interrupted).run(session)
+    assert "Ended after step 2: interrupted." in Page(tmp_path / "logs/exp_001/report.html").text
+
+
+@pytest.mark.parametrize("num_done", [0, 2])
+def test_a_run_that_fails_after_a_step_has_a_page(tmp_path, session, num_done):
+    def failing(algorithm):
+        step = algorithm.step
+        algorithm.step = lambda number, timer: step(number, timer) if number <= num_done else 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        with_algorithm(make_job(tmp_path), failing).run(session)
+    page = tmp_path / "logs/exp_001/report.html"
+    assert page.exists() is (num_done > 0)
+    if num_done:
+        assert "Ended after step 2: failed: ZeroDivisionError: division by zero." in Page(page).text
+        assert f"report: {page}" in shown(session)
+
+
+def test_a_run_whose_folder_another_run_has_leaves_its_page_alone(tmp_path, session):
+    make_job(tmp_path, "sft.max_num_steps=2").run(session)
+    folder = tmp_path / "logs/exp_001"
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    with FolderLock(folder, "a run"), pytest.raises(LockedError):
+        make_job(tmp_path).run(session)
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_a_second_run_goes_on_where_the_first_ended(tmp_path, session):

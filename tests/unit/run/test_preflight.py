@@ -180,7 +180,7 @@ def test_of_a_cluster_that_is_joined_the_nodes_count(monkeypatch, has_gpus):
     monkeypatch.setattr(cluster, "Cluster", lambda **_: nullcontext(joined))
     monkeypatch.setattr(preflight, "machine_here", lambda: pytest.fail("Ray is not started here"))
     monkeypatch.setattr(Job, "for_machine", lambda job, machine: machine)
-    job = Job("grpo", load(TINY, []).config, [], None)
+    job = Job("grpo", load(TINY, []).config, [], None, None)
     with runner._start_cluster([job, job], Restarts(0)) as (_, jobs):
         assert jobs == [Machine(has_gpus, 6 if has_gpus else None, (host, host))] * 2
     nodes.append((host, [None]))

@@ -1,0 +1,166 @@
+"""Tests the page of a run: what it has, that nothing of a run's data is markup, and that it needs no other file."""
+
+import base64
+
+import pytest
+from support.html_page import Page
+from support.limits import files_of_at_most
+
+from nemo_offload_rl.metrics.facts import FACTS_FILE, read_facts, update_facts
+from nemo_offload_rl.metrics.logger import RunLogger
+from nemo_offload_rl.metrics.page import PAGE_FILE, draw_and_write_page, write_page
+
+STEP = {
+    "train/reward": 0.5,
+    "timing/train/sampling": 3.0,
+    "timing/train/training": 1.0,
+    "timing/train/total_step_time": 4.5,
+    "residency/train/optimizer_state/gb": 6.25,
+    "residency/train/optimizer_state/copy_s": 0.5,
+    "residency/train/optimizer_state/exposed_s": 0.1,
+    "performance/memory/policy/host_rss_gib": 9.25,
+}
+ON_GPUS = {
+    "performance/memory/policy/gpu_peak_train_gib": 12.5,
+    "performance/memory/policy/gpu_peak_refit_gib": 7.0,
+    "performance/memory/generation/gpu_peak_allocated_gib": 30.0,
+}
+PNG = b"as good as a picture"
+HOSTILE = "</td></table><script>alert('&amp;')</script><img src=http://x.example/a.png onerror='x'>"
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    folder = tmp_path / "exp_007"
+    logger = RunLogger(folder, tensorboard=False)
+    for step in (1, 2):
+        logger.log(step, STEP)
+    logger.close()
+    for name in ("grpo", "step_timeline"):
+        (folder / f"{name}.png").write_bytes(PNG)
+    return folder
+
+
+def add_facts(run_dir, **facts):
+    update_facts(
+        run_dir,
+        **{
+            "algorithm": "grpo",
+            "recipe": "recipes/mine.yaml",
+            "settings": [["grpo.max_num_steps", 2, "command line: grpo.max_num_steps=2"]],
+            "config": "grpo:\n  max_num_steps: 2\n",
+            "version": "0.1.0, commit 0123456789ab",
+            "started": "2026-11-26 10:00:00+00:00",
+            "ended": "2026-11-26 11:00:00+00:00",
+            "ending": "all steps are done",
+            "planned_peak_gib": {},
+            **facts,
+        },
+    )
+
+
+def answers_after(step, text):
+    return {"step": step, "judged": [{"prompt": "1+1=", "answer": text, "known_answer": "2", "reward": 0.25}]}
+
+
+def test_the_page_has_what_the_run_was_did_and_took(run_dir):
+    add_facts(run_dir, answers=answers_after(2, "perhaps 2"))
+    assert write_page(run_dir) == run_dir / PAGE_FILE
+    page = Page(run_dir / PAGE_FILE)
+    for part in (
+        "GRPO run exp_007", "Ended after step 2: all steps are done.", "recipes/mine.yaml", "commit 0123456789ab",
+        "2026-11-26 11:00:00", "Where the time went", "sampling", "6.250", "9.25", "perhaps 2", "0.25",
+        "command line: grpo.max_num_steps=2", "max_num_steps: 2\n",
+    ):  # fmt: skip
+        assert part in page.text
+    assert page.tags.count("img") == 2
+    assert page.tags.count("details") == 1
+
+
+def test_the_page_needs_no_other_file_and_runs_nothing(run_dir):
+    add_facts(run_dir)
+    page = Page(write_page(run_dir))
+    assert page.addresses == [f"data:image/png;base64,{base64.b64encode(PNG).decode()}"] * 2
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    assert "url(" not in (run_dir / PAGE_FILE).read_text()
+    assert [path.name for path in run_dir.glob("*.partial")] == []
+
+
+def test_nothing_of_a_runs_data_is_markup(run_dir):
+    settings = [[HOSTILE, HOSTILE, HOSTILE]]
+    said = dict.fromkeys(("recipe", "version", "started", "ended", "ending", "config"), HOSTILE)
+    add_facts(run_dir, answers=answers_after(2, HOSTILE), settings=settings, **said)
+    page = Page(write_page(run_dir))
+    assert page.text.count(HOSTILE) == 1 + len(said) + 3
+    assert page.tags.count("script") == 0
+    assert page.tags.count("img") == 2
+
+
+def test_an_answer_of_half_a_surrogate_pair_is_shown_without_it(run_dir):
+    add_facts(run_dir, answers=answers_after(2, "here \ud83d it is"))
+    assert "here ? it is" in Page(write_page(run_dir)).text
+
+
+@pytest.mark.parametrize(("step", "shown"), [(2, True), (4, False)])
+def test_answers_of_steps_that_are_yet_to_be_made_again_are_left_out(run_dir, step, shown):
+    add_facts(run_dir, answers=answers_after(step, "perhaps 2"))
+    assert ("perhaps 2" in Page(write_page(run_dir)).text) is shown
+
+
+def test_measured_peaks_stand_beside_planned_ones_only_on_gpus(run_dir):
+    add_facts(run_dir, planned_peak_gib={})
+    assert "planned" not in Page(write_page(run_dir)).text
+    logger = RunLogger(run_dir, tensorboard=False, resumed_step=2)
+    logger.log(3, STEP | ON_GPUS)
+    logger.close()
+    add_facts(run_dir, planned_peak_gib={"train": 13.25})
+    text = Page(write_page(run_dir)).text
+    memory = text[text.index("Memory") : text.index("Settings")]
+    for part in ("planned", "training12.5013.25", "refit7.00", "generation, by torch30.00", "9.25"):
+        assert part in memory
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ("interrupted", "Ended after step 2: interrupted."),
+        (None, "After step 2 the run goes on, or it was killed."),
+    ],
+)
+def test_the_page_says_how_a_run_ended(run_dir, ending, said):
+    add_facts(run_dir, ending=ending)
+    assert said in Page(write_page(run_dir)).text
+
+
+@pytest.mark.parametrize("facts", [None, '{"algorithm": '])
+def test_an_old_or_a_damaged_folder_has_a_page_of_what_there_is(run_dir, facts, caplog):
+    if facts is not None:
+        (run_dir / FACTS_FILE).write_text(facts)
+    before = (run_dir / "grpo.png").read_bytes()
+    page = Page(draw_and_write_page(run_dir))
+    assert "the folder does not say how the run ended" in page.text
+    assert "Where the time went" in page.text
+    assert "Settings" not in page.text
+    assert page.tags.count("img") == 2
+    assert (run_dir / "grpo.png").read_bytes() != before  # drawn again
+    assert ("run.json is left out" in caplog.text) is (facts is not None)
+
+
+def test_facts_that_are_no_object_are_none(run_dir):
+    (run_dir / FACTS_FILE).write_text("[]")
+    assert read_facts(run_dir) == {}
+
+
+def test_facts_for_which_there_is_no_space_end_no_run(run_dir, caplog):
+    add_facts(run_dir)
+    with files_of_at_most(100):
+        update_facts(run_dir, ending="interrupted")
+    assert read_facts(run_dir)["ending"] == "all steps are done"
+    assert "run.json cannot be written: File too large" in caplog.text
+
+
+def test_facts_are_added_to_those_of_before(run_dir):
+    add_facts(run_dir, answers=answers_after(2, "2"))
+    update_facts(run_dir, ending=None)
+    assert read_facts(run_dir)["ending"] is None
+    assert read_facts(run_dir)["answers"] == answers_after(2, "2")
