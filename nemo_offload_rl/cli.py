@@ -114,6 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print the plan as JSON; sizes in bytes")
     plan.set_defaults(run=_plan)
 
+    report = commands.add_parser(
+        "report",
+        help="write the page of a run, report.html, again from the run's folder",
+        description="Draw the pictures of a run again and write its page, report.html, from the files in its folder.",
+    )
+    report.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of a run, such as logs/exp_001")
+    report.set_defaults(run=_report)
+
     doctor = commands.add_parser(
         "doctor",
         help="check whether this machine is fit for offloading, and print a remedy for each problem",
@@ -316,24 +324,30 @@ def _earlier_steps(options: argparse.Namespace) -> list["MetricRow"]:
     """Reads the metrics of the run in --link-of; returns an empty list if no run is given."""
     if options.link_of is None:
         return []
-    from nemo_offload_rl.metrics.logger import METRICS_FILE, read_metrics
     from nemo_offload_rl.metrics.moves import measured_link_bytes_per_s
     from nemo_offload_rl.plan.optimizer_ways import measured_cpu_params_per_s
-    from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
 
-    path = options.link_of / METRICS_FILE
-    try:
-        open_regular_file(path).close()
-    except UnreadableFileError as error:
-        reason = f"there is no file {path}" if error.is_absent else f"{path} {error}"
-        raise ValueError(f"--link-of: {reason}; give the folder of a run, which has this file") from error
-    steps = read_metrics(path)
+    path, steps = _read_steps(options.link_of, "--link-of")
     if measured_link_bytes_per_s(steps) is None and measured_cpu_params_per_s(steps) is None:
         raise ValueError(
             f"{path} has neither a share_of_link of a move in one direction, which gives the link's speed, nor a step "
             "of the CPU optimizer; give the folder of a run on GPUs with page-locked offload, or the speed with --link"
         )
     return steps
+
+
+def _read_steps(folder: Path, argument: str) -> tuple[Path, list["MetricRow"]]:
+    """Reads the metrics of the run in a folder, which an argument names; returns their file, too."""
+    from nemo_offload_rl.metrics.logger import METRICS_FILE, read_metrics
+    from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
+
+    path = folder / METRICS_FILE
+    try:
+        open_regular_file(path).close()
+    except UnreadableFileError as error:
+        reason = f"there is no file {path}" if error.is_absent else f"{path} {error}"
+        raise ValueError(f"{argument}: {reason}; give the folder of a run, which has this file") from error
+    return path, read_metrics(path)
 
 
 def _link_bytes_per_s(options: argparse.Namespace, earlier: Sequence["MetricRow"]) -> float | None:
@@ -377,6 +391,22 @@ def _planned_host(options: argparse.Namespace) -> "Host":
     nbytes = int(options.host_memory * GIB)
     memory = dataclasses.replace(here, total_bytes=nbytes, available_bytes=nbytes, cgroup_free_bytes=None)
     return Host(f"a machine of {options.host_memory:g} GiB", memory, "all of its memory")
+
+
+def _report(options: argparse.Namespace) -> None:
+    path, steps = _read_steps(options.folder, "FOLDER")
+    if not steps:
+        raise ValueError(f"{path} has no step; give the folder of a run that has done at least one")
+
+    from nemo_offload_rl.metrics.page import draw_and_write_page
+
+    try:
+        page = draw_and_write_page(options.folder)
+    except OSError as error:
+        raise ValueError(
+            f"{options.folder} cannot be written: {error.strerror}; copy it to where you may write, and give the copy"
+        ) from error
+    sys.stdout.write(f"wrote {page}\n")
 
 
 def _doctor(options: argparse.Namespace) -> None:

@@ -48,6 +48,26 @@ def test_validate_of_what_is_no_recipe(recipe, capsys):
     assert capsys.readouterr().err.startswith(f"recipe {recipe}: 1 problem\n")
 
 
+def test_report_writes_the_page_of_a_run_again(tmp_path, capsys):
+    row = '{"step": 1, "train/loss": 0.5, "timing/train/training": 1.0, "timing/train/total_step_time": 1.5}'
+    (tmp_path / "metrics.jsonl").write_text(f"{row}\n")
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'report.html'}\n"
+    assert "1 steps" in (tmp_path / "report.html").read_text()
+
+
+def test_report_of_a_folder_without_a_step_says_what_to_give(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"FOLDER: there is no file {path}; give the folder of a run, which has this file\n"
+    )
+    path.write_text("")
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"{path} has no step; give the folder of a run that has done at least one\n"
+    assert not (tmp_path / "report.html").exists()
+
+
 @pytest.mark.parametrize("gpus", ["0", "-1"])
 def test_a_plan_for_no_gpus_names_the_option(gpus, capsys):
     assert main(["plan", TINY, "--gpus", gpus]) == 2
