@@ -27,6 +27,7 @@ def test_a_run_logs_every_step_and_leaves_what_it_promises(grpo_run):
     run = grpo_run.folder / "logs" / "exp_001"
     assert (run / "grpo.png").stat().st_size > 10_000
     assert (run / "step_timeline.png").stat().st_size > 10_000
+    assert (run / "report.html").stat().st_size > 50_000  # with both pictures
     assert (run / "run.log").is_file()
     assert list(run.rglob("events.out.tfevents.*"))
     assert sorted(path.name for path in (grpo_run.folder / "checkpoints").iterdir()) == ["step_2", "step_4"]
