@@ -47,6 +47,7 @@ lint: setup ## Check style, formatting, types and the lock
 
 docs: ## Build the documentation into site/
 	@tools/setup.sh $(EXTRAS:%=--extra %) --group docs
+	$(PYTHON) tools/keys_page.py
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 lock: setup ## Resolve the dependencies anew and write uv.lock
@@ -54,5 +55,5 @@ lock: setup ## Resolve the dependencies anew and write uv.lock
 	$(PYTHON) tools/portable_lock.py strip
 
 clean: ## Delete what is built or cached (not the environments .venv and .uv, nor results/)
-	rm -rf build dist site .ruff_cache .mypy_cache .pytest_cache
+	rm -rf build dist site docs/recipe-keys.md .ruff_cache .mypy_cache .pytest_cache
 	find . -name __pycache__ -not -path './.venv/*' -not -path './.uv/*' -prune -exec rm -rf {} +

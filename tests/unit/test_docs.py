@@ -2,7 +2,9 @@
 
 import ast
 import re
+import runpy
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ import yaml
 from nemo_offload_rl.config import load
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
+KEYS_PAGE = REPOSITORY / "docs" / "recipe-keys.md"  # written by `make docs`, not committed
+PAGES = sorted({*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), KEYS_PAGE})
 RESULTS, PACKAGE = REPOSITORY / "docs" / "results", REPOSITORY / "nemo_offload_rl"
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 
@@ -24,38 +27,61 @@ def cli_source() -> str:
     return (REPOSITORY / "nemo_offload_rl" / "cli.py").read_text()
 
 
+@cache
+def text_of(page: Path) -> str:
+    if page == KEYS_PAGE:
+        return runpy.run_path(str(REPOSITORY / "tools" / "keys_page.py"))["page"]()
+    return page.read_text()
+
+
+@cache
+def anchors_of(page: Path) -> set[str]:
+    """Returns the anchors that mkdocs gives a page's headings."""
+    prose = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    headings = [re.sub(r"\]\(.*?\)", "", heading) for heading in re.findall(r"^#+ (.*)", prose, flags=re.MULTILINE)]
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
 @EVERY_PAGE
-def test_links_and_pictures_lead_to_files(page):
-    targets = re.findall(r"\]\(([^)\s#]+)[^)]*\)", page.read_text())
-    missing = [link for link in targets if "://" not in link and not (page.parent / link).exists()]
+def test_links_and_pictures_lead_to_files_and_headings(page):
+    links = [link for link in re.findall(r"\]\(([^)\s]+)[^)]*\)", text_of(page)) if "://" not in link]
+    missing = []
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        found = target == KEYS_PAGE or target.exists()
+        if not found or (anchor and target.suffix == ".md" and anchor not in anchors_of(target)):
+            missing.append(link)
     assert missing == []
 
 
 @EVERY_PAGE
 def test_files_of_the_repository_that_are_named_exist(page):
     named = re.findall(
-        r"(?<![\w/.])((?:examples|tools|benchmarks|tests|docs|nemo_offload_rl)/[\w/.-]+\w)", page.read_text()
+        r"(?<![\w/.])((?:examples|tools|benchmarks|tests|docs|nemo_offload_rl)/[\w/.-]+\w)", text_of(page)
     )
-    in_package = re.findall(r"`([a-z_]+/[\w/]+\.py)`", page.read_text())
+    in_package = re.findall(r"`([a-z_]+/[\w/]+\.py)`", text_of(page))
     named += [f"nemo_offload_rl/{path}" for path in in_package if (PACKAGE / path.partition("/")[0]).is_dir()]
     templates = ("NAME", "my_", "YOUR")
     missing = [
-        name for name in named if not any(t in name for t in templates) and not (REPOSITORY / name).exists()
-    ]  # fmt: skip
+        name
+        for name in named
+        if not any(t in name for t in templates) and not (path := REPOSITORY / name).exists() and path != KEYS_PAGE
+    ]
     assert missing == []
 
 
 @EVERY_PAGE
 def test_make_targets_that_are_named_exist(page):
-    code = re.findall(r"^ {4}.*$|^make .*$|(?<!`)`[^`\n]+`", page.read_text(), flags=re.MULTILINE)
+    code = re.findall(r"^ {4}.*$|^make .*$|(?<!`)`[^`\n]+`", text_of(page), flags=re.MULTILINE)
     named = {target for line in code for run in re.findall(r"\bmake ((?:[a-z]+\b ?)+)", line) for target in run.split()}
     assert named <= make_targets()
 
 
 @EVERY_PAGE
 def test_commands_of_the_command_line_that_are_named_exist(page):
-    named = set(re.findall(r"^[` ]*(?:.*bin/)?nemo-offload-rl ([a-z]+)", page.read_text(), flags=re.MULTILINE))
-    named |= set(re.findall(r"`nemo-offload-rl ([a-z]+)", page.read_text()))
+    named = set(re.findall(r"^[` ]*(?:.*bin/)?nemo-offload-rl ([a-z]+)", text_of(page), flags=re.MULTILINE))
+    named |= set(re.findall(r"`nemo-offload-rl ([a-z]+)", text_of(page)))
     missing = [command for command in named if f'"{command}"' not in cli_source()]
     assert missing == []
 
@@ -66,7 +92,7 @@ def test_a_page_of_results_is_one_screen():
 
 
 def num_lines(page: Path) -> int:
-    return len(page.read_text().splitlines())
+    return len(text_of(page).splitlines())
 
 
 NO_ACTOR = re.compile(r"\b(somebody|whoever|nobody|what leaves|what comes back|who reads)\b", flags=re.IGNORECASE)
@@ -74,7 +100,7 @@ NO_ACTOR = re.compile(r"\b(somebody|whoever|nobody|what leaves|what comes back|w
 
 @EVERY_PAGE
 def test_pages_name_the_actor(page):
-    lines = page.read_text().splitlines()
+    lines = text_of(page).splitlines()
     unnamed = [f"line {number}: {line}" for number, line in enumerate(lines, start=1) if NO_ACTOR.search(line)]
     assert unnamed == []
 

@@ -1,7 +1,7 @@
 """The schema: every key is documented, and every section strict."""
 
-import subprocess
-import sys
+import re
+import runpy
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_sections_are_strict_and_only_those_of_other_libraries_are_open():
     assert open_ones == {MegatronConfig, MegatronOptimizerConfig, MegatronDDPConfig, HfConfigFields}
 
 
-def test_the_keys_page_is_up_to_date():
-    root = CONFIGS.parents[1]
-    check = subprocess.run([sys.executable, root / "tools" / "keys_page.py", "check"], capture_output=True, text=True)
-    assert check.returncode == 0, check.stdout
+def test_the_page_of_keys_has_every_key():
+    page = runpy.run_path(str(CONFIGS.parents[1] / "tools" / "keys_page.py"))["page"]()
+    named = set(re.findall(r"`(\w+)`", page))
+    assert [path for path, key in ALL_KEYS.items() if key.name not in named] == []
