@@ -178,10 +178,6 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
         "The columns log-prob and gradient give the largest difference among the cases that are right: the difference "
         "of a token's log-prob, and the relative difference of a parameter's gradient.",
         "",
-        "## Why cases are refused",
-        "",
-        *reasons(rows),
-        "",
         "## How it was measured",
         "",
         f"The models are small copies with random weights in float32; batches are {' and '.join(kinds)}, layers: "
@@ -231,27 +227,6 @@ def largest(rows: Sequence[Mapping[str, Any]], what: str) -> str:
     if not found:
         return "-"
     return "not a number" if None in found else f"{max(found):.2g}"
-
-
-def reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lists the first words of each reason for a refusal, with the cases it applies to."""
-    cases_of: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if "why" in row:
-            cases_of.setdefault(row["why"], []).append(row)
-    return [
-        f"- {', '.join(names_of(cases))}: "
-        f"{textwrap.shorten(why.removeprefix('Megatron cannot compute this model: '), 160, placeholder=' ...')}"
-        for why, cases in cases_of.items()
-    ]
-
-
-def names_of(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names the families of the cases with their flags; a family alone stands for its plain case."""
-    flags: dict[str, list[str]] = {}
-    for row in cases:
-        flags.setdefault(row["family"], []).append(row["flags"])
-    return [family if "plain" in names else f"{family} ({', '.join(names)})" for family, names in flags.items()]
 
 
 def table_line(cells: Sequence[str]) -> str:
