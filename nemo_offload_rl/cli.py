@@ -219,11 +219,12 @@ def _plan(options: argparse.Namespace) -> None:
     from nemo_offload_rl.memory.units import GIB
     from nemo_offload_rl.plan.activations import limit_where_unknown
     from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-    from nemo_offload_rl.plan.colocation import DECIDED_CELLS, with_resident_state
+    from nemo_offload_rl.plan.colocation import with_resident_state
+    from nemo_offload_rl.plan.decisions import Machine, without_replayed_engine
     from nemo_offload_rl.plan.optimizer_ways import plan_ways
     from nemo_offload_rl.plan.planner import PlannedRun, Planner, make_plan, plan_run
     from nemo_offload_rl.plan.report import print_plan, print_residency
-    from nemo_offload_rl.plan.resolve import Machine, resolve, without_replayed_engine
+    from nemo_offload_rl.plan.resolve import resolve
 
     earlier = _earlier_steps(options)
     link = _link_bytes_per_s(options, earlier)
@@ -238,7 +239,9 @@ def _plan(options: argparse.Namespace) -> None:
     if options.fit:
         ranks_of_a_host = split_devices(validated.config["cluster"], validated.config["policy"]).policy_per_node
         speed = _cpu_speed(options, earlier, ranks_of_a_host).params_per_s
-        _print_fit(options, overrides, Planner(model, validated.algorithm, gpu_bytes), host, link, speed)
+        of_each_node = (host.memory,) * validated.config["cluster"]["num_nodes"]
+        planner = Planner(model, validated.algorithm, gpu_bytes, of_each_node)
+        _print_fit(options, overrides, planner, host, link, speed)
         return
     hosts = () if options.host_memory is None else (host.memory,) * validated.config["cluster"]["num_nodes"]
     machine = Machine(has_gpus=True, gpu_bytes=gpu_bytes, hosts=hosts)
@@ -250,7 +253,7 @@ def _plan(options: argparse.Namespace) -> None:
         notes.append("--gpu-memory GIB shows the tokens for a GPU of that size")
 
     def written_at(key: str) -> str:
-        if key in DECIDED_CELLS and value_at(config, key) != value_at(validated.config, key):
+        if value_at(config, key) != value_at(validated.config, key):
             return "chosen by the plan for this GPU"
         return str(validated.recipe.origin(key))
 
@@ -265,7 +268,7 @@ def _plan(options: argparse.Namespace) -> None:
         raise
 
     def plan_with(more: Sequence[str]) -> PlannedRun:
-        other, _ = without_replayed_engine(load(options.recipe, [*overrides, *more]).config)
+        other, _ = without_replayed_engine(load(options.recipe, [*overrides, *resolved.chosen, *more]).config)
         return planned(with_resident_state(other, Planner(model, validated.algorithm, gpu_bytes))[0])
 
     cpu_speed = _cpu_speed(options, earlier, run.ranks_of_a_host)
@@ -297,7 +300,7 @@ def _print_fit(
     def load_with(more: Sequence[str]) -> "MasterConfig":
         return load(options.recipe, [*overrides, *more]).config
 
-    fit = cheapest_fit(load_with, planner, host, link_bytes_per_s=link, cpu_params_per_s=speed)
+    fit = cheapest_fit(load_with, planner, link_bytes_per_s=link, cpu_params_per_s=speed)
     if options.json:
         sys.stdout.write(json.dumps(dataclasses.asdict(fit), indent=2) + "\n")
     else:

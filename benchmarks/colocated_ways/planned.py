@@ -2,8 +2,8 @@
 
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.plan.decisions import Resolved
 from nemo_offload_rl.plan.planner import Planner
-from nemo_offload_rl.plan.resolve import Resolved
 from nemo_offload_rl.plan.shared_gpu import phase_bytes
 from nemo_offload_rl.residency.table import Phase
 

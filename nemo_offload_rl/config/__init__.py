@@ -5,7 +5,7 @@ from nemo_offload_rl.config.keys.absent_keys import resolve_absent_keys
 from nemo_offload_rl.config.named_files import check_named_files
 from nemo_offload_rl.config.problems import Origin, Problem, RecipeError
 from nemo_offload_rl.config.recipe import Recipe, load_recipe
-from nemo_offload_rl.config.validate import ValidatedRecipe, load, validate
+from nemo_offload_rl.config.validate import ValidatedRecipe, check_rules, load, validate
 
 __all__ = [
     "Origin",
@@ -14,6 +14,7 @@ __all__ = [
     "RecipeError",
     "ValidatedRecipe",
     "check_named_files",
+    "check_rules",
     "for_machine",
     "load",
     "load_recipe",

@@ -103,6 +103,23 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     return ValidatedRecipe(algorithm, cast(MasterConfig, config), notes, recipe, warm_start)
 
 
+def check_rules(algorithm: str, config: MasterConfig) -> None:
+    """Checks the rules between the keys of a validated recipe again, after some of its values were replaced.
+
+    Args:
+        algorithm: the section that identifies its algorithm, a key of `ALGORITHMS`.
+        config: the recipe's config, with values of the keys' types.
+
+    Raises:
+        RecipeError: lists every rule that is broken.
+    """
+    sections = cast(dict[str, Any], config)
+    found = _Findings(Recipe(Path(), sections, {}), {})
+    found.add_broken(_broken(RULES, ALGORITHMS[algorithm], sections, found))
+    if found.problems:
+        raise RecipeError(f"of {algorithm}", found.problems)
+
+
 class _Findings:
     """Collects the problems of a recipe.
 

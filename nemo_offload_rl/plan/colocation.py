@@ -31,12 +31,6 @@ from nemo_offload_rl.residency.table import DEDICATED_TABLE, Phase, Placement, T
 
 PARAMS_CELL = f"{TABLE}.{Phase.GENERATE}.{Target.PARAMS}"
 STATE_CELL = f"{TABLE}.{Phase.GENERATE}.{Target.OPTIMIZER_STATE}"
-DECIDED_CELLS = tuple(
-    f"{TABLE}.{phase}.{target}"
-    for phase in (Phase.REFIT, Phase.GENERATE)
-    for target in (Target.PARAMS, Target.GRADS, Target.OPTIMIZER_STATE)
-)
-"""Paths, in a recipe, of the cells that are decided here."""
 
 KV_CACHE_BYTES = "kv_cache_memory_bytes"
 """vLLM's argument for the size of its KV cache."""

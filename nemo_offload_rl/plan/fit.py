@@ -13,9 +13,12 @@ from nemo_offload_rl.config.megatron.device_split import split_devices
 from nemo_offload_rl.config.megatron.mlp_tiles import MLP_TILES_KEY as TILES
 from nemo_offload_rl.config.model.unsupported_models import check_model
 from nemo_offload_rl.config.rules.base import OFFLOADING
+from nemo_offload_rl.config.rules.residency import STATE_IN_TRAIN
 from nemo_offload_rl.config.schema import MasterConfig
+from nemo_offload_rl.config.schema.policy import has_generation
 from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.plan.activation_facts import (
+    AUTO,
     LOGPROB_TOKENS,
     TRAIN_TOKENS,
     RowTokensKey,
@@ -24,11 +27,13 @@ from nemo_offload_rl.plan.activation_facts import (
 from nemo_offload_rl.plan.activations import slab_bytes
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.colocation import with_kv_cache_bytes, with_resident_state
+from nemo_offload_rl.plan.decisions import Machine, Resolved, check_fits, decide, without_replayed_engine
 from nemo_offload_rl.plan.fit_options import (
     CHUNKS,
     Values,
     activation_options,
     as_overrides,
+    is_left_open,
     logits_options,
     row_key,
     row_options,
@@ -37,16 +42,18 @@ from nemo_offload_rl.plan.fit_options import (
     with_values,
 )
 from nemo_offload_rl.plan.flops import read_flop_model
-from nemo_offload_rl.plan.host_budget import HostBudgetError
+from nemo_offload_rl.plan.host_budget import HostBudgetError, usable_bytes
 from nemo_offload_rl.plan.optimizer_ways import CPU_ADAM_PARAMS_PER_S, Host, PlannedWay, Way, plan_way, ways
 from nemo_offload_rl.plan.plan import PCIE5_X16_BYTES_PER_S, activation_settings
 from nemo_offload_rl.plan.planner import PlannedRun, Planner, plan_run
-from nemo_offload_rl.plan.resolve import Machine, Resolved, check_fits, resolve, without_replayed_engine
 from nemo_offload_rl.plan.row_tokens import MARGIN, logprob_bytes, open_keys, row_limits, training_bytes
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.plan.step_time import logprob_seconds, training_seconds
 from nemo_offload_rl.residency.table import Phase
 
+# `policy.activation_memory: auto` adds nothing to a recipe that fits for fewer seconds than this share of a step, since
+# predictions are no more exact than that.
+_LEAST_GAIN = 0.03
 _TRAIN_ROWS = (row_key(TRAIN_TOKENS), "policy.train_micro_batch_size")
 Load = Callable[[Sequence[str]], MasterConfig]
 """Loads and validates the recipe with further overrides; raises a ValueError where they are not allowed."""
@@ -62,12 +69,14 @@ class Fit:
             length, their log-prob passes, and the optimizer's wait.
         missing_gpu_bytes: GPU memory that is missing; 0 where the GPU's is enough.
         missing_host_bytes: host memory that is missing; 0 where the host's is enough, or the GPU's is not.
+        free_gpu_bytes: GPU memory that is left in the fullest phase; 0 where it does not fit.
     """
 
     overrides: tuple[str, ...]
     seconds: float
     missing_gpu_bytes: int = 0
     missing_host_bytes: int = 0
+    free_gpu_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -97,7 +106,6 @@ class Fit:
 def cheapest_fit(
     load: Load,
     planner: Planner,
-    host: Host,
     *,
     link_bytes_per_s: float | None = None,
     cpu_params_per_s: float = CPU_ADAM_PARAMS_PER_S,
@@ -109,10 +117,12 @@ def cheapest_fit(
     with experts, auxiliary losses, which are those of a micro-batch. The CPU optimizer rounds differently and is left
     out, unless the recipe has it.
 
+    With `policy.activation_memory: auto` it keeps what the recipe sets: it only turns on what is off, streams optimizer
+    state that the recipe puts nowhere, and chooses the length of rows that is `auto`.
+
     Args:
         load: loads the recipe.
-        planner: knows the model, the algorithm and the GPU's memory, which must be known.
-        host: the machine of each node.
+        planner: knows the model, the algorithm, the hosts, and the GPU's memory, which must be known.
         link_bytes_per_s: speed of page-locked copies in one direction; None for an assumption.
         cpu_params_per_s: parameters that a rank's CPU optimizer steps in a second.
 
@@ -121,10 +131,7 @@ def cheapest_fit(
         ValueError: the recipe is refused for a reason that the search cannot mend.
     """
     assert planner.gpu_bytes is not None, "the memory of a GPU is not known"
-    hosts = (host.memory,) * load(())["cluster"]["num_nodes"]
-    planner = dataclasses.replace(planner, hosts=hosts)
-    search = _Search(load, planner, host, link_bytes_per_s or PCIE5_X16_BYTES_PER_S, cpu_params_per_s)
-    return search.run()
+    return _Search(load, planner, link_bytes_per_s or PCIE5_X16_BYTES_PER_S, cpu_params_per_s).run()
 
 
 def missing_gpu_bytes(config: MasterConfig, run: PlannedRun, planner: Planner) -> int:
@@ -191,14 +198,13 @@ class _Training:
 class _Search:
     """Looks at combinations in the order of their predicted seconds, on one loaded config that it edits."""
 
-    def __init__(
-        self, load: Load, planner: Planner, host: Host, link_bytes_per_s: float, cpu_params_per_s: float
-    ) -> None:
-        self._load, self._planner, self._host = load, planner, host
+    def __init__(self, load: Load, planner: Planner, link_bytes_per_s: float, cpu_params_per_s: float) -> None:
+        self._load, self._planner = load, planner
         self._link, self._cpu = link_bytes_per_s, cpu_params_per_s
         self._machine = Machine(has_gpus=True, gpu_bytes=planner.gpu_bytes, hosts=planner.hosts)
         self._spec = ALGORITHMS[planner.algorithm]
         self._written, _ = without_replayed_engine(load(()))
+        self._only_adds = self._written["policy"]["activation_memory"] == AUTO
         self._rows = self._resolved_rows()
         self._config = with_values(self._written, self._rows)
         self._flops = read_flop_model(planner.hf_config, self._config["policy"])
@@ -223,7 +229,7 @@ class _Search:
                     refusal = refusal or error
                     continue
                 if gpu <= 0:
-                    return Fit(overrides, seconds)
+                    return Fit(overrides, seconds, free_gpu_bytes=-gpu)
                 lacks = (True, gpu)
             if nearest is None or lacks < nearest[:2]:
                 nearest = (*lacks, Fit(overrides, seconds, max(0, gpu), host if gpu <= 0 else 0))
@@ -255,7 +261,11 @@ class _Search:
                     (one.seconds + self._logprobs(one, rows)[0] + state.planned.wait_s, state, one, rows)
                     for one in trainings
                 ]
-        return sorted(combined, key=lambda one: (one[0], len(one[1].way.overrides) + len(one[2].values) + len(one[3])))
+        return sorted(combined, key=lambda one: self._rank(*one))
+
+    def _rank(self, seconds: float, state: _State, training: _Training, rows: Values) -> tuple[float, int]:
+        number = len(state.way.overrides) + len(training.values) + len(rows)
+        return seconds * (1 - _LEAST_GAIN if self._only_adds and not number else 1), number
 
     def _logprob_rows(self, state: _State, training: _Training) -> Values:
         """Returns the longest rows of log-prob passes that fit, or those that lack least."""
@@ -284,6 +294,8 @@ class _Search:
     def _states(self) -> list[_State]:
         """Returns the plans of the ways to keep optimizer state that the recipe allows and that round alike."""
         others = [way for way in ways(self._written["policy"]) if way.overrides and not _steps_on_cpu(way)]
+        if self._only_adds:
+            others = [Way("streamed", (f"++{STATE_IN_TRAIN}=streamed",))] if _may_stream(self._written) else []
         states, errors = [], []
         for way in (Way("as the recipe says", ()), *others):
             try:
@@ -316,6 +328,10 @@ class _Search:
         )
         changed = [[self._changed(values) for values in options] for options in parts]
         distinct = [[one for number, one in enumerate(part) if one not in part[:number]] for part in changed]
+        if self._only_adds:
+            distinct = [
+                [one for one in part if all(is_left_open(self._config, key) for key in one)] for part in distinct
+            ]
         return list(itertools.product(*distinct))
 
     def _training(self, parts: tuple[Values, ...]) -> _Training | None:
@@ -350,7 +366,10 @@ class _Search:
         return {key: value for key, value in values.items() if value_at(self._config, key) != value}
 
     def _lengths(self, of: RowTokensKey) -> list[Values]:
-        return row_options(self._config, of, self._spec.group_size, is_open=row_key(of) in self._rows)
+        is_open = row_key(of) in self._rows
+        if self._only_adds and not is_open:
+            return [{}]
+        return row_options(self._config, of, self._spec.group_size, is_open=is_open)
 
     def _resolved_rows(self) -> dict[str, Any]:
         """Returns the row lengths that the recipe leaves to the plan: its choice, or the least where nothing fits."""
@@ -375,8 +394,9 @@ class _Search:
         for number, need in enumerate(state.run.needs):
             of_ranks.append(need.total_bytes + training.slabs[number // ranks_per_stage])
             of_hosts[need.host] += of_ranks[-1]
-        lacks = max(of_hosts.values()) - self._host.usable_bytes
-        return lacks if limit is None else max(lacks, max(of_ranks) - limit)
+        hosts = zip(of_hosts.values(), self._planner.hosts, strict=False)
+        lacks = [needed - usable_bytes(host) for needed, host in hosts]
+        return max([*lacks, *([] if limit is None else [max(of_ranks) - limit])], default=0)
 
     def _overrides(self, state: _State, training: _Training, rows: Values) -> tuple[str, ...]:
         values = {**training.values, **rows}
@@ -385,7 +405,14 @@ class _Search:
         return (*state.way.overrides, *as_overrides(values))
 
     def _resolve(self, config: MasterConfig) -> Resolved:
-        return resolve(config, self._machine, self._planner.hf_config, algorithm=self._planner.algorithm)
+        planner = self._planner
+        return decide(
+            config,
+            self._machine,
+            planner.hf_config,
+            algorithm=planner.algorithm,
+            has_random_weights=planner.has_random_weights,
+        )
 
     def _checked(self, overrides: Sequence[str]) -> tuple[MasterConfig, PlannedRun, Planner]:
         """Returns the recipe as it would run with overrides, and its plan, after all checks of a run.
@@ -401,6 +428,13 @@ class _Search:
 
 def _given(run: PlannedRun, _: Sequence[str]) -> PlannedRun:
     return run
+
+
+def _may_stream(config: MasterConfig) -> bool:
+    """Returns whether a recipe leaves the place of optimizer state in training open."""
+    policy = config["policy"]
+    stays = policy["offload_optimizer_for_refit"] is False and has_generation(policy)
+    return value_at(config, STATE_IN_TRAIN) is None and not stays
 
 
 def _steps_on_cpu(way: Way) -> bool:

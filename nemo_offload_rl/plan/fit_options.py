@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import yaml
+
 from nemo_offload_rl.config.megatron.activation_modules import LAYER_INPUT
 from nemo_offload_rl.config.megatron.activation_modules import OFFLOAD_MODULES_KEY as MODULES
 from nemo_offload_rl.config.megatron.further_fields import megatron_field
@@ -21,6 +23,14 @@ _METHOD, _SEGMENT = f"{MEGATRON}.recompute_method", f"{MEGATRON}.recompute_num_l
 _FRACTION = f"{MEGATRON}.activation_offload_fraction"
 _SEGMENTS = (1, 2, 4)
 _FRACTIONS = (1.0, 0.75, 0.5)
+# What a setting belongs to.
+_SWITCHES = {
+    GRANULARITY: RECOMPUTING,
+    _METHOD: RECOMPUTING,
+    _SEGMENT: RECOMPUTING,
+    MODULES: OFFLOADING,
+    _FRACTION: OFFLOADING,
+}
 _OF_ATTENTION, _OF_EXPERTS = ("qkv_linear", "core_attn", "attn_proj"), ("expert_fc1", "moe_act")
 
 Values = Mapping[str, Any]
@@ -97,6 +107,11 @@ def row_options(config: MasterConfig, of: RowTokensKey, group_size: int, *, is_o
     return [{} if number == stated else {key: number} for number in sorted(numbers, reverse=True)]
 
 
+def is_left_open(config: MasterConfig, key: str) -> bool:
+    """Returns whether a recipe leaves a setting open: its value is null or false, or what it belongs to is off."""
+    return not value_at(config, key) or not value_at(config, _SWITCHES.get(key, key))
+
+
 def row_key(of: RowTokensKey) -> str:
     """Returns the path of a key of packed rows."""
     return f"policy.sequence_packing.{of}"
@@ -108,7 +123,7 @@ def with_values(config: MasterConfig, values: Values) -> MasterConfig:
     for key, value in values.items():
         section, (*sections, name) = changed, key.split(".")
         for part in sections:
-            section[part] = dict(section[part])
+            section[part] = dict(section.get(part) or {})
             section = section[part]
         section[name] = value
     return cast(MasterConfig, changed)
@@ -118,13 +133,19 @@ def value_at(config: MasterConfig, key: str) -> Any:
     """Returns the value at a key's path; None where the recipe does not have the key."""
     found: Any = config
     for part in key.split("."):
-        found = found.get(part)
+        found = (found or {}).get(part)
     return found
 
 
 def as_overrides(values: Values) -> list[str]:
     """Returns values as overrides of a recipe that may not have their keys."""
     return [f"++{key}={_shown(value)}" for key, value in values.items()]
+
+
+def from_overrides(overrides: Sequence[str]) -> Values:
+    """Returns the values of overrides that `as_overrides` or `plan.optimizer_ways` wrote."""
+    pairs = (override.lstrip("+").split("=", maxsplit=1) for override in overrides)
+    return {key: yaml.safe_load(value) for key, value in pairs}
 
 
 def _shown(value: Any) -> str:

@@ -1,81 +1,24 @@
 """Decides, from a recipe and the machine that it runs on, everything that depends on the machine, once.
 
-The driver calls `resolve` before a run starts, and hands the result on; `nemo-offload-rl plan` prints it. Both
-functions are pure: facts about machine and model are arguments.
+The driver calls `resolve` before a run starts, and hands the result on; `nemo-offload-rl plan` prints it. It is pure:
+facts about machine and model are arguments.
 """
 
-from __future__ import annotations
-
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_offload_rl.config import for_machine
-from nemo_offload_rl.config.megatron.device_split import is_colocated
-from nemo_offload_rl.config.model.unsupported_models import check_model
+from nemo_offload_rl.config import check_rules
 from nemo_offload_rl.config.schema import MasterConfig
-from nemo_offload_rl.config.schema.policy import REPLAYED, PolicyConfig
-from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.activations import limit_where_unknown
+from nemo_offload_rl.memory.units import show_gib
+from nemo_offload_rl.plan.activation_facts import AUTO
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-from nemo_offload_rl.plan.colocation import (
-    check_awake_engine_fits,
-    with_awake_engine,
-    with_engine_build,
-    with_kv_cache_bytes,
-    with_resident_state,
-)
-from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_refit_fits, check_share_beside_policy
-from nemo_offload_rl.plan.host_budget import HostMemory, check_state_fits_host
-from nemo_offload_rl.plan.peaks import policy_peaks
-from nemo_offload_rl.plan.plan import settings
-from nemo_offload_rl.plan.planner import PlannedRun, Planner, plan_run
-from nemo_offload_rl.plan.row_tokens import with_context_ranks, with_row_tokens
+from nemo_offload_rl.plan.decisions import Machine, Resolved, decide
+from nemo_offload_rl.plan.fit import Fit, cheapest_fit
+from nemo_offload_rl.plan.fit_options import from_overrides, with_values
+from nemo_offload_rl.plan.planner import Planner
 
-# The order matters: resident state leaves less room for packed rows; the KV cache leaves less room for an engine that
-# stays awake, and for building the policy at the same time as the engine.
-_DECISIONS = (
-    with_resident_state,
-    with_kv_cache_bytes,
-    with_awake_engine,
-    with_engine_build,
-    with_row_tokens,
-    with_context_ranks,
-)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Describes the nodes that a run has.
-
-    Attributes:
-        has_gpus: whether ranks have GPUs.
-        gpu_bytes: memory of the smallest GPU; None where there is none, or where it is not known.
-        hosts: memory of each node, in the order of the ranks; empty where it is not to be checked.
-    """
-
-    has_gpus: bool
-    gpu_bytes: int | None = None
-    hosts: Sequence[HostMemory] = ()
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """Holds what a run does on a machine.
-
-    Attributes:
-        config: the recipe with every setting decided that depends on the machine.
-        run: its plan; None where the model's sizes are not known.
-        lines: a line for the user about each decision.
-        problems: errors of decisions that were not possible, since the machine is too small.
-        peaks_gib: GiB of `policy_peaks`; empty without GPUs, without a plan, or with problems.
-    """
-
-    config: MasterConfig
-    run: PlannedRun | None
-    lines: tuple[str, ...] = ()
-    problems: tuple[ValueError, ...] = ()
-    peaks_gib: Mapping[str, float] = field(default_factory=dict)
+_KEY = "policy.activation_memory"
 
 
 def resolve(
@@ -100,85 +43,61 @@ def resolve(
         ValueError: the model cannot be split as the recipe says; Megatron or vLLM would not compute it as transformers
             does; the GPUs have no attention for the recipe; the host memory for activations is not known.
     """
-    config, replayed = without_replayed_engine(config)
-    check_model(hf_config, config["policy"])
-    config, lines = for_machine(config, has_gpus=machine.has_gpus)
-    if machine.has_gpus:
-        _check_attention(config["policy"])
-    lines = [*replayed, *lines]
     planner = Planner(hf_config, algorithm, machine.gpu_bytes, machine.hosts, has_random_weights)
-    problems = []
-    for decide in _DECISIONS:
+    chosen: tuple[str, ...] = ()
+    lines, problems = [], []
+    if config["policy"]["activation_memory"] == AUTO:
         try:
-            config, decided = decide(config, planner)
+            chosen, line = _chosen(config, planner)
         except ValueError as error:
             problems.append(error)
         else:
-            lines += decided
-    try:
-        run = plan_run(config, hf_config, algorithm=algorithm)
-    except UnknownArchitectureError as error:
-        run = None
-        activations = settings(config["policy"]).activations
-        if activations is not None:
-            limit_where_unknown(activations, error)
-    peaks = policy_peaks(config, planner, run) if machine.has_gpus and run is not None and not problems else {}
-    peaks_gib = {verb: nbytes / GIB for verb, nbytes in peaks.items()}
-    return Resolved(config, run, tuple(lines), tuple(problems), peaks_gib)
-
-
-def _check_attention(policy: PolicyConfig) -> None:
-    """Refuses what Transformer Engine has no attention for: its kernel for float32 keeps all keys on one rank."""
-    size = policy["megatron_cfg"]["context_parallel_size"]
-    if size > 1 and policy["precision"] == "float32":
-        raise ValueError(
-            f"policy.precision is float32 with policy.megatron_cfg.context_parallel_size {size}, for which Transformer "
-            "Engine has no attention on GPUs; set policy.precision to bfloat16, or context_parallel_size to 1."
-        )
-
-
-def without_replayed_engine(config: MasterConfig) -> tuple[MasterConfig, list[str]]:
-    """Returns the config without an engine where the run replays rollouts, and a line for the user about it."""
-    sections: Mapping[str, Any] = config
-    folder = sections["grpo"]["debug"]["replay_rollouts"] if "grpo" in sections else None
-    if folder is None:
-        return config, []
-    policy = dict(config["policy"])
-    policy[REPLAYED] = policy.pop("generation")
-    without: Any = {**config, "policy": policy}
-    line = (
-        f"grpo.debug.replay_rollouts is {folder}: the run starts no engine, needs no memory for generation and refit, "
-        "and does not validate"
+            lines.append(line)
+        config = with_values(config, {**from_overrides(chosen), _KEY: None})
+    resolved = decide(config, machine, hf_config, algorithm=algorithm, has_random_weights=has_random_weights)
+    others = (problem for problem in resolved.problems if str(problem) not in map(str, problems))
+    return dataclasses.replace(
+        resolved,
+        lines=(*lines, *resolved.lines),
+        problems=(*problems, *others),
+        peaks_gib={} if problems else resolved.peaks_gib,
+        chosen=chosen,
     )
-    return without, [line]
 
 
-def check_fits(resolved: Resolved, machine: Machine) -> None:
-    """Raises, before a process starts, the error that a rank or an engine would raise after building the model.
-
-    Args:
-        resolved: the recipe as it runs on the machine.
-        machine: the machine.
+def _chosen(config: MasterConfig, planner: Planner) -> tuple[tuple[str, ...], str]:
+    """Returns the overrides that `auto` stands for, and the line about them.
 
     Raises:
-        HostBudgetError: a host has too little memory: without GPUs, for the model; otherwise for the state that its
-            ranks keep in host memory.
-        ValueError: a decision was not possible; vLLM's share of the GPU does not fit beside the policy's, it cannot
-            stay awake beside training as the recipe says, its KV cache cannot hold one sequence, or a refit's buckets
-            do not fit.
+        ValueError: nothing makes the recipe fit, or it is refused for another reason.
     """
-    for problem in resolved.problems:
-        raise problem
-    run = resolved.run
-    if run is None:
-        return
-    if machine.has_gpus:
-        run.check_hosts(machine.hosts)
-    elif machine.hosts:
-        check_state_fits_host(run.first_host_state_bytes, machine.hosts[0])
-    if run.engine is not None and machine.gpu_bytes is not None:
-        if is_colocated(resolved.config["policy"]):
-            check_share_beside_policy(run.plan, run.engine, machine.gpu_bytes)
-            check_refit_fits(run.plan, run.engine, machine.gpu_bytes)
-            check_awake_engine_fits(run.plan, run.engine, machine.gpu_bytes)
-        check_longest_sequence_fits(run.engine, machine.gpu_bytes)
+
+    def load(overrides: Sequence[str]) -> MasterConfig:
+        changed = with_values(config, from_overrides(overrides))
+        check_rules(planner.algorithm, changed)
+        return changed
+
+    try:
+        if planner.gpu_bytes is not None:
+            fit = cheapest_fit(load, planner)
+            return fit.overrides, _line(fit, planner.gpu_bytes)
+        unknown = "no GPU's memory is known here"
+    except UnknownArchitectureError:
+        unknown = "the model's sizes are not known before it is built"
+    return (), f"{_KEY} is auto, but adds nothing, since {unknown}"
+
+
+def _line(fit: Fit, gpu_bytes: int) -> str:
+    size, overrides = show_gib(gpu_bytes), " ".join(fit.overrides)
+    if not fit.fits:
+        lacks = f"a GPU of {size} GiB lacks {show_gib(fit.missing_gpu_bytes)} GiB"
+        if fit.missing_host_bytes:
+            lacks = f"a host lacks {show_gib(fit.missing_host_bytes)} GiB of memory"
+        raise ValueError(
+            f"{_KEY} is auto, but {lacks} with what comes nearest ({overrides or 'the recipe as it is'}); lower the "
+            "tokens of a micro-batch, divide the model over more GPUs, or set it to null to start anyway."
+        )
+    left = f"{fit.seconds:.3g} s a step, with {show_gib(fit.free_gpu_bytes)} of the GPU's {size} GiB left"
+    if not fit.overrides:
+        return f"{_KEY} adds nothing, since the recipe fits as it is: by prediction {left}"
+    return f"{_KEY} adds what by prediction fits the fastest: {left}; these overrides pin it: {_KEY}=null {overrides}"

@@ -28,7 +28,7 @@ from nemo_offload_rl.metrics.report import LiveProgress, phase_table
 from nemo_offload_rl.metrics.samples import JudgedAnswer, as_plain_text, samples_markdown, samples_table
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.gpu_monitor import GpuMetrics, NoGpuMetrics, watch_gpus
-from nemo_offload_rl.plan.resolve import Machine, Resolved
+from nemo_offload_rl.plan.decisions import Machine, Resolved
 from nemo_offload_rl.plan.row_tokens import resolve_auto, restore_auto
 from nemo_offload_rl.run.algorithm import Algorithm
 from nemo_offload_rl.run.checkpoints import (

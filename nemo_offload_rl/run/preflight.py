@@ -15,7 +15,8 @@ from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement.gpus import gpu_facts
 from nemo_offload_rl.placement.machine import HostFacts, host_facts
-from nemo_offload_rl.plan.resolve import Machine, Resolved, check_fits, resolve
+from nemo_offload_rl.plan.decisions import Machine, Resolved, check_fits
+from nemo_offload_rl.plan.resolve import resolve
 from nemo_offload_rl.worker.environment import library_environment
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from nemo_offload_rl.metrics.logger import METRICS_FILE, read_metrics
 from nemo_offload_rl.metrics.page import write_page
 from nemo_offload_rl.metrics.report import plot_training
 from nemo_offload_rl.metrics.timeline import plot_step
-from nemo_offload_rl.plan.resolve import Resolved
+from nemo_offload_rl.plan.decisions import Resolved
 from nemo_offload_rl.run.folder import LOG_FILE
 from nemo_offload_rl.storage.disk import translate_disk_full
 

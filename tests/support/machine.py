@@ -5,8 +5,9 @@ from typing import Any
 
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.plan.decisions import Machine, Resolved
 from nemo_offload_rl.plan.planner import Planner
-from nemo_offload_rl.plan.resolve import Machine, Resolved, resolve
+from nemo_offload_rl.plan.resolve import resolve
 
 
 def planner_of(config: Mapping[str, Any], gpu_gib: float | None, *, hosts: Sequence[Any] = ()) -> Planner:

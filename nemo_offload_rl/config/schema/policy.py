@@ -139,6 +139,11 @@ class PolicyConfig(TypedDict):
     # Strictness and host memory of activation offloading (megatron_cfg.fine_grained_activation_offloading). Absent: not
     # strict, with as much host memory as the plan computes.
     activation_offload: NotRequired[Annotated[ActivationOffloadConfig, IfAbsent({})]]
+    # What a run adds so that activations fit its GPUs. null: nothing. auto: what `nemo-offload-rl plan --fit` finds for
+    # the machine: of recomputed layers, activations on the host, MLPs in tiles, logits in chunks, streamed optimizer
+    # state, and the length of rows that is auto, what takes the fewest predicted seconds of a step. What the recipe
+    # turns on or sets stays, and one that fits stays as it is, unless that would save 3% of a step. Recommended: auto.
+    activation_memory: NotRequired[Annotated[Literal["auto"] | None, IfAbsent(None)]]
     # NUMA node that a rank's CPU threads and host memory are bound to: auto (the node of its GPU), none, or the number
     # of a node. Recommended: auto.
     numa: NotRequired[Annotated[NumaSetting, IfAbsent("auto")]]

@@ -40,9 +40,9 @@ from nemo_offload_rl.data.sequences import response_batch
 from nemo_offload_rl.generation.interface import GenerationError, GenerationOutput
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement.local_ray import handlers_kept
+from nemo_offload_rl.plan.decisions import Resolved
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import worker_plan
-from nemo_offload_rl.plan.resolve import Resolved
 from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.run.setup import with_run_length
 from nemo_offload_rl.worker.errors import WorkerError

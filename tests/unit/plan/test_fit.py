@@ -13,12 +13,13 @@ from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.machine import HostFacts
 from nemo_offload_rl.plan import fit as fitting
 from nemo_offload_rl.plan.activation_facts import activation_facts
+from nemo_offload_rl.plan.decisions import Machine, check_fits
 from nemo_offload_rl.plan.fit import Fit, cheapest_fit, missing_gpu_bytes
 from nemo_offload_rl.plan.flops import read_flop_model
 from nemo_offload_rl.plan.optimizer_ways import Host
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import Planner
-from nemo_offload_rl.plan.resolve import Machine, check_fits, resolve
+from nemo_offload_rl.plan.resolve import resolve
 from nemo_offload_rl.plan.step_time import logprob_seconds, training_seconds
 from tests.unit.config.conftest import CONFIGS
 
@@ -40,8 +41,9 @@ def host(gib):
 
 
 def search(gpu_bytes, *overrides, recipe=GRPO, model=QWEN2_1_5B, host_gib=512):
-    planner = Planner(model, load(recipe, list(overrides)).algorithm, int(gpu_bytes))
-    return cheapest_fit(lambda more: load(recipe, [*overrides, *more]).config, planner, host(host_gib))
+    algorithm = load(recipe, list(overrides)).algorithm
+    planner = Planner(model, algorithm, int(gpu_bytes), (host(host_gib).memory,))
+    return cheapest_fit(lambda more: load(recipe, [*overrides, *more]).config, planner)
 
 
 def planned(gpu_bytes, *overrides, recipe=GRPO, model=QWEN2_1_5B, host_gib=512):

@@ -5,8 +5,8 @@ from support.machine import planner_of, resolved_for
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.plan.decisions import Machine, check_fits
 from nemo_offload_rl.plan.plan import settings
-from nemo_offload_rl.plan.resolve import Machine, check_fits
 from nemo_offload_rl.plan.shared_gpu import phase_bytes
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 

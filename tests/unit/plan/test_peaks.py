@@ -8,7 +8,8 @@ from support.machine import planner_of, resolved_for
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.resolve import Machine, resolve
+from nemo_offload_rl.plan.decisions import Machine
+from nemo_offload_rl.plan.resolve import resolve
 from nemo_offload_rl.plan.row_tokens import MARGIN, logprob_bytes, training_bytes
 from nemo_offload_rl.residency.table import Phase, Target
 from tests.unit.config.conftest import CONFIGS

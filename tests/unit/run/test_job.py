@@ -27,7 +27,7 @@ from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.metrics.logger import METRICS_FILE
 from nemo_offload_rl.metrics.names import MEASUREMENTS
 from nemo_offload_rl.metrics.samples import JudgedAnswer
-from nemo_offload_rl.plan.resolve import Machine
+from nemo_offload_rl.plan.decisions import Machine
 from nemo_offload_rl.run import results
 from nemo_offload_rl.run.checkpoints import RunState
 from nemo_offload_rl.run.interrupt import Interrupt, Stopped

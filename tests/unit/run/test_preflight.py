@@ -13,8 +13,8 @@ from huggingface_hub import constants
 from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement import cluster
+from nemo_offload_rl.plan.decisions import Machine
 from nemo_offload_rl.plan.host_budget import HostBudgetError
-from nemo_offload_rl.plan.resolve import Machine
 from nemo_offload_rl.run import preflight, runner
 from nemo_offload_rl.run.failures import Restarts
 from nemo_offload_rl.run.job import Job

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import ActorDiedError
 
-from nemo_offload_rl.plan.resolve import Resolved
+from nemo_offload_rl.plan.decisions import Resolved
 from nemo_offload_rl.run import runner
 from nemo_offload_rl.run.job import Job
 from nemo_offload_rl.run.runner import EXIT_WRONG_RECIPE, run
