@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from nemo_offload_rl.config import ValidatedRecipe
     from nemo_offload_rl.placement.cluster import Cluster
+    from nemo_offload_rl.plan.decisions import Machine
     from nemo_offload_rl.run.failures import Restarts
     from nemo_offload_rl.run.job import Ending, Job, Session
     from nemo_offload_rl.run.train_loop import TimeLimit
@@ -238,7 +239,7 @@ def _start_cluster(jobs: Sequence[Job], restarts: Restarts) -> Iterator[tuple[Cl
     starts_here = starts_ray_here()
     if starts_here:
         here = machine_here()
-        jobs = [job.for_machine(here) for job in jobs]
+        jobs = _for_machine(jobs, here)
         for job in jobs:
             assert job.resolved is not None
             check_environment(job.resolved.config["policy"])
@@ -256,8 +257,20 @@ def _start_cluster(jobs: Sequence[Job], restarts: Restarts) -> Iterator[tuple[Cl
         restarts.need_gpus = cluster.has_gpus
         if not starts_here:
             joined = machine_of(cluster)
-            jobs = [job.for_machine(joined) for job in jobs]
+            jobs = _for_machine(jobs, joined)
         yield cluster, jobs
+
+
+def _for_machine(jobs: Sequence[Job], machine: Machine) -> list[Job]:
+    """Returns the jobs resolved for a machine; what a warm start cannot do there is said of its recipe."""
+    *before, job = jobs
+    resolved = []
+    for warm_start in before:
+        try:
+            resolved.append(warm_start.for_machine(machine))
+        except ValueError as error:
+            raise ValueError(f"{error} This concerns the warm start: set its keys in warm_start.overrides.") from error
+    return [*resolved, job.for_machine(machine)]
 
 
 def _run_jobs(job: Job, warm_start: Job | None, release_warm_start: Callable[[], None], session: Session) -> Ending:

@@ -204,3 +204,20 @@ def test_an_unusable_ray_address_is_one_message_and_status_2(address, message, m
         assert run(CONFIGS / "sft_tiny_cpu.yaml", folders, "sft") == EXIT_WRONG_RECIPE
     assert f"RAY_ADDRESS is {address}" in (captured := capsys.readouterr()).err
     assert message in captured.err and captured.err.count("\n") == 1
+
+
+def test_what_a_warm_start_cannot_do_is_said_of_it():
+    class Asked:
+        def __init__(self, error=None):
+            self.error = error
+
+        def for_machine(self, machine):
+            if self.error is not None:
+                raise self.error
+            return machine
+
+    assert runner._for_machine([Asked(), Asked()], "here") == ["here", "here"]
+    with pytest.raises(ValueError, match=r"no room.*warm_start.overrides"):
+        runner._for_machine([Asked(ValueError("no room.")), Asked()], "here")
+    with pytest.raises(ValueError, match=r"no room\.$"):
+        runner._for_machine([Asked(), Asked(ValueError("no room."))], "here")
