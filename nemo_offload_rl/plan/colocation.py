@@ -36,7 +36,8 @@ KV_CACHE_BYTES = "kv_cache_memory_bytes"
 """vLLM's argument for the size of its KV cache."""
 
 _BESIDE_TRAINING = {
-    target: DEDICATED_TABLE[Phase.GENERATE][target] for target in (Target.PARAMS, Target.GRADS, Target.OPTIMIZER_STATE)
+    target: DEDICATED_TABLE[Phase.GENERATE][target].value
+    for target in (Target.PARAMS, Target.GRADS, Target.OPTIMIZER_STATE)
 }
 
 

@@ -1,6 +1,7 @@
 """Tests what policy and engine keep of the GPU on which one generates while the other trains."""
 
 import pytest
+import yaml
 from support.machine import planner_of, resolved_for
 
 from nemo_offload_rl.config import load
@@ -33,6 +34,7 @@ def most_bytes(found, gpu_gib):
 def test_neither_leaves_the_gpu_for_the_other(backend):
     policy = resolved(140, *AHEAD, *ROWS, f"policy.generation.backend={backend}").config["policy"]
     assert policy["residency"]["generation_weights"] == "gpu"
+    yaml.safe_dump(policy["residency"])  # as checkpoints and run.json have it
     table = settings(policy).table
     for phase in (Phase.REFIT, Phase.GENERATE):
         assert table[phase][Target.PARAMS] is Placement.GPU
