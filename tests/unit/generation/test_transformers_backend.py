@@ -39,6 +39,7 @@ POLICY = {
     "generation_batch_size": 8,
     "max_total_sequence_length": 64,
     "generation": {"backend": "transformers", "stop_strings": None, "bad_words": None},
+    "residency": {"generation_weights": None},
 }
 REQUEST = GenerationRequest(
     prompt_ids=[[5, 6, 7], [5, 6, 7], [8], [9, 10], [9, 10]],
