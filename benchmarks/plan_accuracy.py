@@ -13,16 +13,16 @@ ratios. With --itemise the memory at the peak of the second step is printed by t
 
 import argparse
 import sys
-import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from long_row_cases.measure import peak_gib, timed_call
 from model_shapes import LLAMA_1B, QWEN2_0_5B, QWEN2_1_5B, QWEN3_0_6B, QWEN3_8B, QWEN3_EXPERTS, TINY_SIZES
 from one_rank import one_rank_worker
 from result_file import TableValue, print_rows, write_result
@@ -41,7 +41,6 @@ from nemo_offload_rl.plan.row_tokens import logprob_bytes, training_bytes
 from nemo_offload_rl.plan.step_time import logprob_seconds, training_seconds
 from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.run.setup import fields_from
-from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 RECIPE = Path(__file__).parents[1] / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
 NUM_MICROBATCHES = 2
@@ -168,7 +167,7 @@ def measure(case: Case, itemise: int) -> list[dict[str, TableValue]]:
         seconds, peaks = {}, {}
         rows = policy["logprob_batch_size"] if not case.packed else 1
         for phase in (Phase.LOGPROB, Phase.LOGPROB):  # the first one warms up
-            seconds[phase], answer = timed(lambda: worker.get_logprobs(data, mbs=rows))
+            seconds[phase], answer = timed_call(lambda: worker.get_logprobs(data, mbs=rows))
         data["prev_logprobs"] = data["generation_logprobs"] = answer["logprobs"]
         data["advantages"] = torch.ones(data["input_ids"].shape)
         peaks[Phase.LOGPROB] = peak_gib(worker, "logprobs")
@@ -179,7 +178,7 @@ def measure(case: Case, itemise: int) -> list[dict[str, TableValue]]:
 
         step()
         with itemised(itemise if has_gpu else 0):
-            seconds[Phase.TRAIN], _ = timed(step)
+            seconds[Phase.TRAIN], _ = timed_call(step)
         peaks[Phase.TRAIN] = peak_gib(worker, "train")
     finally:
         worker.shutdown()
@@ -229,25 +228,6 @@ def batch(case: Case, vocab_size: int) -> BatchedData:
     )
 
 
-def timed[Result](function: Callable[[], Result]) -> tuple[float, Result]:
-    """Returns the seconds of a call, with the GPU's work, and its result."""
-    start = now()
-    result = function()
-    return now() - start, result
-
-
-def now() -> float:
-    """Returns the clock once the GPU is idle."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def peak_gib(worker: MegatronPolicyWorker, verb: str) -> float | None:
-    """Returns the peak of the last call of a worker's method, with the ranges beside torch; None without a GPU."""
-    return worker.memory_stats().get(f"gpu_peak_{verb}_gib")
-
-
 @contextmanager
 def itemised(most: int) -> Iterator[None]:
     """Prints, by allocating code, torch's memory at its peak inside the block, most first; nothing for 0 places."""
@@ -271,7 +251,7 @@ def at_peak(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
     alive: dict[int, Mapping[str, Any]] = {}
     total = most = 0
     best: list[Mapping[str, Any]] = []
-    position, peak_position = 0, -1
+    peak_position = -1
     # Twice: the first pass finds where the peak is, the second what is alive there.
     for number, event in enumerate(events):
         if event["action"] == "alloc":

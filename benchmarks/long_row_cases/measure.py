@@ -59,7 +59,7 @@ def measure(case: Case, config: Any, num_steps: int) -> Row:
             with watch.peak("passes", grown):
                 passes = _logprob_passes(worker, data, loss)
                 steps = _train(worker, data, loss, num_steps)
-        row: Row = {"planned_gib": planned, "peak_gib": _peak_gib(worker, "train"), "steps": len(steps["step_s"])}
+        row: Row = {"planned_gib": planned, "peak_gib": peak_gib(worker, "train"), "steps": len(steps["step_s"])}
         row["driver_peak_gib"] = before + grown["passes"] if has_gpu else None
         row["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB if has_gpu else None
         row |= {name: statistics.median(values) if values else None for name, values in steps.items()} | passes
@@ -102,7 +102,7 @@ def _train(worker: MegatronPolicyWorker, data: BatchedData, loss: Any, num_steps
     for number in range(num_steps):
         worker.residency_metrics()
         with timed() as waits:
-            seconds, _ = _timed(lambda: worker.train(data, loss, gbs=1, mbs=1))
+            seconds, _ = timed_call(lambda: worker.train(data, loss, gbs=1, mbs=1))
         moves = worker.residency_metrics()
         if number or num_steps == 1:
             found["step_s"].append(seconds)
@@ -117,11 +117,11 @@ def _logprob_passes(worker: MegatronPolicyWorker, data: BatchedData, loss: Any) 
     row: Row = dict.fromkeys(("logprob_s", "reference_s", "logprob_peak_gib"))
     if not isinstance(loss, ClippedPGLoss):
         return row
-    row["logprob_s"], previous = _timed(lambda: worker.get_logprobs(data, mbs=1))
+    row["logprob_s"], previous = timed_call(lambda: worker.get_logprobs(data, mbs=1))
     data["prev_logprobs"] = data["generation_logprobs"] = previous["logprobs"]
-    row["logprob_peak_gib"] = _peak_gib(worker, "logprobs")
+    row["logprob_peak_gib"] = peak_gib(worker, "logprobs")
     if loss.needs_reference_logprobs:
-        row["reference_s"], reference = _timed(lambda: worker.get_reference_policy_logprobs(data, mbs=1))
+        row["reference_s"], reference = timed_call(lambda: worker.get_reference_policy_logprobs(data, mbs=1))
         data["reference_policy_logprobs"] = reference["reference_logprobs"]
     data["advantages"] = torch.ones(data["input_ids"].shape)
     return row
@@ -137,19 +137,21 @@ def _batch(case: Case, vocab_size: int) -> BatchedData:
     )
 
 
-def _timed[Result](function: Callable[[], Result]) -> tuple[float, Result]:
-    start = _now()
+def timed_call[Result](function: Callable[[], Result]) -> tuple[float, Result]:
+    """Returns the seconds of a call, with the GPU's work, and its result."""
+    start = now()
     result = function()
-    return _now() - start, result
+    return now() - start, result
 
 
-def _now() -> float:
+def now() -> float:
+    """Returns the clock once the GPU is idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def _peak_gib(worker: MegatronPolicyWorker, verb: str) -> float | None:
+def peak_gib(worker: MegatronPolicyWorker, verb: str) -> float | None:
     """Returns the peak of the last call of a worker method, with the engine's ranges; None without a GPU."""
     return worker.memory_stats().get(f"gpu_peak_{verb}_gib")
 

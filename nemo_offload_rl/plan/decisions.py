@@ -26,10 +26,10 @@ from nemo_offload_rl.plan.colocation import (
 )
 from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_refit_fits, check_share_beside_policy
 from nemo_offload_rl.plan.host_budget import HostMemory, check_state_fits_host
-from nemo_offload_rl.plan.peaks import policy_peaks
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import PlannedRun, Planner, plan_run
 from nemo_offload_rl.plan.row_tokens import with_context_ranks, with_row_tokens
+from nemo_offload_rl.plan.shared_gpu import policy_peaks
 
 # The order matters: resident state leaves less room for packed rows; the KV cache leaves less room for an engine that
 # stays awake, and for building the policy at the same time as the engine.
