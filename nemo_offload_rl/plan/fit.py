@@ -152,10 +152,8 @@ def _missing_gpu(
     assert gpu_bytes is not None, "the memory of a GPU is not known"
     needed = []
     for rank, of_training, of_logprobs in zip(run.plan.ranks, training, logprobs, strict=True):
-        in_training, in_logprobs = (sum(rank.gpu_bytes[phase].values()) for phase in (Phase.TRAIN, Phase.LOGPROB))
-        needed.append(in_training + int(MARGIN * of_training))
-        # Optimizer state is prefetched during the last log-prob pass.
-        needed.append(max(in_training, in_logprobs) + int(MARGIN * of_logprobs))
+        needed.append(sum(rank.gpu_bytes[Phase.TRAIN].values()) + int(MARGIN * of_training))
+        needed.append(rank.logprob_state_bytes + int(MARGIN * of_logprobs))
     return dataclasses.replace(way, state_bytes=0, activation_bytes=max(needed)).missing_bytes(gpu_bytes)
 
 

@@ -125,6 +125,17 @@ class RankPlan:
         """Returns all host memory that the rank needs."""
         return sum(self.host_bytes.values()) + sum(self.fixed_bytes.values())
 
+    @property
+    def logprob_state_bytes(self) -> int:
+        """Returns the GPU memory of training state during log-prob passes.
+
+        Optimizer state counts as in training, since it is prefetched during the last pass; gradients come after it.
+        """
+        held, training = self.gpu_bytes[Phase.LOGPROB], self.gpu_bytes[Phase.TRAIN]
+        return sum(
+            nbytes if target is Target.GRADS else max(nbytes, training[target]) for target, nbytes in held.items()
+        )
+
 
 @dataclass(frozen=True)
 class OffloadPlan:

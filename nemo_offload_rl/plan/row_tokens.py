@@ -35,17 +35,14 @@ MOST_TOKENS = 32768
 """Longer rows do not train faster: rows of 8,192 tokens of a 1.5 B model trained at 94% of the speed of 16,384 on an
 H200."""
 
-MARGIN = 1.15
-"""Factor on the estimate of a pass, for temporary tensors and fragmentation; an H200 took 1.02 to 1.08 times the
-estimate with rows of 65,536 to 118,784 tokens (docs/results/activation_offload.md)."""
+MARGIN = 1.1
+"""Factor on the estimate of a pass: what torch's allocator reserves was 1.06 to 1.09 times what it allocates
+(docs/results/activation_offload.md), and an estimate is within 3% of that (docs/results/plan_accuracy.md)."""
 
 # The number chosen is a multiple of this, unless it is one of the two limits.
 _STEP = 1024
 _SECTION = "policy.sequence_packing"
-_PASSES: Mapping[RowTokensKey, tuple[Phase, str]] = {
-    TRAIN_TOKENS: (Phase.TRAIN, "training"),
-    LOGPROB_TOKENS: (Phase.LOGPROB, "log-prob passes"),
-}
+_PASSES: Mapping[RowTokensKey, str] = {TRAIN_TOKENS: "training", LOGPROB_TOKENS: "log-prob passes"}
 
 
 def with_row_tokens(config: MasterConfig, planner: Planner) -> tuple[MasterConfig, list[str]]:
@@ -75,7 +72,7 @@ def with_row_tokens(config: MasterConfig, planner: Planner) -> tuple[MasterConfi
     group_size = ALGORITHMS[planner.algorithm].group_size
     tokens = {key: stated_row_tokens(config["policy"], key, group_size) for key in keys}
     lines = [
-        f"packed rows of {_PASSES[key][1]} have up to {number:,} tokens, max_total_sequence_length times the "
+        f"packed rows of {_PASSES[key]} have up to {number:,} tokens, max_total_sequence_length times the "
         f"micro-batch size, since {unknown}; {_SECTION}.{key} sets another number"
         for key, number in tokens.items()
     ]
@@ -207,13 +204,13 @@ class _Room:
         raise ValueError(
             f"{_SECTION}.{key} is auto, but a GPU of {show_gib(self.gpu_bytes)} GiB lacks an estimated "
             f"{show_gib(missing)} GiB for rows of {candidates[0]:,} tokens, as long as the longest sample, in "
-            f"{_PASSES[key][1]}; take an option that nemo-offload-rl plan prints, or give a number of tokens if the "
+            f"{_PASSES[key]}; take an option that nemo-offload-rl plan prints, or give a number of tokens if the "
             "estimate is too high."
         )
 
     def line(self, key: RowTokensKey, tokens: int) -> str:
         """Returns the line that tells the user of a choice."""
-        where = _PASSES[key][1]
+        where = _PASSES[key]
         state, pass_bytes = max(zip(self._state_bytes(key), self._pass_bytes(key, tokens), strict=True), key=sum)
         return (
             f"packed rows of {where} have up to {tokens:,} tokens: they take an estimated {show_gib(pass_bytes)} of "
@@ -245,12 +242,10 @@ class _Room:
         return needed + POLICY_OVERHEAD_BYTES + beside + graphs - self.gpu_bytes
 
     def _state_bytes(self, key: RowTokensKey) -> list[int]:
-        """Returns the bytes of training state on the GPU, for one rank of each pipeline stage.
-
-        Training state counts for log-prob passes, too: optimizer state is prefetched during the last of them.
-        """
-        phases = {_PASSES[key][0], Phase.TRAIN}
-        return [max(sum(rank.gpu_bytes[phase].values()) for phase in phases) for rank in self.run.plan.ranks]
+        """Returns the bytes of training state on the GPU, for one rank of each pipeline stage."""
+        if key == LOGPROB_TOKENS:
+            return [rank.logprob_state_bytes for rank in self.run.plan.ranks]
+        return [sum(rank.gpu_bytes[Phase.TRAIN].values()) for rank in self.run.plan.ranks]
 
     def _pass_bytes(self, key: RowTokensKey, tokens: int) -> tuple[int, ...]:
         pass_bytes = logprob_bytes if key == LOGPROB_TOKENS else training_bytes

@@ -109,8 +109,8 @@ def _stage_bytes(
         with_cache = refit + leaving + cached + engine.kv_cache_bytes(gpu_bytes)
     generation = awake + leaving + cached
     return {
-        # Optimizer state is prefetched for training during the last log-prob passes, which may use torch's cache.
-        Phase.LOGPROB: max(held[Phase.LOGPROB], held[Phase.TRAIN]) + beside + max(forward, cached),
+        # These passes may use torch's cache.
+        Phase.LOGPROB: rank.logprob_state_bytes + process + beside + max(forward, cached),
         # Activations are freed before the optimizer step allocates its fp32 gradients.
         Phase.TRAIN: held[Phase.TRAIN] + beside + max(training, rank.step_grad_bytes),
         Phase.REFIT: with_cache if with_cache <= gpu_bytes else max(refit, awake),
@@ -161,8 +161,7 @@ def _peaks_of_rank(rank: RankPlan, run: PlannedRun, forward: int, training: int)
     held = {phase: sum(targets.values()) + graphs for phase, targets in rank.gpu_bytes.items()}
     # Activations are freed before the optimizer step allocates its fp32 gradients.
     yield "train", held[Phase.TRAIN] + max(training, rank.step_grad_bytes)
-    # Optimizer state is prefetched for training during the last log-prob passes.
-    yield "logprobs", max(held[Phase.LOGPROB], held[Phase.TRAIN]) + forward
+    yield "logprobs", rank.logprob_state_bytes + graphs + forward
     if run.engine is not None and Phase.REFIT in held:
         of_optimizer = [rank.gpu_bytes[phase][Target.OPTIMIZER_STATE] for phase in (Phase.TRAIN, Phase.REFIT)]
         # Optimizer state that is offloaded at the end of training may still be leaving.

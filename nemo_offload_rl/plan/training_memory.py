@@ -9,14 +9,21 @@ from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.megatron.mlp_tiles import tokens_of_tile
 from nemo_offload_rl.config.rules.modules import KEPT_ATTENTION, recomputes_layers
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
-from nemo_offload_rl.config.schema.policy import PolicyConfig
+from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
+from nemo_offload_rl.memory.units import MIB
 from nemo_offload_rl.plan.activations import module_bytes, slab_bytes
 from nemo_offload_rl.plan.architecture import Architecture, read_architecture
 from nemo_offload_rl.plan.saved_tensors import QUERIES_KEYS_VALUES, SAVED_BY, ActivationFacts
 
-# Tokens whose log-probs are computed in float32 at one time, and the most float32 copies of their logits.
+# Tokens whose log-probs are computed in float32 at one time, and the most float32 copies of their logits, where no
+# kernel reads the logits once (mcore.logprob).
 _FLOAT32_TOKENS, _FLOAT32_COPIES = 1024, 3
+# Tensors of the hidden size beside the logits: the last layer's output and its norm's.
+_TENSORS_BESIDE_LOGITS = 2
+# Workspaces of cuBLAS and Transformer Engine, allocated before a pass (docs/results/plan_accuracy.md).
+_WORKSPACE_BYTES = 96 * MIB
 _FP32_BYTES = 4
+_ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 # Layers whose activations are on the GPU while they are being copied to or from the host.
 _LAYERS_UNDER_WAY = 2
 # Tensors of the hidden size that a layer's backward pass has beside those that the layer saves, where its MLP is tiled:
@@ -35,7 +42,7 @@ def least_activation_bytes(
 ) -> tuple[int, ...]:
     """Returns the least GPU memory that one rank of each pipeline stage needs for its longest micro-batch.
 
-    It counts the micro-batch's logits and their gradient, in the model's type, and the tensors that layers save, or
+    It counts the micro-batch's logits, in the model's type, and the tensors that layers save, or
     only their inputs with recomputation. It leaves out offloaded activations, temporary tensors and fragmentation.
 
     Args:
@@ -49,7 +56,7 @@ def least_activation_bytes(
     tokens = stages[-1].num_tokens
     if cfg["use_fused_linear_logprobs"]:
         tokens = min(tokens, cfg["fused_linear_logprobs_chunk_size"])
-    saved[-1] += 2 * tokens * -(-model.vocab_size // tensor) * stages[-1].element_size
+    saved[-1] += tokens * -(-model.vocab_size // tensor) * stages[-1].element_size
     return tuple(saved)
 
 
@@ -73,25 +80,25 @@ def training_pass_bytes(
     cfg = policy["megatron_cfg"]
     model = read_architecture(hf_config, cfg)
     chunk = cfg["fused_linear_logprobs_chunk_size"] if cfg["use_fused_linear_logprobs"] else None
-    logits = _logits_bytes(model, cfg, stages[-1], chunk)
+    logits = _output_layer_bytes(model, policy, stages[-1], chunk, trains=True)
     out = []
     for number, facts in enumerate(stages, start=1):
-        layer, working = _layer_bytes(model, cfg, facts), _working_bytes(model, cfg, facts)
+        layer, gradients = _layer_bytes(model, cfg, facts), _gradient_bytes(model, cfg, facts)
         in_flight = facts.num_layers * facts.num_chunks_in_flight // facts.num_model_chunks
         if recomputes_layers(cfg["activation_checkpointing"], cfg["recompute_granularity"]):
             layer_input = facts.num_residual_tokens * facts.hidden_size * facts.element_size
             kept = _kept_beside_recomputation(cfg, facts, layer, offloaded) - _moved_bytes(facts, offloaded)
-            working += _mlp_gradient_bytes(model, cfg, facts)
             # megatron-core recomputes all layers of a segment before their backward pass; layer_input their inputs.
-            working += (facts.num_layers_of_segment - 1) * (layer if offloaded is None else layer_input)
+            recomputed = layer + (facts.num_layers_of_segment - 1) * (layer if offloaded is None else layer_input)
         else:
-            kept = in_flight * layer - _moved_bytes(facts, offloaded)
+            kept, recomputed = in_flight * layer - _moved_bytes(facts, offloaded), 0
+        working = recomputed + gradients
         if cfg["context_parallel_size"] > 1:
             queries = facts.num_tokens * facts.num_heads * facts.head_dim * facts.element_size
             working += _TENSORS_OF_SHARED_ROWS * queries
         # Logits are freed before the last layer's gradients are computed.
         working = max(working, logits) if number == len(stages) else working
-        out.append(kept + working)
+        out.append(_WORKSPACE_BYTES + kept + working)
     return tuple(out)
 
 
@@ -108,11 +115,23 @@ def forward_pass_bytes(
     cfg = policy["megatron_cfg"]
     model = read_architecture(hf_config, cfg)
     fused = cfg["fused_linear_logprobs_chunk_size"] if cfg["use_fused_linear_logprobs"] else None
-    logits = _logits_bytes(model, cfg, stages[-1], policy["logprob_chunk_size"] or fused)
-    # Nothing is saved for a backward pass; one layer's tensors are freed while the next layer's are computed.
-    layers = [_LAYERS_UNDER_WAY * _layer_bytes(model, cfg, facts) + _tile_bytes(model, cfg, facts) for facts in stages]
-    layers[-1] = max(layers[-1], logits)
-    return tuple(layers)
+    # Nothing is saved for a backward pass.
+    layers = [_forward_layer_bytes(model, cfg, facts) for facts in stages]
+    chunk = policy["logprob_chunk_size"] or fused
+    layers[-1] = max(layers[-1], _output_layer_bytes(model, policy, stages[-1], chunk, trains=False))
+    return tuple(_WORKSPACE_BYTES + nbytes for nbytes in layers)
+
+
+def _forward_layer_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts) -> int:
+    """Returns the most bytes that a layer's forward pass has at once: attention's or the MLP's, and its input."""
+    residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
+    saved = {tensor.name: tensor.nbytes for name in _ATTENTION for tensor in SAVED_BY[name](facts)}
+    projection = facts.num_tokens * (facts.num_heads + 2 * facts.num_query_groups) * facts.head_dim
+    attention = sum(saved.values()) + projection * facts.element_size
+    mlp = _layer_bytes(model, cfg, facts) - sum(saved.values())
+    if cfg["mlp_tile_tokens"] is not None:
+        mlp += _tile_bytes(model, cfg, facts) + residual  # tiles write into one output
+    return residual + max(attention, mlp)
 
 
 def _layer_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts) -> int:
@@ -144,26 +163,20 @@ def _tile_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts
     return _dense_mlp_bytes(model, cfg, dataclasses.replace(facts, num_tokens=tile, num_residual_tokens=rows))
 
 
-def _working_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts) -> int:
-    """Returns the bytes of the layer that is being recomputed or differentiated."""
-    layer = _layer_bytes(model, cfg, facts)
+def _gradient_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts) -> int:
+    """Returns the bytes that the layer which is differentiated takes beside what it saved."""
     if cfg["mlp_tile_tokens"] is None:
-        return layer
+        return _mlp_gradient_bytes(model, cfg, facts)
     residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
     # A tile's tensors and their gradients; of the weights' gradients a tile's and the float32 sums.
     weights = 3 * model.hidden_size * model.dense_ffn_hidden_size // cfg["tensor_model_parallel_size"]
     of_weights = (facts.element_size + _FP32_BYTES) * weights
     of_tile = residual + 2 * _tile_bytes(model, cfg, facts)
-    return layer + of_weights + max(of_tile, _TENSORS_BESIDE_TILES * residual)
+    return of_weights + max(of_tile, _TENSORS_BESIDE_TILES * residual)
 
 
 def _mlp_gradient_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts) -> int:
-    """Returns the bytes of gradients while a whole MLP is differentiated; 0 with tiles, whose gradients are counted.
-
-    Without recomputation they need not be added: what layers save counts the layer that is differentiated already.
-    """
-    if cfg["mlp_tile_tokens"] is not None:
-        return 0
+    """Returns the bytes of gradients while a whole MLP is differentiated."""
     residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
     projections = [facts.num_expert_tokens * facts.expert_ffn_size]
     if not facts.is_moe or model.has_dense_layers:
@@ -207,13 +220,44 @@ def _moved_bytes(facts: ActivationFacts, offloaded: ActivationOptions | None) ->
     return max(0, min(freed, slab_bytes(facts, offloaded)) - under_way)
 
 
-def _logits_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts, chunk: int | None) -> int:
-    """Returns the bytes of logits, their gradient and float32 copies; in chunks also of the hidden states' gradient."""
-    columns = -(-model.vocab_size // cfg["tensor_model_parallel_size"])
-    at_once = facts.num_tokens if chunk is None else min(chunk, facts.num_tokens)
-    in_float32 = min(at_once, _FLOAT32_TOKENS if chunk is None else at_once)
-    hidden = 0 if chunk is None else facts.num_tokens * facts.hidden_size * 4
-    return columns * (2 * at_once * facts.element_size + _FLOAT32_COPIES * in_float32 * 4) + hidden
+def _output_layer_bytes(
+    model: Architecture, policy: PolicyConfig, facts: ActivationFacts, chunk: int | None, *, trains: bool
+) -> int:
+    """Returns the bytes of logits and log-probs, with the gradients of a training step.
+
+    Args:
+        model: the architecture.
+        policy: the recipe's `policy` section.
+        facts: the activation sizes of the last stage.
+        chunk: tokens whose logits are computed at one time; None for all.
+        trains: whether a backward pass follows.
+    """
+    cfg, tensor = policy["megatron_cfg"], policy["megatron_cfg"]["tensor_model_parallel_size"]
+    columns = -(-model.vocab_size // tensor)
+    num_logits = facts.num_tokens if chunk is None else min(chunk, facts.num_tokens)
+    logits = num_logits * columns * facts.element_size
+    residual = facts.num_tokens * facts.hidden_size * facts.element_size
+    # One kernel reads them, and writes their gradient over them.
+    are_filtered = has_generation(policy) and not (
+        policy["generation"]["top_k"] is None and policy["generation"]["top_p"] == 1
+    )
+    is_scaled = has_generation(policy) and policy["generation"]["temperature"] != 1
+    has_kernel = not are_filtered and (chunk is not None or not (is_scaled or model.vocab_size % tensor))
+    in_float32 = min(num_logits, _FLOAT32_TOKENS) if chunk is None else num_logits
+    copies = 0 if has_kernel else _FLOAT32_COPIES * in_float32 * columns * _FP32_BYTES
+    beside = _TENSORS_BESIDE_LOGITS * residual + copies
+    # A chunk's logits are freed once those of the next one have been computed.
+    at_once = logits if chunk is None else 2 * logits
+    if not trains:
+        return at_once + beside
+    weight_gradient = columns * facts.hidden_size * facts.element_size
+    if chunk is not None:  # the hidden states' gradient is summed up in float32
+        of_hidden = facts.num_tokens * facts.hidden_size * _FP32_BYTES
+        return beside + weight_gradient + of_hidden + max(at_once, logits + residual)
+    if megatron_field(cfg, "gradient_accumulation_fusion"):
+        weight_gradient = 0
+    gradient = 0 if has_kernel else logits
+    return beside + residual + logits + max(gradient, weight_gradient)
 
 
 def _saved_bytes(facts: ActivationFacts, cfg: MegatronConfig, dense_ffn_size: int) -> int:
