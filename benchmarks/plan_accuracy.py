@@ -3,19 +3,20 @@
     python benchmarks/plan_accuracy.py --output docs/results/plan_accuracy.json
     python benchmarks/plan_accuracy.py --cases qwen2-0.5b-padded --itemise 25
 
-Each case is a model of its family's sizes with random weights, on one GPU: a log-prob pass, then two training steps of
-two micro-batches, of which the second counts. Peaks are torch's, with the ranges beside it; the process's own memory
-(context, NCCL), which the plan counts apart, is left out.
+Each case is a model of its family's sizes with random weights, on one GPU: log-prob passes, then training steps of two
+micro-batches; the first ones warm up, and seconds are the median of the others. Peaks are torch's, with the ranges
+beside it; the process's own memory (context, NCCL), which the plan counts apart, is left out.
 
 Rows: `case`, `phase` (logprob, train), `planned_gib`, `measured_gib`, `planned_s`, `measured_s`, and of both their
-ratios. With --itemise the memory at the peak of the second step is printed by the code that allocated it.
+ratios. With --itemise the memory at the peak of the last pass and step is printed by the code that allocated it.
 """
 
 import argparse
+import statistics
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +42,11 @@ from nemo_offload_rl.plan.row_tokens import logprob_bytes, training_bytes
 from nemo_offload_rl.plan.step_time import logprob_seconds, training_seconds
 from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.run.setup import fields_from
+from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 RECIPE = Path(__file__).parents[1] / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
 NUM_MICROBATCHES = 2
+_WARM_UP, _MOST_TIMES, _ENOUGH_S = 2, 4, 12.0
 _MEGATRON = "policy.megatron_cfg"
 _SEQUENCES_OF_ROW = 4
 _DIGITS = 3
@@ -166,19 +169,14 @@ def measure(case: Case, itemise: int) -> list[dict[str, TableValue]]:
         data = batch(case, policy["hf_config"]["vocab_size"])
         seconds, peaks = {}, {}
         rows = policy["logprob_batch_size"] if not case.packed else 1
-        for phase in (Phase.LOGPROB, Phase.LOGPROB):  # the first one warms up
-            seconds[phase], answer = timed_call(lambda: worker.get_logprobs(data, mbs=rows))
+        places = itemise if has_gpu else 0
+        seconds[Phase.LOGPROB], answer = timed(lambda: worker.get_logprobs(data, mbs=rows), worker, places)
         data["prev_logprobs"] = data["generation_logprobs"] = answer["logprobs"]
         data["advantages"] = torch.ones(data["input_ids"].shape)
         peaks[Phase.LOGPROB] = peak_gib(worker, "logprobs")
         worker.prepare_for_training()
-
-        def step() -> Any:
-            return worker.train(data, loss, gbs=len(data["input_ids"]), mbs=policy["train_micro_batch_size"])
-
-        step()
-        with itemised(itemise if has_gpu else 0):
-            seconds[Phase.TRAIN], _ = timed_call(step)
+        samples, micro_batch = len(data["input_ids"]), policy["train_micro_batch_size"]
+        seconds[Phase.TRAIN], _ = timed(lambda: worker.train(data, loss, gbs=samples, mbs=micro_batch), worker, places)
         peaks[Phase.TRAIN] = peak_gib(worker, "train")
     finally:
         worker.shutdown()
@@ -199,6 +197,27 @@ def measure(case: Case, itemise: int) -> list[dict[str, TableValue]]:
     return out
 
 
+def timed[Result](call: Callable[[], Result], worker: MegatronPolicyWorker, places: int) -> tuple[float, Result]:
+    """Calls often enough to time it; returns the median of the seconds after warming up, and the last result.
+
+    Args:
+        call: a phase's work.
+        worker: does it.
+        places: the number of places whose memory at the last call's peak is printed; 0 for none.
+    """
+    for _ in range(_WARM_UP):
+        call()
+    times: list[float] = []
+    while not times or (len(times) < _MOST_TIMES and sum(times) < _ENOUGH_S):
+        taken, result = timed_call(call)
+        times.append(taken)
+    if places:
+        print(", ".join(f"{name} {gib:.3f}" for name, gib in worker.memory_stats().items() if "gpu" in name))
+        with itemised(places):
+            result = call()
+    return statistics.median(times), result
+
+
 def planned_phases(config: Any) -> dict[Phase, tuple[float, float]]:
     """Returns the planned GiB, without a margin and without the process's own memory, and seconds of each phase."""
     fields, spec = hf_config(config["policy"]).to_dict(), ALGORITHMS["grpo"]
@@ -206,13 +225,13 @@ def planned_phases(config: Any) -> dict[Phase, tuple[float, float]]:
     run = planner.plan(config)
     assert run is not None
     [rank], [training], [forward] = run.plan.ranks, training_bytes(config, planner), logprob_bytes(config, planner)
-    state = {phase: sum(rank.gpu_bytes[phase].values()) for phase in Phase}
+    state = sum(rank.gpu_bytes[Phase.TRAIN].values())
     flops, policy = read_flop_model(fields, config["policy"]), config["policy"]
     stages = activation_facts(fields, policy, world_size=1, group_size=spec.group_size)
     train_s = training_seconds(flops, config, spec, stages, run.plan.activations)
     return {
-        Phase.LOGPROB: ((state[Phase.LOGPROB] + forward) / GIB, logprob_seconds(flops, config, spec)),
-        Phase.TRAIN: ((state[Phase.TRAIN] + max(training, rank.step_grad_bytes)) / GIB, train_s),
+        Phase.LOGPROB: ((rank.logprob_state_bytes + forward) / GIB, logprob_seconds(flops, config, spec)),
+        Phase.TRAIN: ((state + max(training, rank.step_grad_bytes)) / GIB, train_s),
     }
 
 
@@ -230,10 +249,7 @@ def batch(case: Case, vocab_size: int) -> BatchedData:
 
 @contextmanager
 def itemised(most: int) -> Iterator[None]:
-    """Prints, by allocating code, torch's memory at its peak inside the block, most first; nothing for 0 places."""
-    if not most:
-        yield
-        return
+    """Prints, by allocating code, torch's memory at its peak inside the block, most first."""
     before = torch.cuda.memory_allocated()
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=2_000_000)
     try:
