@@ -420,7 +420,7 @@ def test_the_engine_of_ours_stays_awake_where_there_is_room_and_sleeps_in_all_el
 
     assert [stays_awake(setting, 140) for setting in SETTINGS] == [True, False, False]
     assert [stays_awake(setting, 140, cycles=200) for setting in SETTINGS] == [False] * 3
-    assert stays_awake(OURS, 80) is False
+    assert stays_awake(OURS, 72) is False
 
 
 def test_what_is_left_to_the_gpus_size_is_in_the_result():

@@ -1,7 +1,14 @@
-"""Tests the benchmark of the memory plan."""
+"""Tests the benchmark of the memory plan, and the plan against its result."""
+
+import json
+from pathlib import Path
 
 import plan_accuracy
 import pytest
+
+from nemo_offload_rl.residency.table import Phase
+
+RESULT = Path(__file__).parents[3] / "docs" / "results" / "plan_accuracy.json"
 
 
 def event(action, addr, size, line):
@@ -29,3 +36,15 @@ def test_every_case_is_a_recipe_that_the_plan_knows(name):
     planned = plan_accuracy.planned_phases(plan_accuracy.CASES[name].config(has_gpus=True))
     for gib, seconds in planned.values():
         assert gib > 0 and seconds > 0
+
+
+def test_the_plan_is_near_the_peaks_that_were_measured():
+    ratios = {}
+    for row in json.loads(RESULT.read_text())["rows"]:
+        planned = plan_accuracy.planned_phases(plan_accuracy.CASES[row["case"]].config(has_gpus=True))
+        gib, _ = planned[Phase(row["phase"])]
+        ratios[row["case"], row["phase"]] = gib / row["measured_gib"]
+    assert {case for case, _ in ratios} == plan_accuracy.CASES.keys() - {"tiny"}
+    assert min(ratios.values()) >= 0.95
+    outside = {row: ratio for row, ratio in ratios.items() if not 0.97 <= ratio <= 1.06}
+    assert len(outside) <= 2, outside

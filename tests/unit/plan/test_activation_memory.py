@@ -55,7 +55,7 @@ def searched(recipe, on, *overrides):
     ("recipe", "gpu_gib", "overrides", "added"),
     [
         (SFT, 79.6, (LONG,), {STATE: "streamed", MOVED: True, f"{MEGATRON}.use_fused_linear_logprobs": True}),
-        (DPO, 16, (), {STATE: "streamed", MOVED: True}),
+        (DPO, 13, (), {STATE: "streamed", MOVED: True}),
         (GRPO_8B, 40, (), {MOVED: True, f"{MEGATRON}.offload_modules": ["layer_input", "core_attn"]}),
         (GRPO, 44, (*ROWS, *AHEAD), {STATE: "streamed"}),
         (GRPO, 24, (*ROWS, "++grpo.debug.replay_rollouts=rollouts"), {STATE: "streamed"}),

@@ -53,10 +53,10 @@ def test_it_stays_awake_where_every_phase_has_room_beside_it():
 
 
 def test_it_sleeps_where_training_needs_the_room():
-    _, of_phases = planned(80, *RESIDENT, *LONG_ROWS, f"++{KEY}=gpu")
-    assert 80 * GIB < of_phases[Phase.TRAIN] < 100 * GIB
-    assert max(of_phases[phase] for phase in Phase if phase is not Phase.TRAIN) < 80 * GIB
-    assert decided(80, *RESIDENT, *LONG_ROWS) == (None, [])
+    _, of_phases = planned(72, *RESIDENT, *LONG_ROWS, f"++{KEY}=gpu")
+    assert 72 * GIB < of_phases[Phase.TRAIN] < 90 * GIB
+    assert max(of_phases[phase] for phase in Phase if phase is not Phase.TRAIN) < 72 * GIB
+    assert decided(72, *RESIDENT, *LONG_ROWS) == (None, [])
     assert decided(of_phases[Phase.TRAIN] / GIB - 0.01, *RESIDENT, *LONG_ROWS)[0] is None
     assert decided(of_phases[Phase.TRAIN] / GIB + 0.01, *RESIDENT, *LONG_ROWS)[0] == "gpu"
 
@@ -125,7 +125,7 @@ def test_what_torch_keeps_of_training_counts_beside_a_refit_where_it_stays():
     grads = run.plan.ranks[0].gpu_bytes[Phase.TRAIN][Target.GRADS]
     assert of_phases[Phase.REFIT] == of_phases[Phase.TRAIN] - grads + run.engine.refit_bytes
     assert of_phases[Phase.GENERATE] == of_phases[Phase.TRAIN] - grads
-    assert of_phases[Phase.LOGPROB] == of_phases[Phase.TRAIN]
+    assert of_phases[Phase.LOGPROB] == of_phases[Phase.TRAIN] - grads
     assert 35 * GIB < training < 50 * GIB
     assert without_room[Phase.GENERATE] == pytest.approx(of_phases[Phase.GENERATE] - training, abs=2)
 

@@ -179,7 +179,7 @@ def test_a_setting_that_the_recipe_does_not_allow_is_not_chosen():
         "policy.logprob_batch_size=1",
         "policy.max_total_sequence_length=32768",
     )
-    free, bound = search(16 * GIB, *graphs[2:]), search(16 * GIB, *graphs)
+    free, bound = search(14 * GIB, *graphs[2:]), search(14 * GIB, *graphs)
     assert f"++{MEGATRON}.activation_checkpointing=true" in free.overrides
     assert f"++{MEGATRON}.activation_checkpointing=true" not in bound.overrides
     assert (free.fits, bound.fits) == (True, False)

@@ -112,7 +112,8 @@ def test_the_estimates_are_those_that_were_measured():
     }.items():
         assert ways[name].wait_s == pytest.approx(measured[way]["optimizer_ms"] / 1e3, rel=0.06), name
     peak = measured["resident"]["peak_gpu_mib"] * MIB
-    assert ways["resident"].activation_bytes == pytest.approx(peak - 14 * N, rel=0.05)
+    copy_of_logits = 2048 * 151_936 * 2  # the gradient was not yet written over the logits
+    assert ways["resident"].activation_bytes == pytest.approx(peak - 14 * N - copy_of_logits, rel=0.05)
 
 
 def test_the_way_that_was_measured_to_be_faster_is_recommended():
@@ -132,7 +133,7 @@ def test_a_slow_link_limits_the_cpu_optimizer_by_the_copies_of_one_direction():
 
 def test_the_least_for_activations_and_logits():
     megatron = "policy.megatron_cfg"
-    tokens, logits = 2048, 2 * 2048 * 151_936 * 2
+    tokens, logits = 2048, 2048 * 151_936 * 2
     saved = tokens * 28 * 2 * (2 * 1536 + 2 * 1536 + 2 * 256 + 2 * 1536 + 3 * 8960)
     assert planned()["resident"].activation_bytes == pytest.approx(saved + logits, rel=0.01)
     again = planned(f"{megatron}.activation_checkpointing=true")["resident"]
@@ -173,16 +174,17 @@ def test_the_overrides_of_a_way_turn_it_on_from_any_other(start):
         (24, "CPU optimizer, 0.5"),
         (20, "streamed"),  # the CPU optimizer at 0.5 has room for its state, but not for a micro-batch
         (16, "streamed"),
-        (14, "CPU optimizer, 1"),
+        (13.5, "CPU optimizer, 1"),
         (8, None),
     ],
 )
 def test_the_fastest_that_fits(gib, name):
     ways = list(planned().values())
-    chosen = fastest_that_fits(ways, gib * GIB, host(500))
+    gpu = int(gib * GIB)
+    chosen = fastest_that_fits(ways, gpu, host(500))
     assert (chosen and chosen.way.name) == name
-    assert reason(ways, gib * GIB, host(500)).startswith(
-        f"For a GPU of {gib}.00 GiB use {name}" if name else "No option fits a GPU"
+    assert reason(ways, gpu, host(500)).startswith(
+        f"For a GPU of {gib:.2f} GiB use {name}" if name else "No option fits a GPU"
     )
 
 
@@ -193,11 +195,11 @@ def test_the_fastest_that_fits(gib, name):
             79.1,
             126,
             "streamed",
-            "(resident lacks 32.42, page-locked around refit lacks 32.42, CPU optimizer, 0.5 lacks",
+            "(resident lacks 31.84, page-locked around refit lacks 31.84, CPU optimizer, 0.5 lacks",
         ),
-        (35.5, 150, "CPU optimizer, 1", "streamed lacks 0.235 GiB)"),
+        (35, 150, "CPU optimizer, 1", "streamed lacks 0.155 GiB)"),
         (
-            35.5,
+            35,
             126,
             None,
             "CPU optimizer, 1 needs 122.05 GiB of host memory, but this machine has 119.70)",
@@ -268,7 +270,7 @@ def test_a_recipe_without_the_section_of_residency_has_every_way():
 def test_the_report_names_the_way_its_reason_and_its_overrides(capsys):
     text = printed(capsys, BENCHMARK, "--gpu-memory", "16", *ELSEWHERE)
     assert row(text, "streamed")[-1] == "yes"
-    assert row(text, "resident")[-1] == "lacks 12.20"
+    assert row(text, "resident")[-1] == "lacks 11.62"
     assert "For a GPU of 16.00 GiB use streamed, since it is the fastest that fits" in text
     assert text.rstrip().endswith(STREAMED)
     values = json.loads(printed(capsys, BENCHMARK, "--gpu-memory", "16", *ELSEWHERE, "--json"))["optimizer_state_ways"]
@@ -281,7 +283,7 @@ def test_the_report_names_the_way_its_reason_and_its_overrides(capsys):
 
 def test_the_report_names_ways_for_which_the_host_is_too_small(capsys):
     text = printed(capsys, BENCHMARK, "--gpu-memory", "16", "--host-memory", "16")
-    assert row(text, "resident")[-1] == "lacks 12.20"
+    assert row(text, "resident")[-1] == "lacks 11.62"
     assert row(text, "streamed")[-1] == "host lacks 5.13"
     assert "streamed needs 20.13 GiB of host memory, but a machine of 16 GiB has 15.00" in " ".join(text.split())
     values = json.loads(printed(capsys, BENCHMARK, "--gpu-memory", "16", "--host-memory", "16", "--json"))
