@@ -9,15 +9,16 @@ from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.megatron.mlp_tiles import tokens_of_tile
 from nemo_offload_rl.config.rules.modules import KEPT_ATTENTION, recomputes_layers
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
-from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
+from nemo_offload_rl.config.schema.policy import PolicyConfig, filters_logprobs, sampling_of
 from nemo_offload_rl.memory.units import MIB
 from nemo_offload_rl.plan.activations import module_bytes, slab_bytes
 from nemo_offload_rl.plan.architecture import Architecture, read_architecture
 from nemo_offload_rl.plan.saved_tensors import QUERIES_KEYS_VALUES, SAVED_BY, ActivationFacts
 
 # Tokens whose log-probs are computed in float32 at one time, and the most float32 copies of their logits, where no
-# kernel reads the logits once (mcore.logprob).
-_FLOAT32_TOKENS, _FLOAT32_COPIES = 1024, 3
+# kernel reads the logits once (mcore.logprob). To find the tokens of top_p, all are sorted, and their probabilities
+# summed up in float64: the logits, the sorted ones, and three tensors in float64.
+_FLOAT32_TOKENS, _FLOAT32_COPIES, _FLOAT32_COPIES_TO_SORT = 1024, 3, 8
 # Tensors of the hidden size beside the logits: the last layer's output and its norm's.
 _TENSORS_BESIDE_LOGITS = 2
 # Workspaces of cuBLAS and Transformer Engine, allocated before a pass (docs/results/plan_accuracy.md).
@@ -92,10 +93,7 @@ def training_pass_bytes(
             recomputed = layer + (facts.num_layers_of_segment - 1) * (layer if offloaded is None else layer_input)
         else:
             kept, recomputed = in_flight * layer - _moved_bytes(facts, offloaded), 0
-        working = recomputed + gradients
-        if cfg["context_parallel_size"] > 1:
-            queries = facts.num_tokens * facts.num_heads * facts.head_dim * facts.element_size
-            working += _TENSORS_OF_SHARED_ROWS * queries
+        working = recomputed + gradients + _shared_row_bytes(cfg, facts)
         # Logits are freed before the last layer's gradients are computed.
         working = max(working, logits) if number == len(stages) else working
         out.append(_WORKSPACE_BYTES + kept + working)
@@ -127,11 +125,17 @@ def _forward_layer_bytes(model: Architecture, cfg: MegatronConfig, facts: Activa
     residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
     saved = {tensor.name: tensor.nbytes for name in _ATTENTION for tensor in SAVED_BY[name](facts)}
     projection = facts.num_tokens * (facts.num_heads + 2 * facts.num_query_groups) * facts.head_dim
-    attention = sum(saved.values()) + projection * facts.element_size
+    attention = sum(saved.values()) + projection * facts.element_size + _shared_row_bytes(cfg, facts)
     mlp = _layer_bytes(model, cfg, facts) - sum(saved.values())
     if cfg["mlp_tile_tokens"] is not None:
         mlp += _tile_bytes(model, cfg, facts) + residual  # tiles write into one output
     return residual + max(attention, mlp)
+
+
+def _shared_row_bytes(cfg: MegatronConfig, facts: ActivationFacts) -> int:
+    """Returns the bytes that attention takes beside its own where context-parallel ranks share a row."""
+    queries = facts.num_tokens * facts.num_heads * facts.head_dim * facts.element_size
+    return _TENSORS_OF_SHARED_ROWS * queries if cfg["context_parallel_size"] > 1 else 0
 
 
 def _layer_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts) -> int:
@@ -237,27 +241,29 @@ def _output_layer_bytes(
     num_logits = facts.num_tokens if chunk is None else min(chunk, facts.num_tokens)
     logits = num_logits * columns * facts.element_size
     residual = facts.num_tokens * facts.hidden_size * facts.element_size
+    sampling, are_filtered = sampling_of(policy), filters_logprobs(policy)
+    is_scaled = sampling is not None and sampling["temperature"] != 1
     # One kernel reads them, and writes their gradient over them.
-    are_filtered = has_generation(policy) and not (
-        policy["generation"]["top_k"] is None and policy["generation"]["top_p"] == 1
-    )
-    is_scaled = has_generation(policy) and policy["generation"]["temperature"] != 1
     has_kernel = not are_filtered and (chunk is not None or not (is_scaled or model.vocab_size % tensor))
     in_float32 = min(num_logits, _FLOAT32_TOKENS) if chunk is None else num_logits
     copies = 0 if has_kernel else _FLOAT32_COPIES * in_float32 * columns * _FP32_BYTES
-    beside = _TENSORS_BESIDE_LOGITS * residual + copies
+    beside = _TENSORS_BESIDE_LOGITS * residual
     # A chunk's logits are freed once those of the next one have been computed.
     at_once = logits if chunk is None else 2 * logits
+    forward = at_once + copies
+    if are_filtered and sampling is not None and sampling["top_k"] is None:  # the whole vocabulary is sorted
+        forward = at_once + _FLOAT32_COPIES_TO_SORT * in_float32 * tensor * columns * _FP32_BYTES
     if not trains:
-        return at_once + beside
+        return beside + forward
     weight_gradient = columns * facts.hidden_size * facts.element_size
     if chunk is not None:  # the hidden states' gradient is summed up in float32
         of_hidden = facts.num_tokens * facts.hidden_size * _FP32_BYTES
-        return beside + weight_gradient + of_hidden + max(at_once, logits + residual)
+        return beside + max(forward, weight_gradient + of_hidden + copies + max(at_once, logits + residual))
     if megatron_field(cfg, "gradient_accumulation_fusion"):
         weight_gradient = 0
-    gradient = 0 if has_kernel else logits
-    return beside + residual + logits + max(gradient, weight_gradient)
+    # With filters a step has log-probs without them, too, and another gradient.
+    gradients = 0 if has_kernel else (1 + are_filtered) * logits + copies
+    return beside + max(forward, residual + logits + max(gradients, weight_gradient))
 
 
 def _saved_bytes(facts: ActivationFacts, cfg: MegatronConfig, dense_ffn_size: int) -> int:

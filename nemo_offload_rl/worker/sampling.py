@@ -1,10 +1,7 @@
 """Reads from the recipe the distribution that generation samples from, which the policy's log-probs must match."""
 
-from nemo_offload_rl.config.schema.policy import PolicyConfig, sampling_of
+from nemo_offload_rl.config.schema.policy import PolicyConfig, filters_logprobs, sampling_of
 from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL, SamplingFilter
-
-# The generation backends whose log-probs are those of the distribution after top_k and top_p.
-FILTERED_LOGPROBS = ("vllm",)
 
 
 def sampling_temperature(policy: PolicyConfig) -> float:
@@ -19,6 +16,6 @@ def sampling_temperature(policy: PolicyConfig) -> float:
 def sampling_filter(policy: PolicyConfig) -> SamplingFilter:
     """Returns the filter behind the sampler's log-probs; it keeps all tokens if they are reported before filtering."""
     section = sampling_of(policy)
-    if section is None or section["backend"] not in FILTERED_LOGPROBS:
+    if section is None or not filters_logprobs(policy):
         return KEEP_ALL
     return SamplingFilter(section["top_k"], section["top_p"])

@@ -6,9 +6,9 @@ import pytest
 import torch
 from support import engine_conformance, replayed_refits
 
+from nemo_offload_rl.config.schema.policy import FILTERED_LOGPROBS
 from nemo_offload_rl.generation import make_generation
 from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
-from nemo_offload_rl.worker.sampling import FILTERED_LOGPROBS
 
 # Of log-probs. vLLM's attention of float32 models is a Triton kernel that multiplies in TF32: 10 bits.
 TOLERANCES = {"transformers": 1e-3, "vllm": 1e-2}

@@ -10,6 +10,7 @@ from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.activation_facts import activation_facts
+from nemo_offload_rl.plan.decisions import without_replayed_engine
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import Planner
 from nemo_offload_rl.plan.row_tokens import MARGIN, MOST_TOKENS, with_context_ranks, with_row_tokens
@@ -50,6 +51,50 @@ def test_the_estimate_of_a_training_pass_and_of_one_that_computes_log_probs():
     assert training == 28 * layer + output_layer + WORKSPACES
     [forward] = forward_pass_bytes(QWEN2_1_5B, config["policy"], facts)
     assert forward == 2 * residual + logits + WORKSPACES
+
+
+GENERATION = "policy.generation"
+VLLM = f"{GENERATION}.backend=vllm"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "gradients", "copies", "copies_of_log_probs"),
+    [
+        ([f"{GENERATION}.top_k=5"], 0, 0, 0),  # the engine of transformers reports log-probs before filters
+        ([f"{GENERATION}.temperature=0.7"], 1, 3, 3),
+        ([VLLM, f"{GENERATION}.top_k=5"], 2, 3, 3),
+        ([VLLM, f"{GENERATION}.top_k=5", "++grpo.debug.replay_rollouts=rollouts"], 2, 3, 3),
+        ([VLLM, f"{GENERATION}.top_p=0.9"], 2, 3, 8),
+    ],
+)
+def test_where_no_kernel_reads_logits_they_have_gradients_and_copies_beside_them(
+    sampling, gradients, copies, copies_of_log_probs
+):
+    """With a filter a step has log-probs of the whole vocabulary, too; top_p sorts it."""
+
+    def passes(*overrides):
+        config = load(GRPO, ["policy.sequence_packing.train_mb_tokens=16384", *overrides]).config
+        policy = without_replayed_engine(config)[0]["policy"]
+        facts = activation_facts(QWEN2_1_5B, policy, world_size=1)
+        [training] = training_pass_bytes(QWEN2_1_5B, policy, facts, None)
+        return training, *forward_pass_bytes(QWEN2_1_5B, policy, facts)
+
+    (training, forward), (plain_training, plain_forward) = passes(*sampling), passes()
+    logits, in_float32, of_weight = 16384 * 151_936 * 2, 1024 * 151_936 * 4, 151_936 * 1536 * 2
+    assert forward - plain_forward == copies_of_log_probs * in_float32
+    assert training - plain_training == max(0, gradients * logits + copies * in_float32 - of_weight)
+
+
+def test_attention_of_ranks_that_share_a_row_takes_more_in_passes_without_gradients_too():
+    tiles = [*FEW_LOGITS, f"++{MEGATRON}.mlp_tile_tokens=4096"]
+
+    def forward(tokens, ranks):
+        split = [f"{MEGATRON}.context_parallel_size={ranks}", f"cluster.gpus_per_node={ranks}"]
+        policy = load(GRPO, [f"policy.sequence_packing.train_mb_tokens={tokens}", *tiles, *split]).config["policy"]
+        return forward_pass_bytes(QWEN2_1_5B, policy, activation_facts(QWEN2_1_5B, policy, world_size=ranks))[0]
+
+    queries = 65_536 * 1536 * 2
+    assert forward(131_072, 2) - forward(65_536, 1) == 2 * queries
 
 
 FEW_LOGITS = [f"{MEGATRON}.use_fused_linear_logprobs=true", f"{MEGATRON}.fused_linear_logprobs_chunk_size=16"]
