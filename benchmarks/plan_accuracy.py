@@ -120,6 +120,8 @@ class Case:
             f"policy.sequence_packing.train_mb_tokens={self.tokens}",
             f"policy.sequence_packing.logprob_mb_tokens={self.tokens}",
             "policy.generation.max_new_tokens=1",
+            # Nothing moves for a refit, whose copies the seconds of the next step would hold.
+            *(f"++policy.residency.table.{phase}.optimizer_state=keep" for phase in ("refit", "generate")),
             "loss_fn.reference_policy_kl_penalty=0",
             f"{_MEGATRON}.scheduler.lr_decay_iters=1000",
             *self.overrides,

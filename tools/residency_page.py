@@ -1,4 +1,4 @@
-"""Writes the table of sizes in docs/residency.md, from the planner and the configs of public models.
+"""Writes the table of sizes in docs/plan.md, from the planner and the configs of public models.
 
 python tools/residency_page.py          writes the table
 python tools/residency_page.py check    exits 1 where it is out of date
@@ -19,7 +19,7 @@ from nemo_offload_rl.plan.planner import plan_run
 from nemo_offload_rl.residency.table import Target
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "residency.md"
+PAGE = ROOT / "docs" / "plan.md"
 RECIPE = ROOT / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
 BEGIN, END = "<!-- sizes: written by tools/residency_page.py -->\n", "<!-- end of sizes -->"
 GPUS_PER_NODE = 8

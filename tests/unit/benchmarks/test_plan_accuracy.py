@@ -45,6 +45,5 @@ def test_the_plan_is_near_the_peaks_that_were_measured():
         gib, _ = planned[Phase(row["phase"])]
         ratios[row["case"], row["phase"]] = gib / row["measured_gib"]
     assert {case for case, _ in ratios} == plan_accuracy.CASES.keys() - {"tiny"}
-    assert min(ratios.values()) >= 0.95
     outside = {row: ratio for row, ratio in ratios.items() if not 0.97 <= ratio <= 1.06}
-    assert len(outside) <= 2, outside
+    assert not outside
