@@ -1,6 +1,7 @@
 """Checks a recipe: upstream's other features, the schema, Megatron's fields, and the rules between keys."""
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,6 +20,7 @@ from nemo_offload_rl.config.keys.schema_problems import (
     value_at,
 )
 from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
+from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
 from nemo_offload_rl.config.model.hf_check import hf_config_problems
 from nemo_offload_rl.config.problems import (
     MAX_PROBLEMS,
@@ -32,13 +34,19 @@ from nemo_offload_rl.config.problems import (
 from nemo_offload_rl.config.recipe import Recipe, read_recipe
 from nemo_offload_rl.config.rules import ADAPTATIONS, NOTES, RULES, Rule
 from nemo_offload_rl.config.rules.adaptations import SEQUENCE_PARALLEL
-from nemo_offload_rl.config.rules.base import COLOCATED, CP, EP, ETP, GPUS, NODES, PP, SECTION, SPEC, TP
+from nemo_offload_rl.config.rules.base import COLOCATED, CP, EP, ETP, GPUS, NODES, OPTIMIZER, PP, SECTION, SPEC, TP
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.source.interpolation import leaves
 from nemo_offload_rl.config.upstream.split import remove_upstream_keys
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
 
 _OVERRIDES = "warm_start.overrides"
+# What a warm start takes from the run beside its ranks.
+_SHARED = (TP, PP, CP, EP, ETP, SEQUENCE_PARALLEL, "policy.precision", f"{OPTIMIZER}.bf16")
+# Samples of a warm start's step and validation batch, and those of their micro-batches.
+_BATCHES = tuple(
+    (f"{section}global_batch_size", f"{section}micro_batch_size") for section in ("policy.train_", "sft.val_")
+)
 
 
 @dataclass(frozen=True)
@@ -275,14 +283,16 @@ def _warm_start(
         if other not in (None, "sft"):  # not checked further: its own warm start could lead back here forever
             found.add("warm_start.recipe", f"must be an sft recipe; found one of {other}")
             return None, ()
-        sizes = {key: size for key, size in _sizes(config, found).items() if value_at(read.config, key) != size}
+        of_run = _of_run(config, found)
+        of_run |= _micro_batches(read, of_run)
+        sizes = {key: size for key, size in of_run.items() if value_at(read.config, key) != size}
         for key, size in sizes.items():
             if read.origin(key).override is not None:
                 found.add(_OVERRIDES, f"sets {key}, but a warm start uses that of the run ({size}); delete it")
                 return None, ()
         # Read again, since other keys may be interpolated from the sizes.
-        of_run = [f"++{key}={str(size).lower()}" for key, size in sizes.items()]
-        warm_start = validate(read_recipe(path, [*overrides, *of_run], [*places, *[_OVERRIDES] * len(sizes)]))
+        added = [f"++{key}={str(size).lower()}" for key, size in sizes.items()]
+        warm_start = validate(read_recipe(path, [*overrides, *added], [*places, *[_OVERRIDES] * len(sizes)]))
     except RecipeError as error:
         own = _problems_of(read) if sizes else error.problems
         why = " and ".join(f"{key} {size}" for key, size in sizes.items())
@@ -302,17 +312,32 @@ def _problems_of(recipe: Recipe) -> Sequence[Problem]:
     return ()
 
 
-def _sizes(config: dict[str, Any], found: _Findings) -> dict[str, Any]:
-    """Returns keys, with values, that a warm start takes from the run: its ranks, and how the model is divided."""
+def _of_run(config: dict[str, Any], found: _Findings) -> dict[str, Any]:
+    """Returns keys, with values, that a warm start takes from the run: ranks, how the model is divided, precision."""
     gpus, nodes, apart = (value_at(config, key.removesuffix("?")) for key in (GPUS, NODES, COLOCATED))
     if any(found.touches(key.removesuffix("?")) for key in (GPUS, NODES, COLOCATED)):
         return {}
     split = checked_split(gpus, nodes, None if apart is ABSENT else apart)
     if not isinstance(split, DeviceSplit):  # a rule reports it
         return {}
-    shared = (key for key in (TP, PP, CP, EP, ETP, SEQUENCE_PARALLEL) if not found.touches(key))
+    shared = (key for key in _SHARED if not found.touches(key))
     of_model = {key: value for key in shared if (value := value_at(config, key)) is not ABSENT}
     return {GPUS: split.policy_per_node, NODES: split.policy_nodes} | of_model
+
+
+def _micro_batches(read: Recipe, of_run: Mapping[str, Any]) -> dict[str, int]:
+    """Returns smaller micro-batches of a warm start where a data-parallel rank's samples do not fill the recipe's."""
+    if not of_run:
+        return {}
+    model = [of_run.get(key, 1) for key in (TP, PP, CP)]
+    ranks = data_parallel_size(of_run[GPUS] * of_run[NODES], *model)
+    out = {}
+    for samples, micro_batch in _BATCHES:
+        whole, part = value_at(read.config, samples), value_at(read.config, micro_batch)
+        are_sizes = all(isinstance(size, int) and size > 0 for size in (whole, part))
+        if ranks and are_sizes and whole % ranks == 0 and read.origin(micro_batch).override is None:
+            out[micro_batch] = math.gcd(whole // ranks, part)
+    return out
 
 
 def _warm_start_mismatches(warm_start: ValidatedRecipe, config: dict[str, Any]) -> Iterator[tuple[str, str]]:

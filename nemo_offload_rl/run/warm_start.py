@@ -51,5 +51,6 @@ def run_warm_start(job: Job, folder: Path, session: Session) -> Path | None:
 
 def _apart_from_ranks(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a config without what its ranks are and share: on others the model differs only by rounding."""
-    policy = config["policy"]
-    return {**config, "cluster": None, "policy": {**policy, "megatron_cfg": on_one_rank(policy["megatron_cfg"])}}
+    policy = {**config["policy"], "train_micro_batch_size": None}
+    policy["megatron_cfg"] = on_one_rank(policy["megatron_cfg"])
+    return {**config, "cluster": None, "policy": policy, "sft": {**config["sft"], "val_micro_batch_size": None}}

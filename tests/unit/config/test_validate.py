@@ -362,6 +362,18 @@ def test_a_warm_start_is_checked_for_the_ranks_that_it_runs_on(error_of):
     assert load(CONFIGS / "grpo_tiny_cpu.yaml", [*three, fits]).warm_start.config["cluster"]["gpus_per_node"] == 3
 
 
+def test_a_warm_start_has_the_runs_precision_and_micro_batches_that_its_ranks_can_fill():
+    recipe = CONFIGS / "grpo_tiny_cpu.yaml"
+    sizes = {
+        ranks: load(recipe, [f"cluster.gpus_per_node={ranks}"]).warm_start.config["policy"]["train_micro_batch_size"]
+        for ranks in (1, 2)
+    }
+    assert sizes == {1: 128, 2: 64}
+    in_bf16 = ["policy.precision=bfloat16", f"{MEGATRON}.optimizer.bf16=true"]
+    policy = load(recipe, in_bf16).warm_start.config["policy"]
+    assert (policy["precision"], policy["megatron_cfg"]["optimizer"]["bf16"]) == ("bfloat16", True)
+
+
 def test_a_warm_start_runs_on_the_policys_part_of_a_cluster(error_of):
     apart = ["policy.generation.colocated.enabled=false", "++policy.generation.colocated.resources.gpus_per_node=1"]
     recipe = CONFIGS / "grpo_tiny_cpu.yaml"
@@ -371,8 +383,7 @@ def test_a_warm_start_runs_on_the_policys_part_of_a_cluster(error_of):
         "warm_start.overrides: sets cluster.gpus_per_node, but a warm start uses that of the run (2); delete it"
         in error
     )
-    halved = "'policy.train_micro_batch_size=64','sft.val_micro_batch_size=64'"
-    load(recipe, ["cluster.gpus_per_node=2", f"++warm_start.overrides=['cluster.gpus_per_node=2',{halved}]"])
+    load(recipe, ["cluster.gpus_per_node=2", "++warm_start.overrides=['cluster.gpus_per_node=2']"])
     # It divides the model as the run does.
     divided = [f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.sequence_parallel=true"]
     divided += ["policy.make_sequence_length_divisible_by=2", "cluster.gpus_per_node=2"]
