@@ -212,14 +212,14 @@ def _plan(options: argparse.Namespace) -> None:
     sys.stderr.write("".join(f"note: {note}\n" for note in validated.notes))
 
     from nemo_offload_rl.config.algorithms import ALGORITHMS
-    from nemo_offload_rl.config.keys.schema_problems import value_at
+    from nemo_offload_rl.config.keys.schema_problems import ABSENT, value_at
     from nemo_offload_rl.config.megatron.device_split import split_devices
     from nemo_offload_rl.config.model.model_folder import check_model_folder
     from nemo_offload_rl.hf_config import hf_config
     from nemo_offload_rl.memory.units import GIB
     from nemo_offload_rl.plan.activations import limit_where_unknown
     from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-    from nemo_offload_rl.plan.colocation import with_resident_state
+    from nemo_offload_rl.plan.colocation import KV_CACHE_BYTES, with_resident_state
     from nemo_offload_rl.plan.decisions import Machine, without_replayed_engine
     from nemo_offload_rl.plan.optimizer_ways import plan_ways
     from nemo_offload_rl.plan.planner import PlannedRun, Planner, make_plan, plan_run
@@ -267,8 +267,12 @@ def _plan(options: argparse.Namespace) -> None:
             limit_where_unknown(without_sizes.activations, error)
         raise
 
+    kv_cache = f"policy.generation.vllm_kwargs.{KV_CACHE_BYTES}"
+    nbytes = value_at(config, kv_cache)
+    decided = [*resolved.chosen, *([] if nbytes is ABSENT else [f"++{kv_cache}={nbytes}"])]
+
     def plan_with(more: Sequence[str]) -> PlannedRun:
-        other, _ = without_replayed_engine(load(options.recipe, [*overrides, *resolved.chosen, *more]).config)
+        other, _ = without_replayed_engine(load(options.recipe, [*overrides, *decided, *more]).config)
         return planned(with_resident_state(other, Planner(model, validated.algorithm, gpu_bytes))[0])
 
     cpu_speed = _cpu_speed(options, earlier, run.ranks_of_a_host)

@@ -182,6 +182,12 @@ def test_the_plan_shows_the_recipe_as_it_runs(capsys):
     assert json.loads(printed("--json", AUTO)) == json.loads(printed("--json", pinned))
 
 
+def test_ways_to_keep_optimizer_state_are_planned_beside_the_kv_cache_that_was_chosen(capsys):
+    assert main(["plan", str(GRPO), AUTO, *AHEAD, "--gpu-memory", "20", "--host-memory", "512", "--json"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["optimizer_state_ways"]["chosen"]
+    assert chosen == "streamed"
+
+
 def test_overrides_give_back_their_values():
     values = {"a.b": True, "a.c": None, "a.d": ["x", "y"], "e": 0.75, "f": 512, "g": "full"}
     assert from_overrides(as_overrides(values)) == values
