@@ -6,12 +6,11 @@
     python benchmarks/activation_offload.py --tables cost --only 'dense/attention' --micro-batches 4
     python benchmarks/activation_offload.py --tables parity --share 1/8 --out build/parity1.json
     python benchmarks/activation_offload.py --join docs/results/activation_offload.json build/parity*.json
-    python benchmarks/activation_offload.py --page docs/results/activation_offload.json
 
 The benchmark writes each row to the file as soon as it is measured, in place of an older row of the same part, so that
 several short runs make one result. The module of each table in activation_cases/ explains its rows. A part that fails
 gets a row with its error, and the next part goes on; the exit status reports failures. Shares of parity may run side by
-side (each process takes about 9 GiB of GPU memory), and --join merges their files. --join, --page and --picture measure
+side (each process takes about 9 GiB of GPU memory), and --join merges their files. --join and --picture measure
 nothing and need no GPU: they only process existing results.
 """
 
@@ -31,7 +30,6 @@ os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 
 import torch
 from activation_cases.memory_picture import CurveError, draw
-from activation_cases.page import PageError, update_page
 from activation_cases.table import DETERMINISTIC, FAILED, ResultError, ResultFile, Setting, join, share
 from offload_ways.report import WAY_FAILURES
 from result_file import print_rows
@@ -42,8 +40,6 @@ TABLES: Mapping[str, str] = {
     "soak": "soak",
     "longest_sequence": "longest",
     "memory": "memory_curve",
-    "causes": "causes",
-    "host_time": "host_time",
 }
 """Name of a table, and the module that makes it."""
 _SHOWN = ("table", "part", "way", "micro_batch", "step_ms", "overhead_percent", "r", "bit_equal", "steps", "error")
@@ -52,10 +48,10 @@ _SHOWN = ("table", "part", "way", "micro_batch", "step_ms", "overhead_percent", 
 def main() -> None:
     arguments, parser = _arguments()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    if arguments.join or arguments.page or arguments.picture:
+    if arguments.join or arguments.picture:
         try:
-            _write(arguments.join, arguments.page, arguments.picture)
-        except (PageError, CurveError, ResultError) as error:
+            _write(arguments.join, arguments.picture)
+        except (CurveError, ResultError) as error:
             parser.error(str(error))
         return
     tables = arguments.tables.split(",")
@@ -91,13 +87,11 @@ def main() -> None:
         sys.exit(f"{len(failed)} parts failed: {'; '.join(failed)}")
 
 
-def _write(joined: list[Path], page: Path | None, picture: Path | None) -> None:
-    """Writes what is derived from existing results: a joined file, a page or a picture."""
+def _write(joined: list[Path], picture: Path | None) -> None:
+    """Writes what is derived from existing results: a joined file or a picture."""
     if joined:
         num_taken, num_left_out = join(joined[0], joined[1:])
         print(f"{joined[0]}: {num_taken} rows taken, {num_left_out} of parts that failed left out")
-    if page:
-        print(update_page(page))
     if picture:
         draw(picture, picture.with_suffix(".png"))
         print(picture.with_suffix(".png"))
@@ -152,7 +146,6 @@ def _arguments() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
         metavar="JSON",
         help="only put the rows of result files into the first of them",
     )
-    parser.add_argument("--page", type=Path, metavar="JSON", help="only write a result file's tables into its page")
     parser.add_argument("--picture", type=Path, metavar="JSON", help="only draw a file of points that memory has made")
     return parser.parse_args(), parser
 

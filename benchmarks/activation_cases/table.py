@@ -62,7 +62,7 @@ class ResultFile:
         """Adds a row, or replaces the one with the same key.
 
         Args:
-            table: parity, cost, soak, longest_sequence, memory, causes or host_time.
+            table: parity, cost, soak, longest_sequence or memory.
             part: what was measured; see `--list`.
             way: which run of the part.
             fields: the others of `FIELDS`, and more. Each row says on what machine and at which commit it was measured.
