@@ -135,6 +135,8 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--settings",
         nargs="+",
+        type=_setting,
+        metavar="SETTING",
         default=[SYNC, "0", "1", "4"],
         help=f"sync, or the largest age, perhaps with {IN_FLIGHT} or {UNCORRECTED}",
     )
@@ -150,6 +152,12 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--append", action="store_true", help="keep the file's rows of other recipes and settings")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     return parser.parse_args()
+
+
+def _setting(text: str) -> str:
+    if text != SYNC and not text[0].isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is neither {SYNC} nor an age; overrides come before the options")
+    return text
 
 
 def main() -> int:

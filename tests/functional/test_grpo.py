@@ -167,9 +167,9 @@ def test_weights_are_sent_while_answers_are_generated(tmp_path):
         "checkpointing.enabled=false",
         "policy.generation_batch_size=8",
         "policy.generation.stop_token_ids=[]",
-        "policy.generation.max_new_tokens=120",
-        "policy.max_total_sequence_length=128",
-        "policy.hf_config.max_position_embeddings=128",
+        "policy.generation.max_new_tokens=60",
+        "policy.max_total_sequence_length=68",
+        "policy.hf_config.max_position_embeddings=68",
     ]
     done = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=3", *APART, *ahead, *in_flight])
     assert done.status == 0, done.output

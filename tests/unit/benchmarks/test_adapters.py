@@ -1,10 +1,5 @@
 """Tests the benchmark of other trainers' ways to move training state, on tiny models without a GPU."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import adapters
 import pytest
 import torch
@@ -81,19 +76,3 @@ def test_ours_comes_directly_behind_what_it_is_compared_with():
     assert names[0] == adapters.RESIDENT
     for name in ("verl", "megatron_core", "nemo_rl"):
         assert names[names.index(name) + 1] == f"ours in {name}"
-
-
-@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
-def test_what_a_way_needs_is_imported_before_its_turn(tmp_path):
-    code = (
-        "import sys; from turns import my_turn; from adapter_ways.ways import WAYS\n"
-        "with my_turn(WAYS['ours in verl'].imports):\n"
-        "    before = set(sys.modules)\n"
-        "    from adapter_ways.verl_engine import engine\n"
-        "    import nemo_offload_rl.adapters.verl, verl.workers.engine.megatron\n"
-        "    from megatron.bridge import AutoBridge\n"
-        "    print(sorted(set(sys.modules) - before))\n"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "BENCHMARK_TURN_LOCK": str(tmp_path / "lock")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "['adapter_ways.verl_engine']"
