@@ -5,7 +5,7 @@ import json
 
 import pytest
 from activation_cases.memory_curve import Memory, Point, Sample, cells, curve_file, record
-from activation_cases.memory_picture import CurveError, draw, passes
+from activation_cases.memory_picture import draw
 from activation_cases.worker import MIB, Feed, policy, running
 from matplotlib.image import imread
 
@@ -104,14 +104,6 @@ def a_step(way, slower=1.0, top=8.0):
     return [{"part": "dense/attention", "way": way, **row} for row in rows]
 
 
-def test_passes_follow_each_other_without_gaps():
-    assert passes(a_step("plain")) == [
-        ("forward", 1, 0, 30),
-        ("backward", 1, 30, 90),
-        ("optimizer", None, 90, 100),
-    ]
-
-
 def has_colour(picture, hexadecimal):
     wanted = [int(hexadecimal[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     return bool((abs(picture[..., :3] - wanted).max(axis=-1) < 0.02).sum() > 100)
@@ -125,17 +117,6 @@ def test_both_steps_are_in_the_picture(tmp_path):
     assert drawn.shape[1] == 1200
     assert has_colour(drawn, "#0072B2")
     assert has_colour(drawn, "#C0461B")
-
-
-def test_a_file_of_something_else_is_refused(tmp_path):
-    file = tmp_path / "memory.json"
-    with pytest.raises(CurveError, match="no file"):
-        draw(file, tmp_path / "memory.png")
-    for rows in ([], a_step("plain"), [{"way": "plain"}, {"way": "offloaded"}]):
-        file.write_text(json.dumps({"rows": rows}))
-        with pytest.raises(CurveError, match="give a file that --tables memory wrote"):
-            draw(file, tmp_path / "memory.png")
-    assert not (tmp_path / "memory.png").exists()
 
 
 def test_points_go_beside_the_result(tmp_path):

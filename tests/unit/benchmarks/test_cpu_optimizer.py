@@ -1,17 +1,11 @@
 """Tests the benchmark of ways to keep optimizer state off the GPU, on a tiny model without one."""
 
-import json
-
 import cpu_optimizer
 import pytest
-import torch
-from optimizer_ways import measure as measuring
 from optimizer_ways.measure import measure
 from optimizer_ways.recipe import planned_run, policy_of
 from optimizer_ways.ways import CASES, WAYS
-from result_file import write_result
 
-from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.plan import cpu_optimizer as planned_cpu_optimizer
 from nemo_offload_rl.plan.model_facts import shard_facts
 from nemo_offload_rl.plan.plan import settings
@@ -45,23 +39,6 @@ def test_streamed_state_is_measured_beside_resident_state_and_equals_it():
     for row in (resident, streamed):
         assert min(row["optimizer_ms"], row["tokens_per_s"], row["logprob_ms"]) > 0
         assert row["peak_host_mib"] > 100  # Python and torch take that much
-
-
-def test_larger_micro_batches_are_tried_until_one_does_not_fit(monkeypatch):
-    class LossOfFourRows(NLLLoss):
-        def __call__(self, logprobs, *rest):
-            if len(logprobs) > 4:
-                raise torch.OutOfMemoryError
-            return super().__call__(logprobs, *rest)
-
-    monkeypatch.setattr(measuring, "NLLLoss", LossOfFourRows)
-    case = cpu_optimizer.scaled(CASES["8B"], "tiny", steps=1)
-    assert case.larger_mbs == (4, 8, 16, 32, 64, 128)
-    first, second = measured(case, "streamed")
-    assert (first[0]["largest_mbs"], second[0]["largest_mbs"]) == (None, 4)
-    assert second[1] == first[1]
-    [only] = measured(case, "resident")
-    assert only[0]["largest_mbs"] is None
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
@@ -99,52 +76,3 @@ def test_the_cpu_optimizer_is_tried_with_both_fractions_and_overlap():
         if optimizer["optimizer_cpu_offload"]:
             found.add((optimizer["optimizer_offload_fraction"], optimizer["overlap_cpu_optimizer_d2h_h2d"]))
     assert found == {(0.5, False), (0.5, True), (1.0, False), (1.0, True)}
-
-
-def test_ways_are_compared_with_an_earlier_one_that_steps_as_much_on_the_cpu():
-    made = [(0.0, []), (0.0, [1, 2]), (0.0, [1, 3]), (0.5, [1, 4]), (0.5, [1, 4])]
-    rows = [({"way": str(index), "fraction": one[0], "optimizer_ms": 1.0}, one[1]) for index, one in enumerate(made)]
-    found = cpu_optimizer.compared(rows)
-    assert [row["bit_equal"] for row in found] == [None, None, False, None, True]
-    assert {row["times_streamed"] for row in found} == {None}
-
-
-def test_the_cpu_optimizers_ratio_to_streamed_state_is_in_rows_and_printed():
-    def row(way, fraction, optimizer_ms, peak):
-        return {"case": "A", "way": way, "fraction": fraction, "optimizer_ms": optimizer_ms, "peak_gpu_mib": peak}
-
-    ways = [
-        ("resident", 0, 20.0, 900),
-        ("streamed", 0, 300.0, 500),
-        ("CPU 0.5", 0.5, 330.0, 700),
-        ("CPU 1", 1, 660.0, 400),
-    ]
-    refused = {"case": "A", "way": "CPU 1, overlap", "fraction": 1, "refused": "no memory"}
-    found = cpu_optimizer.compared([*((row(*one), [1]) for one in ways), (refused, [])])
-    assert [one["times_streamed"] for one in found] == [0.067, 1.0, 1.1, 2.2, None]
-    [line] = cpu_optimizer.ratio_lines(found)
-    assert line.startswith(
-        "A: the optimizer's step of CPU 1 takes 2.2 times that of streamed state (660.0 and 300.0 ms)"
-    )
-    assert line.endswith("400 and 500 MiB")
-
-
-def test_rows_of_other_cases_stay_in_a_result_with_where_they_are_from(tmp_path):
-    path = tmp_path / "result.json"
-    write_result(path, [{"case": "A", "way": "x", "ms": 1}, {"case": "A", "way": "y", "ms": 2}])
-    before = json.loads(path.read_text()) | {"machine": "another", "commit": "1234567"}
-    path.write_text(json.dumps(before))
-    for _ in range(2):  # a run writes its rows after each case
-        write_result(
-            path, [{"case": "A", "way": "y", "ms": 3}, {"case": "B", "way": "x", "ms": 4}], append_by=["case", "way"]
-        )
-    after = json.loads(path.read_text())
-    origin = {name: before[name] for name in ("machine", "commit", "command", "date")}
-    assert after["rows"] == [
-        origin | {"case": "A", "way": "x", "ms": 1},
-        {"case": "A", "way": "y", "ms": 3},
-        {"case": "B", "way": "x", "ms": 4},
-    ]
-    assert (after["machine"], after["commit"]) != ("another", "1234567")
-    write_result(path, [{"case": "B", "way": "x", "ms": 5}])
-    assert json.loads(path.read_text())["rows"] == [{"case": "B", "way": "x", "ms": 5}]

@@ -1,9 +1,7 @@
 """Tests the data, the overrides, the rows and the page of benchmarks/nemo_rl_runs.py."""
 
-import json
 import re
 from argparse import Namespace
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,14 +11,10 @@ from nemo_rl_runs import (
     ORIGIN,
     SAVES,
     Case,
-    add_row,
     cases,
-    figures,
-    merge,
     overrides_of,
     parse_arguments,
     row_of,
-    status_of,
 )
 from nemo_rl_runs_page import override_lines, page_of
 
@@ -95,36 +89,6 @@ def test_a_recipe_for_many_gpus_gets_what_one_needs_and_each_key_once(tmp_path):
         overrides_of(case, load(recipe, ["policy.model_name=org/another"]).config, "grpo", "own", tmp_path)
 
 
-def test_what_ends_a_run_is_told_with_the_last_error_or_line_of_its_log(tmp_path):
-    def status(script, limit_s=60.0):
-        return status_of(["sh", "-c", script], tmp_path / "log", limit_s)
-
-    assert status("echo all is well") == "done"
-    assert status("echo first; echo no such thing; exit 2") == "exit status 2: no such thing"
-    assert status("echo 'ValueError: of 7'; echo 3 steps are lost; exit 1") == "exit status 1: ValueError: of 7"
-    assert status("exit 3") == "exit status 3: no output"
-    assert status("echo begun; exec sleep 600", 0.5) == "not done after 0.5 s: begun"
-
-
-def test_a_row_has_the_figures_of_its_run(tmp_path):
-    assert figures(tmp_path) == {"steps": 0, "steps_with_gpu_readings": 0}
-    rows: list[dict] = [{"step": 0, "validation/accuracy": 0.5}]
-    rows += [
-        {"step": step, "train/loss": loss, "train/reward": step / 4, "timing/train/total_step_time": float(step)}
-        for step, loss in enumerate([3.0, 2.0, 1.5], start=1)
-    ]
-    gpu = "performance/gpus/node0/gpu0"
-    rows[1] |= {f"{gpu}/utilization_percent": 20.0, f"{gpu}/power_w": 300.0, f"{gpu}/memory_gib": 40.0}
-    rows[3] |= {f"{gpu}/utilization_percent": 40.0, f"{gpu}/power_w": 250.0, "timing/train/checkpointing": 0.25}
-    (tmp_path / "exp_001").mkdir()
-    (tmp_path / "exp_001" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert figures(tmp_path) == {
-        "steps": 3, "median_step_s": 2.0, "first_loss": 3.0, "last_loss": 1.5, "mean_reward": 0.5, "last_reward": 0.75,
-        "exposed_checkpointing_s": 0.25, "steps_with_gpu_readings": 2, "mean_gpu_utilization_percent": 30.0,
-        "largest_gpu_power_w": 300.0, "largest_gpu_memory_gib": 40.0
-    }  # fmt: skip
-
-
 def test_a_run_that_fails_has_its_row_and_its_place_on_the_page(tmp_path):
     (tmp_path / "recipe.yaml").write_text(f"defaults: {EXEMPLAR}\n")
     arguments = Namespace(folder=tmp_path, scale="small", change=["x:a=1", "one:grpo.no_such_key=1"], limit_s=60)
@@ -139,49 +103,6 @@ def test_a_run_that_fails_has_its_row_and_its_place_on_the_page(tmp_path):
     assert "| one | grpo | 0 |" in page
     assert "Of the 1 runs in the table 0 are done." in " ".join(page.split())
     assert f"Its end: {row['status']}" in "".join(override_lines(row))
-
-
-def row_named(case, steps, **more):
-    return {"case": case, "recipe": "r", "status": "done", "steps": steps, "sizes": "s", "named_model": "n",
-            "overrides": "a=1"} | more  # fmt: skip
-
-
-def test_a_row_stays_until_its_case_runs_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("NEMO_OFFLOAD_RL_COMMIT", "first")
-    output = tmp_path / "results" / "runs.json"
-    add_row(output, row_named("gsm8k", 20))
-    add_row(output, row_named("sft", 1))
-    monkeypatch.setenv("NEMO_OFFLOAD_RL_COMMIT", "second")
-    add_row(output, row_named("sft", 10))
-    result = json.loads(output.read_text())
-    told = [(row["case"], row["steps"], row["commit"]) for row in result["rows"]]
-    assert told == [("sft", 10, "second"), ("gsm8k", 20, "first")]  # in the order of the cases
-    assert result["commit"] == "second" and result["rows"][0]["command"] == result["command"]
-    page = output.with_suffix(".md").read_text()
-    assert "Of the 2 runs in the table 2 are done." in " ".join(page.split())
-    assert re.search(r"- `sft`: .*; commit second, .*\n- `gsm8k`: .*; commit first, ", page)
-    assert sorted(path.name for path in output.parent.iterdir()) == ["runs.json", "runs.md"]
-
-
-def test_results_of_several_commands_are_merged(tmp_path):
-    for case, machine in [("grpo", "a"), ("dpo", "b")]:
-        rows = [row_named(case, 3), row_named("sft", 1 if case == "grpo" else 2)]
-        origin = {"machine": machine, "commit": "c", "command": f"run {case}", "date": "d"}
-        (tmp_path / f"{case}.json").write_text(json.dumps(origin | {"rows": rows}))
-    output = tmp_path / "all.json"
-    for case in ("grpo", "dpo"):
-        merge(output, tmp_path / f"{case}.json")
-    told = [
-        (row["case"], row["steps"], row["machine"], row["command"]) for row in json.loads(output.read_text())["rows"]
-    ]
-    assert told == [("grpo", 3, "a", "run grpo"), ("sft", 2, "b", "run dpo"), ("dpo", 3, "b", "run dpo")]
-
-
-def test_rows_that_are_written_at_the_same_time_are_all_kept(tmp_path):
-    output = tmp_path / "runs.json"
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda case: add_row(output, row_named(case, 1)), ["grpo", "sft", "dpo", "gsm8k"]))
-    assert [row["case"] for row in json.loads(output.read_text())["rows"]] == ["grpo", "sft", "dpo", "gsm8k"]
 
 
 def test_the_word_problems_run_with_checkpoints_and_readings_of_the_gpu(tmp_path, monkeypatch):
