@@ -6,9 +6,13 @@ from pathlib import Path
 import plan_accuracy
 import pytest
 
+from nemo_offload_rl.config import load
 from nemo_offload_rl.residency.table import Phase
 
-RESULT = Path(__file__).parents[3] / "docs" / "results" / "plan_accuracy.json"
+ROOT = Path(__file__).parents[3]
+RESULT = ROOT / "docs" / "results" / "plan_accuracy.json"
+RUN = RESULT.with_name("colocated_auto_rows.jsonl")
+GRPO = ROOT / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml"
 
 
 def event(action, addr, size, line):
@@ -36,6 +40,17 @@ def test_every_case_is_a_recipe_that_the_plan_knows(name):
     planned = plan_accuracy.planned_phases(plan_accuracy.CASES[name].config(has_gpus=True))
     for gib, seconds in planned.values():
         assert gib > 0 and seconds > 0
+
+
+def test_a_grpo_run_of_answers_of_many_lengths_took_what_is_planned():
+    """The run chose rows of 32,768 tokens."""
+    rows = [f"policy.sequence_packing.{key}_mb_tokens=32768" for key in ("train", "logprob")]
+    config = load(GRPO, [*rows, "policy.generation.backend=vllm"]).config
+    planned = {phase: gib for phase, (gib, _) in plan_accuracy.planned_phases(config).items()}
+    for line in RUN.read_text().splitlines():
+        peaks = json.loads(line)
+        for phase, verb in ((Phase.TRAIN, "train"), (Phase.LOGPROB, "logprobs")):
+            assert planned[phase] == pytest.approx(peaks[f"performance/memory/policy/gpu_peak_{verb}_gib"], rel=0.01)
 
 
 def test_the_plan_is_near_the_peaks_that_were_measured():
