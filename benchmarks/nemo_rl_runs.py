@@ -7,10 +7,9 @@ The folder is a copy of examples/configs of NVIDIA-NeMo/RL, or a part of it. A G
 after the other with the scripts in examples/, then GRPO on word problems with gsm8k's columns. The number of steps is
 cut, the model has the recipe's architecture with random weights, and data and tokenizer are local. `--scale own` uses
 the sizes of the recipe's model, `small` those of a small model of its family, and `tiny` is for a trial without a GPU.
-Each row lists the overrides that were needed; the script also writes them and the table as Markdown beside the JSON
-file.
+Each row lists the overrides that were needed.
 
-With `--append` a page keeps the rows of cases that are not run now, so that several commands may run the cases, one
+With `--append` a result keeps the rows of cases that are not run now, so that several commands may run the cases, one
 after the other or at the same time (each then with its own `--work` folder). `--merge OTHER.json` takes over the rows
 of other result files and runs no case unless `--cases` names some. Memory and GPU readings count all processes on a
 GPU: runs at the same time need separate GPUs (CUDA_VISIBLE_DEVICES), or each row counts both.
@@ -40,7 +39,6 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # for the runs; els
 from gpu_watch import GpuWatch
 from model_shapes import LLAMA_1B, QWEN2_0_5B, QWEN2_1_5B, QWEN3_0_6B, SIZES_OF_NAME, TINY_SIZES
 from nemo_rl_data import VOCABULARY, in_hydra, write_datasets, write_tokenizer
-from nemo_rl_runs_page import page_of
 from result_file import TableValue, print_rows, write_result
 
 from nemo_offload_rl.config import load
@@ -184,7 +182,6 @@ def merge(output: Path, other: Path) -> None:
         last = {row["case"]: row for row in rows}
         result = json.loads(other.read_text()) | {"rows": [last[case] for case in CASES + ON_TWO_GPUS if case in last]}
         replace_text(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
-        replace_text(output.with_suffix(".md"), page_of(result, output.name))
 
 
 def rows_of(path: Path) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Tests the data, the overrides, the rows and the page of benchmarks/nemo_rl_runs.py."""
+"""Tests the data, the overrides and the rows of benchmarks/nemo_rl_runs.py."""
 
 import re
 from argparse import Namespace
@@ -8,7 +8,6 @@ import pytest
 from gpu_watch import GpuWatch
 from nemo_rl_data import VOCABULARY, datasets, write_datasets, write_tokenizer
 from nemo_rl_runs import (
-    ORIGIN,
     SAVES,
     Case,
     cases,
@@ -16,7 +15,6 @@ from nemo_rl_runs import (
     parse_arguments,
     row_of,
 )
-from nemo_rl_runs_page import override_lines, page_of
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.data.named import load_named
@@ -89,7 +87,7 @@ def test_a_recipe_for_many_gpus_gets_what_one_needs_and_each_key_once(tmp_path):
         overrides_of(case, load(recipe, ["policy.model_name=org/another"]).config, "grpo", "own", tmp_path)
 
 
-def test_a_run_that_fails_has_its_row_and_its_place_on_the_page(tmp_path):
+def test_a_run_that_fails_has_its_row(tmp_path):
     (tmp_path / "recipe.yaml").write_text(f"defaults: {EXEMPLAR}\n")
     arguments = Namespace(folder=tmp_path, scale="small", change=["x:a=1", "one:grpo.no_such_key=1"], limit_s=60)
     (tmp_path / "logs" / "one" / "exp_001").mkdir(parents=True)  # of an earlier run
@@ -99,10 +97,6 @@ def test_a_run_that_fails_has_its_row_and_its_place_on_the_page(tmp_path):
     assert row["steps"] == 0 and "no_such_key" in row["status"]
     assert row["overrides"].endswith("grpo.no_such_key=1")
     assert row["status"].startswith("exit status 2: ")
-    page = page_of({"rows": [row | dict.fromkeys(ORIGIN, "known")]}, "rows.json")
-    assert "| one | grpo | 0 |" in page
-    assert "Of the 1 runs in the table 0 are done." in " ".join(page.split())
-    assert f"Its end: {row['status']}" in "".join(override_lines(row))
 
 
 def test_the_word_problems_run_with_checkpoints_and_readings_of_the_gpu(tmp_path, monkeypatch):
