@@ -327,10 +327,9 @@ def _of_run(config: dict[str, Any], found: _Findings) -> dict[str, Any]:
 
 def _micro_batches(read: Recipe, of_run: Mapping[str, Any]) -> dict[str, int]:
     """Returns smaller micro-batches of a warm start where a data-parallel rank's samples do not fill the recipe's."""
-    if not of_run:
+    if not of_run.keys() >= {GPUS, NODES, TP, PP, CP}:  # the run's own have problems
         return {}
-    model = [of_run.get(key, 1) for key in (TP, PP, CP)]
-    ranks = data_parallel_size(of_run[GPUS] * of_run[NODES], *model)
+    ranks = data_parallel_size(of_run[GPUS] * of_run[NODES], *(of_run[key] for key in (TP, PP, CP)))
     out = {}
     for samples, micro_batch in _BATCHES:
         whole, part = value_at(read.config, samples), value_at(read.config, micro_batch)

@@ -79,25 +79,23 @@ class Resolved:
     chosen: tuple[str, ...] = ()
 
 
-def decide(
-    config: MasterConfig,
-    machine: Machine,
-    hf_config: Mapping[str, Any],
-    *,
-    algorithm: str,
-    has_random_weights: bool = False,
-) -> Resolved:
+def decide(config: MasterConfig, planner: Planner, *, has_gpus: bool) -> Resolved:
     """Decides every setting that depends on the machine but those of `policy.activation_memory`; plans the result.
 
-    Takes the arguments of `plan.resolve.resolve`, and raises its errors.
+    Args:
+        config: a validated recipe's config; not modified.
+        planner: knows the model, the algorithm and the machine.
+        has_gpus: whether ranks have GPUs.
+
+    Raises:
+        HostBudgetError, ValueError: as in `plan.resolve.resolve`.
     """
     config, replayed = without_replayed_engine(config)
-    check_model(hf_config, config["policy"])
-    config, lines = for_machine(config, has_gpus=machine.has_gpus)
-    if machine.has_gpus:
+    check_model(planner.hf_config, config["policy"])
+    config, lines = for_machine(config, has_gpus=has_gpus)
+    if has_gpus:
         _check_attention(config["policy"])
     lines = [*replayed, *lines]
-    planner = Planner(hf_config, algorithm, machine.gpu_bytes, machine.hosts, has_random_weights)
     problems = []
     for decision in _DECISIONS:
         try:
@@ -107,13 +105,13 @@ def decide(
         else:
             lines += decided
     try:
-        run = plan_run(config, hf_config, algorithm=algorithm)
+        run = plan_run(config, planner.hf_config, algorithm=planner.algorithm)
     except UnknownArchitectureError as error:
         run = None
         activations = settings(config["policy"]).activations
         if activations is not None:
             limit_where_unknown(activations, error)
-    peaks = policy_peaks(config, planner, run) if machine.has_gpus and run is not None and not problems else {}
+    peaks = policy_peaks(config, planner, run) if has_gpus and run is not None and not problems else {}
     peaks_gib = {verb: nbytes / GIB for verb, nbytes in peaks.items()}
     return Resolved(config, run, tuple(lines), tuple(problems), peaks_gib)
 

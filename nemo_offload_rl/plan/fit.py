@@ -403,14 +403,7 @@ class _Search:
         return (*state.way.overrides, *as_overrides(values))
 
     def _resolve(self, config: MasterConfig) -> Resolved:
-        planner = self._planner
-        return decide(
-            config,
-            self._machine,
-            planner.hf_config,
-            algorithm=planner.algorithm,
-            has_random_weights=planner.has_random_weights,
-        )
+        return decide(config, self._planner, has_gpus=True)
 
     def _checked(self, overrides: Sequence[str]) -> tuple[MasterConfig, PlannedRun, Planner]:
         """Returns the recipe as it would run with overrides, and its plan, after all checks of a run.

@@ -54,7 +54,7 @@ def resolve(
         else:
             lines.append(line)
         config = with_values(config, {**from_overrides(chosen), _KEY: None})
-    resolved = decide(config, machine, hf_config, algorithm=algorithm, has_random_weights=has_random_weights)
+    resolved = decide(config, planner, has_gpus=machine.has_gpus)
     others = (problem for problem in resolved.problems if str(problem) not in map(str, problems))
     return dataclasses.replace(
         resolved,
