@@ -9,9 +9,11 @@ logits in chunks, optimizer state streamed from the host. Each number of ranks r
 (without GPUs over gloo); the file is written after each. With `--steps 1` the only step counts; with more, the first is
 a warm-up, and seconds are medians of the slowest rank.
 
-Columns: `cp` and `dp`, between which `gpus` are divided; `tokens_per_s` of all ranks together; `peak_gib`: torch's peak
-of allocated memory and the ranges beside it, of the fullest rank; `planned_gib`: the same by the plan;
-`largest_difference`: the largest relative difference of a step's loss from the first row's of the same rows.
+Columns: `tp`, `cp` and `dp`, between which `gpus` are divided; `tokens_per_s` of all ranks together; `peak_gib`:
+torch's peak of allocated memory and the ranges beside it, of the fullest rank; `planned_gib`: the same by the plan;
+`largest_difference`: the largest relative difference of a step's loss from the first row's of the same rows. With
+`--profiled`, of one more step of rank 0: `collectives_s`, in which kernels of NCCL run, and `exposed_s`, in which no
+other kernel does.
 """
 
 import argparse
@@ -33,6 +35,8 @@ from ports import free_port
 from result_file import TableValue, print_rows, write_result
 
 Row = dict[str, TableValue]
+Kernel = tuple[str, float, float]
+"""(name, start, end) in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +49,8 @@ class Case:
         rows: of a step.
         way: of `WAYS`.
         cp: the context-parallel size.
-        gpus: number of ranks; what context parallelism does not share is data-parallel.
+        gpus: number of ranks; what context and tensor parallelism do not share is data-parallel.
+        tp: the tensor-parallel size; above 1 with sequence parallelism.
     """
 
     model: str
@@ -54,6 +59,12 @@ class Case:
     way: str
     cp: int
     gpus: int
+    tp: int = 1
+
+    @property
+    def dp(self) -> int:
+        """Returns the data-parallel size."""
+        return self.gpus // (self.cp * self.tp)
 
 
 CASE = tuple(field.name for field in dataclasses.fields(Case))
@@ -64,13 +75,14 @@ def config_of(case: Case, *, has_gpus: bool) -> Any:
     config = LongRow(case.model, case.tokens, case.way).config(has_gpus=has_gpus)
     policy: Any = config["policy"]
     policy["train_global_batch_size"] = case.rows
-    policy["make_sequence_length_divisible_by"] = 2 * case.cp
+    policy["make_sequence_length_divisible_by"] = 2 * case.cp * case.tp
     policy["megatron_cfg"]["context_parallel_size"] = case.cp
+    policy["megatron_cfg"] |= {"tensor_model_parallel_size": case.tp, "sequence_parallel": case.tp > 1}
     config["cluster"]["gpus_per_node"] = case.gpus
     return config
 
 
-def child(case: Case, num_steps: int, rank: int, port: int, output: Path) -> None:
+def child(case: Case, num_steps: int, rank: int, port: int, output: Path, *, profiled: bool) -> None:
     """Trains on one rank of a case, writes what it measured, and ends the process."""
     import torch
 
@@ -78,15 +90,15 @@ def child(case: Case, num_steps: int, rank: int, port: int, output: Path) -> Non
 
     config = config_of(case, has_gpus=torch.cuda.is_available())
     os.environ |= library_environment(config["policy"]["megatron_cfg"], refit_follows=False)
-    found = measure(case, config, num_steps, rank, port)
+    found = measure(case, config, num_steps, rank, port, profiled=profiled)
     output.write_text(json.dumps(found))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # at once, with all memory of the GPU and the host
 
 
-def measure(case: Case, config: Any, num_steps: int, rank: int, port: int) -> dict[str, Any]:
-    """Returns the seconds and losses of each step, and the peak of memory and what was planned of it, in GiB."""
+def measure(case: Case, config: Any, num_steps: int, rank: int, port: int, *, profiled: bool) -> dict[str, Any]:
+    """Returns the seconds and losses of each step, the peak of memory and what was planned of it, and the profile."""
     import torch
     from long_row_cases.measure import planned_gib
 
@@ -110,11 +122,10 @@ def measure(case: Case, config: Any, num_steps: int, rank: int, port: int) -> di
         seed=0,
         init_reference_model=False,
     )
-    dp = case.gpus // case.cp
-    own = case.rows // dp  # ranks of a context-parallel group have the same rows, and follow each other
+    own = case.rows // case.dp  # ranks that share rows follow each other
     shape = (case.rows, case.tokens)
     ids = torch.randint(0, policy["hf_config"]["vocab_size"], shape, generator=torch.Generator().manual_seed(0))
-    first = rank // case.cp * own
+    first = rank // (case.cp * case.tp) * own
     data = BatchedData(
         input_ids=ids[first : first + own],
         input_lengths=torch.full((own,), case.tokens),
@@ -123,17 +134,51 @@ def measure(case: Case, config: Any, num_steps: int, rank: int, port: int) -> di
     )
     worker.prepare_for_training()
     seconds, losses = [], []
-    for _ in range(num_steps):
+
+    def step() -> None:
         torch.distributed.barrier()
         start = time.perf_counter()
         losses.append(worker.train(data, NLLLoss(), gbs=case.rows, mbs=1)["loss"])
         seconds.append(time.perf_counter() - start)
-    peak_gib = worker.memory_stats().get("gpu_peak_train_gib")
-    return {"seconds": seconds, "losses": losses, "peak_gib": peak_gib, "planned_gib": planned}
+
+    for _ in range(num_steps):
+        step()
+    found = {"seconds": seconds[:], "losses": losses[:], "planned_gib": planned}
+    found["peak_gib"] = worker.memory_stats().get("gpu_peak_train_gib")
+    if profiled and torch.cuda.is_available():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+        found["collectives"] = collectives([_kernel(event) for event in profile.events()])
+    return found
 
 
-def in_own_processes(case: Case, num_steps: int) -> list[dict[str, Any]]:
+def _kernel(event: Any) -> Kernel:
+    return event.name, event.time_range.start / 1e6, event.time_range.end / 1e6
+
+
+def collectives(kernels: Sequence[Kernel]) -> dict[str, float]:
+    """Returns the seconds in which kernels of NCCL run, and those in which no other kernel runs beside them."""
+    of_nccl = [kernel for kernel in kernels if "nccl" in kernel[0].lower()]
+    others = [kernel for kernel in kernels if "nccl" not in kernel[0].lower() and not kernel[0].startswith("Mem")]
+    return {"collectives_s": _covered(of_nccl), "exposed_s": _covered([*of_nccl, *others]) - _covered(others)}
+
+
+def _covered(kernels: Sequence[Kernel]) -> float:
+    """Returns the seconds in which at least one of the kernels runs."""
+    total, covered_until = 0.0, float("-inf")
+    for _, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        total += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
+    return total
+
+
+def in_own_processes(case: Case, num_steps: int, *, profiled: bool = False) -> list[dict[str, Any]]:
     """Returns what each rank of a case measured.
+
+    Args:
+        case: what is measured.
+        num_steps: of several the first is a warm-up.
+        profiled: whether rank 0 profiles one step more.
 
     Raises:
         RuntimeError: a rank ended with an error.
@@ -147,6 +192,7 @@ def in_own_processes(case: Case, num_steps: int) -> list[dict[str, Any]]:
                 [
                     *(sys.executable, __file__, "--child", json.dumps(dataclasses.asdict(case)), "--port", port),
                     *("--rank", str(rank), "--steps", str(num_steps), "--output", str(output)),
+                    *(["--profiled"] if profiled else []),
                 ],
                 env=environment,
             )
@@ -171,7 +217,7 @@ def row_of(case: Case, ranks: Sequence[dict[str, Any]], wanted: Sequence[float] 
     peaks = [rank["peak_gib"] for rank in ranks if rank["peak_gib"] is not None]
     losses = ranks[0]["losses"]
     return dataclasses.asdict(case) | {
-        "dp": case.gpus // case.cp,
+        "dp": case.dp,
         "step_s": round(step_s, 3),
         "tokens_per_s": round(case.rows * case.tokens / step_s),
         "peak_gib": round(max(peaks), 3) if peaks else None,
@@ -180,6 +226,7 @@ def row_of(case: Case, ranks: Sequence[dict[str, Any]], wanted: Sequence[float] 
         if wanted is None
         else max(abs(one - other) / abs(other) for one, other in zip(losses, wanted, strict=True)),
         "steps": len(seconds),
+        **{name: round(value, 3) for name, value in ranks[0].get("collectives", {}).items()},
     }
 
 
@@ -197,6 +244,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="of several steps the first is not counted")
     parser.add_argument("--output", type=Path, default=Path("build/context_parallel.json"), help="the result file")
     parser.add_argument("--append", action="store_true", help="keep the file's rows of cases that are not measured now")
+    parser.add_argument("--profiled", action="store_true", help="profile one more step of rank 0")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -207,7 +255,8 @@ def main() -> int:
     """Measures every case, and writes the result after each; returns the exit status."""
     arguments = parsed_arguments()
     if arguments.child:
-        child(Case(**arguments.child), arguments.steps, arguments.rank, arguments.port, arguments.output)
+        case = Case(**arguments.child)
+        child(case, arguments.steps, arguments.rank, arguments.port, arguments.output, profiled=arguments.profiled)
     layouts = [(size, size) for size in arguments.ranks]
     if arguments.data_parallel:
         layouts += [(1, size) for size in arguments.ranks if size > 1]
@@ -216,7 +265,7 @@ def main() -> int:
         wanted: list[float] | None = None
         for cp, gpus in layouts:
             case = Case(arguments.model, arguments.tokens, arguments.rows, way, cp, gpus)
-            ranks = in_own_processes(case, arguments.steps)
+            ranks = in_own_processes(case, arguments.steps, profiled=arguments.profiled)
             rows.append(row_of(case, ranks, wanted))
             wanted = wanted or ranks[0]["losses"]
             write_result(arguments.output, rows, append_by=CASE if arguments.append else ())

@@ -1,0 +1,161 @@
+"""What do GPUs of one host gain together: training of 8 B, and GRPO of a 30 B model with experts beside vLLM?
+
+    python benchmarks/scale.py --train one dp tp cp --output docs/results/scale.json
+    python benchmarks/scale.py --grpo tp ep --settings ours upstream_way --append --output docs/results/scale.json
+    python benchmarks/scale.py --gpus 2 --model tiny --train one dp tp --grpo tp --scale tiny
+
+`--train` runs training steps of rows of 8,192 tokens, as many a GPU in every layout (weak scaling), with
+`context_parallel.py`: `one` GPU, `dp`, `tp` (two ranks share a row), `cp` (the same). `--grpo` runs `colocated.py` with
+recipes/grpo_30B_A3B_random.yaml: `tp` shares experts among all ranks and layers between two, with vLLM engines of two
+GPUs; `ep` shares experts alone, with one expert-parallel engine. `--cut` keeps 8 of its 48 layers, for two GPUs.
+
+Columns of a training row: those of `context_parallel.py`, and `of_one_gpu`: tokens a second and GPU over the first
+row's. Of a GRPO row: seconds of a step and of its phases, `switch_s` both ways, the refit with its parts and replayed
+graphs, tokens a second and GPU, GiB beside the planned, and `start_s`: from the command to the
+first token.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import context_parallel
+from colocated_ways.settings import SETTINGS
+from result_file import TableValue, print_rows, write_result
+
+Row = dict[str, TableValue]
+BENCHMARKS = Path(__file__).parent
+RECIPE = BENCHMARKS / "recipes" / "grpo_30B_A3B_random.yaml"
+ROW_TOKENS, ROWS_PER_GPU = 8192, 8
+TRAIN = ("one", "dp", "tp", "cp")
+GRPO = ("tp", "ep")
+CUT = ("policy.hf_config.num_hidden_layers=8", "policy.model_name=qwen3-30B-A3B-8-layers")
+_FIGURES: Mapping[str, str] = {
+    "step_s": "whole step",
+    "generation_s": "generation",
+    "logprobs_s": "logprobs",
+    "training_s": "training",
+    "switch_s": "switch both ways",
+    "switch_to_training_s": "switch to training",
+    "switch_to_generation_s": "switch to generation",
+    "refit_s": "refit, by itself",
+    "export_s": "refit/export_s of the last switch",
+    "load_s": "refit/load_s of the last switch",
+    "graphs": "refit/graphs of the last switch",
+    "tokens": "train/num_tokens",
+    "training_peak_gib": "training: peak GPU memory",
+    "training_planned_gib": "training: planned GPU memory",
+    "generation_peak_gib": "generation: peak GPU memory",
+    "generation_planned_gib": "generation: planned GPU memory",
+    "refit_peak_gib": "refit: peak GPU memory",
+    "refit_planned_gib": "refit: planned GPU memory",
+    "mfu": "model_flop_utilization/training",
+    "awake": "the engine stays awake",
+    "start_s": "start-up: from the command to the end of first_token",
+    "refused": "refused",
+}
+_EQUAL: Mapping[str, str] = {
+    "equal_losses": "losses of all steps are equal",
+    "equal_tokens": "greedy tokens are equal",
+}
+
+
+def layout_of(name: str, gpus: int) -> dict[str, int]:
+    """Returns the ranks and sizes of a layout of training."""
+    sizes = {"one": {"gpus": 1}, "dp": {}, "tp": {"tp": 2}, "cp": {"cp": 2}}[name]
+    return {"gpus": gpus, "cp": 1, "tp": 1} | sizes
+
+
+def overrides_of(name: str, gpus: int) -> list[str]:
+    """Returns the overrides of the recipe for a layout of GRPO."""
+    tp, engine, experts = {"tp": (2, 2, 1), "ep": (1, gpus, gpus)}[name]
+    return [
+        f"cluster.gpus_per_node={gpus}",
+        f"policy.megatron_cfg.tensor_model_parallel_size={tp}",
+        f"policy.megatron_cfg.sequence_parallel={str(tp > 1).lower()}",
+        f"policy.megatron_cfg.expert_model_parallel_size={gpus}",
+        f"policy.generation.vllm_cfg.tensor_parallel_size={engine}",
+        f"policy.generation.vllm_cfg.expert_parallel_size={experts}",
+    ]
+
+
+def train_rows(names: Sequence[str], arguments: argparse.Namespace) -> list[Row]:
+    """Measures layouts of training; returns a row each."""
+    rows: list[Row] = []
+    for name in names:
+        layout = layout_of(name, arguments.gpus)
+        num_rows = ROWS_PER_GPU * layout["gpus"]
+        tokens = ROW_TOKENS if arguments.model != "tiny" else 64
+        case = context_parallel.Case(arguments.model, tokens, num_rows, "recompute", **layout)
+        ranks = context_parallel.in_own_processes(case, arguments.steps + 1, profiled=True)
+        row = {"layout": name, "part": "train"} | context_parallel.row_of(case, ranks, None)
+        row["tokens_per_s_gpu"] = round(row["tokens_per_s"] / case.gpus, 1)
+        row["of_one_gpu"] = round(row["tokens_per_s_gpu"] / (rows[0] if rows else row)["tokens_per_s_gpu"], 3)
+        rows.append(row)
+        print_rows(rows)
+    return rows
+
+
+def grpo_rows(name: str, arguments: argparse.Namespace) -> list[Row]:
+    """Runs GRPO in a layout, in each setting; returns a row each."""
+    overrides = [*overrides_of(name, arguments.gpus), *(CUT if arguments.cut else ()), *arguments.overrides]
+    of_scale = ["--scale", "tiny"] if arguments.scale == "tiny" else ["--config", str(RECIPE)]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "colocated.json"
+        command = [sys.executable, str(BENCHMARKS / "colocated.py"), *of_scale, "--out", str(out)]
+        command += ["--backend", arguments.backend, "--settings", *arguments.settings]
+        command += ["--steps", str(arguments.steps + 1), "--switches", str(arguments.switches), *overrides]
+        subprocess.run(command, check=False)  # a setting that is refused has a row that says so
+        found = json.loads(out.read_text())["rows"]
+    return [condensed(name, setting, arguments.gpus, found) for setting in arguments.settings]
+
+
+def condensed(layout: str, setting: str, gpus: int, found: Sequence[Mapping[str, TableValue]]) -> Row:
+    """Returns a setting's row of the table from the rows of `colocated.py`, one a metric."""
+    values = {row["metric"]: row["value"] for row in found if row["setting"] == setting}
+    both = {row["metric"]: row["value"] for row in found if row["setting"] == "both"}
+    row: Row = {"layout": layout, "part": "grpo", "setting": setting, "model": found[0]["model"], "gpus": gpus}
+    row |= {name: values[metric] for name, metric in _FIGURES.items() if metric in values}
+    if "tokens" in row:
+        row["tokens_per_s_gpu"] = round(row["tokens"] / row["step_s"] / gpus, 1)
+    return row | {name: both[metric] for name, metric in _EQUAL.items() if metric in both}
+
+
+def parsed_arguments() -> argparse.Namespace:
+    """Returns the arguments of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gpus", type=int, default=4, help="of all layouts but `one`")
+    parser.add_argument("--train", nargs="+", choices=TRAIN, default=[], help="layouts of training")
+    parser.add_argument("--model", choices=list(context_parallel.MODELS), default="8b", help="that they train")
+    parser.add_argument("--grpo", nargs="+", choices=GRPO, default=[], help="layouts of GRPO")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="of colocated.py")
+    parser.add_argument("--cut", action="store_true", help="8 of the recipe's 48 layers")
+    parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a trial without a GPU")
+    parser.add_argument("--backend", choices=["vllm", "transformers"], default="vllm")
+    parser.add_argument("--steps", type=int, default=2, help="that count, after a first one")
+    parser.add_argument("--switches", type=int, default=3, help="switches back and forth that count, after a first one")
+    parser.add_argument("--append", action="store_true", help="keep the file's rows of cases that are not measured now")
+    parser.add_argument("--output", type=Path, default=Path("build/scale.json"), help="the result file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the GRPO recipe")
+    return parser.parse_intermixed_args()
+
+
+def main() -> int:
+    """Measures every layout, and writes the result after each; returns the exit status."""
+    arguments = parsed_arguments()
+    case = ("part", "layout", "setting", "model", "gpus")
+    rows: list[Row] = train_rows(arguments.train, arguments)
+    for name in arguments.grpo:
+        rows += grpo_rows(name, arguments)
+        write_result(arguments.output, rows, append_by=case if arguments.append else ())
+    write_result(arguments.output, rows, append_by=case if arguments.append else ())
+    print_rows([row for row in rows if row["part"] == "grpo"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
