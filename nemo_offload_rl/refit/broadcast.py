@@ -128,7 +128,7 @@ class BroadcastSender(RefitSender):
         address, port = listener.getsockname()[:2]
         self._at = Rendezvous(address, port, len(receivers) + 1, timeout_s)
         self._store = self._at.store(listener)
-        self._first: FirstBroadcast | None = None  # set once the engines have announced themselves
+        self._first: FirstBroadcast | None = None  # set while the engines join
         self._group: BroadcastGroup | None = None  # set once the engines have joined
 
     def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
@@ -176,6 +176,7 @@ class BroadcastSender(RefitSender):
         self._watch(self._first.is_done)
         with self._naming_the_engine():
             self._group, work = self._first.result()
+        self._first = None  # it holds the work, and with it the buffer
         return work
 
     def _started(self, group: BroadcastGroup, data: torch.Tensor) -> Any:

@@ -1,8 +1,10 @@
 """Weights by broadcast to engines of their own; on a CPU over gloo, with the processes that a run would have."""
 
+import gc
 import os
 import sys
 import time
+import weakref
 
 import psutil
 import pytest
@@ -11,7 +13,7 @@ import torch
 from support.mixed_weights import MIXED
 from support.weight_loader import WeightLoader, take
 
-from nemo_offload_rl.refit import make_transport
+from nemo_offload_rl.refit import broadcast, make_transport
 from nemo_offload_rl.refit.broadcast import BroadcastTransport, RefitTimeoutError
 from nemo_offload_rl.refit.broadcast_group import announcement
 from nemo_offload_rl.refit.checksum import tensor_checksum
@@ -90,6 +92,22 @@ def test_one_memory_may_serve_tensor_after_tensor(receivers):
     sender.send((f"w{index}", reused.fill_(index)) for index in range(6))
     weights = take(receivers[1])["weights"]
     assert [weights[f"w{index}"].unique().tolist() for index in range(6)] == [[index] for index in range(6)]
+
+
+def test_the_buffer_is_freed_after_each_refit(receivers, monkeypatch):
+    buffers = []
+
+    def made(num_bytes):
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        buffers.append(weakref.ref(buffer.untyped_storage()))
+        return buffer
+
+    monkeypatch.setattr(broadcast, "_buffer", made)
+    sender = connect(receivers, MIXED)
+    for _ in range(2):
+        sender.send(iter(MIXED))
+        gc.collect()
+    assert [buffer() for buffer in buffers] == [None, None]
 
 
 def test_what_an_engine_refuses_stops_the_refit(receivers):
