@@ -128,6 +128,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Check whether this machine is fit for offloading, property by property. Measures each GPU's link.",
     )
     doctor.add_argument("--json", action="store_true", help="print the facts and verdicts as JSON")
+    doctor.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="instead measure, in a minute, the rates of the GPU and its host, and keep them for plan and runs here",
+    )
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -417,9 +422,10 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> None:
-    from nemo_offload_rl.placement.doctor import run_doctor
+    from nemo_offload_rl.placement.doctor import run_calibration, run_doctor
 
-    run_doctor(as_json=options.json)
+    report = run_calibration if options.calibrate else run_doctor
+    report(as_json=options.json)
 
 
 if __name__ == "__main__":

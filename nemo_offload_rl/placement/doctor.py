@@ -1,4 +1,4 @@
-"""Prints the report of `nemo-offload-rl doctor`: checks of this machine, as a table or as JSON."""
+"""Prints the report of `nemo-offload-rl doctor`: checks of this machine, or its measured rates, as a table or JSON."""
 
 import dataclasses
 import json
@@ -10,6 +10,7 @@ from rich.text import Text
 
 from nemo_offload_rl.placement.checks import Check, Verdict, judge
 from nemo_offload_rl.placement.machine import MachineFacts, machine_facts
+from nemo_offload_rl.placement.rates import Curve, Rates, keep_rates
 
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.MISSING: "red"}
 # Without a terminal rich uses 80 columns, too few for the remedies.
@@ -31,6 +32,48 @@ def run_doctor(as_json: bool, console: Console | None = None) -> None:
         console.file.write(facts_as_json(facts, checks) + "\n")
     else:
         console.print(checks_table(facts.host.hostname, checks))
+
+
+def run_calibration(as_json: bool, console: Console | None = None) -> None:
+    """Measures the rates of this machine's current GPU, keeps them for the plan, and prints them.
+
+    Args:
+        as_json: Print the rates as JSON, as in the file.
+        console: Where to print; None for the standard output.
+
+    Raises:
+        ValueError: There is no GPU, it cannot be measured, or the file cannot be written.
+    """
+    from nemo_offload_rl.placement.calibrate import calibrate_here
+
+    rates, gpu = calibrate_here()
+    path = keep_rates(rates, gpu)
+    console = Console(width=_WIDTH_WITHOUT_TERMINAL) if console is None else console
+    if as_json:
+        console.file.write(json.dumps(rates.as_fields(), indent=2) + "\n")
+    else:
+        console.print(rates_table(gpu, rates))
+        console.print(f"kept in {path}, from which nemo-offload-rl plan and runs on this machine predict seconds")
+
+
+def rates_table(title: str, rates: Rates) -> Table:
+    """Returns a table with a row per rate."""
+    table = Table(title=f"{title}: rates", title_justify="left")
+    for heading in ("rate", "measured"):
+        table.add_column(heading, overflow="fold")
+    table.add_row("matrix products, TFLOP/s", _points(rates.matmul, 1e9, "GFLOP"))
+    for one in rates.attention:
+        for name, curve in (("forward", one.forward), ("backward", one.backward)):
+            table.add_row(f"attention, heads of {one.head_dim}, {name}, TFLOP/s", _points(curve, 1, "tokens"))
+    table.add_row("GPU memory, read and written, TB/s", f"{rates.memory_bytes_per_s / 1e12:.2f}")
+    table.add_row("link, the slower direction, GB/s", f"{rates.link_bytes_per_s / 1e9:.1f}")
+    table.add_row("a small operation on the host, us", f"{rates.launch_s * 1e6:.1f}")
+    table.add_row("Adam on the CPU, G parameters/s", f"{rates.cpu_params_per_s / 1e9:.2f}")
+    return table
+
+
+def _points(curve: Curve, unit: float, name: str) -> str:
+    return ", ".join(f"{rate / 1e12:.0f} ({size / unit:,.0f} {name})" for size, rate in curve.points)
 
 
 def facts_as_json(facts: MachineFacts, checks: list[Check]) -> str:

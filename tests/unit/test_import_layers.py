@@ -78,8 +78,9 @@ LAYERS = {
     "placement": layer(*LEAVES, never="megatron transformers"),
     "placement.network": layer(never="ray megatron transformers"),
     "placement.link": layer("memory", *LEAVES, never="ray megatron transformers"),
+    "placement.rates": layer("storage", never=NO_LIBRARY),
     "plan": layer(
-        "config", "residency.targets", "activation_offload.schedule", *LEAVES,
+        "config", "residency.targets", "activation_offload.schedule", "placement.rates", *LEAVES,
         never=NO_LIBRARY,
     ),
     "adapters": layer("memory", "residency", "placement.gpus", *LEAVES),
@@ -134,7 +135,8 @@ LAYERS = {
     "run": layer(
         "worker.group", "worker.environment", "worker.errors", "generation", "refit", "data", "environments",
         "placement.cluster", "placement.node_watch",
-        "placement.gpu_monitor", "placement.machine", "placement.gpus", "plan", "config", "hf_config", *LEAVES,
+        "placement.gpu_monitor", "placement.machine", "placement.gpus", "placement.rates", "plan", "config",
+        "hf_config", *LEAVES,
         never="megatron transformer_engine",
     ),
     "algorithms": layer(

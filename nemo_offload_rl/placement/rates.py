@@ -1,0 +1,216 @@
+"""Holds the rates of a machine from which seconds are predicted: assumed ones, or those that the doctor measured."""
+
+import bisect
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_offload_rl.storage.disk import write_whole
+from nemo_offload_rl.storage.regular_file import UnreadableFileError, read_regular_file
+
+_VERSION = 1  # of the file's fields
+_MAX_FILE_BYTES = 1 << 20
+_REMEDY = "measure again with nemo-offload-rl doctor --calibrate, or delete the file"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Holds a rate that depends on a size.
+
+    Attributes:
+        points: pairs of size and rate, by ascending size.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def at(self, size: float) -> float:
+        """Returns the rate at a size: between two points by the logarithm of the size, outside that of the nearest."""
+        number = bisect.bisect(self.points, size, key=lambda point: point[0])
+        if number in (0, len(self.points)):
+            return self.points[max(0, number - 1)][1]
+        (low, slow), (high, fast) = self.points[number - 1 : number + 1]
+        return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
+
+
+@dataclass(frozen=True)
+class AttentionRates:
+    """Holds the FLOP/s of causal attention in bf16, by the tokens of a sequence.
+
+    Attributes:
+        head_dim: size of a head.
+        forward: FLOPs of a forward pass, two products a pair of tokens, a second.
+        backward: FLOPs of a backward pass, five products a pair of tokens, a second.
+    """
+
+    head_dim: int
+    forward: Curve
+    backward: Curve
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Holds how fast one GPU and its host are.
+
+    Attributes:
+        source: where the numbers are from, for messages.
+        matmul: FLOP/s of matrix products in bf16, by the FLOPs of one product.
+        attention: rates of attention, by size of a head.
+        memory_bytes_per_s: bytes that a copy within GPU memory reads and writes in a second.
+        link_bytes_per_s: speed of page-locked copies in one direction, the slower one's.
+        launch_s: host seconds of a small operation in a forward or backward pass: Python, autograd and the launch.
+        cpu_params_per_s: parameters that Adam's kernels step in a second on the CPU, with all threads of the process.
+    """
+
+    source: str
+    matmul: Curve
+    attention: tuple[AttentionRates, ...]
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    launch_s: float
+    cpu_params_per_s: float
+
+    def attention_of(self, head_dim: int) -> AttentionRates:
+        """Returns the rates of the size of a head that is nearest."""
+        return min(self.attention, key=lambda rates: abs(rates.head_dim - head_dim))
+
+    def as_fields(self) -> dict[str, Any]:
+        """Returns what `from_fields` reads, for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> "Rates":
+        """Returns the rates of the fields of a file.
+
+        Raises:
+            ValueError: a field is missing, or not what it should be.
+        """
+        try:
+            numbers = {name: _positive(fields[name]) for name in _NUMBERS}
+            attention = tuple(
+                AttentionRates(int(_positive(one["head_dim"])), _curve(one["forward"]), _curve(one["backward"]))
+                for one in fields["attention"]
+            )
+            if not attention:
+                raise ValueError("it has no rates of attention")
+            return cls(source=str(fields["source"]), matmul=_curve(fields["matmul"]), attention=attention, **numbers)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"it lacks a field, or has one of another type: {error}") from error
+
+
+_NUMBERS = ("memory_bytes_per_s", "link_bytes_per_s", "launch_s", "cpu_params_per_s")
+
+
+def _positive(value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"it has {value!r} where a number above 0 belongs")
+    return float(value)
+
+
+def _curve(fields: Mapping[str, Any]) -> Curve:
+    points = tuple((_positive(size), _positive(rate)) for size, rate in fields["points"])
+    if not points or list(points) != sorted({size: (size, rate) for size, rate in points}.values()):
+        raise ValueError("a curve has no points, or not by ascending size")
+    return Curve(points)
+
+
+def _teraflops(*points: tuple[float, float]) -> Curve:
+    return Curve(tuple((size, rate * 1e12) for size, rate in points))
+
+
+H200_RATES = Rates(
+    source="assumed, those of an H200",
+    matmul=_teraflops((1e9, 150), (8e9, 400), (3.4e10, 560), (1.4e11, 690), (5.5e11, 750), (4.4e12, 750)),
+    attention=(
+        AttentionRates(
+            64,
+            forward=_teraflops((1024, 130), (2048, 220), (4096, 320), (16384, 430)),
+            backward=_teraflops((1024, 90), (2048, 150), (4096, 210), (16384, 320)),
+        ),
+        AttentionRates(
+            128,
+            forward=_teraflops((1024, 180), (2048, 300), (4096, 440), (16384, 600)),
+            backward=_teraflops((1024, 120), (2048, 200), (4096, 280), (16384, 430)),
+        ),
+    ),
+    memory_bytes_per_s=4.26e12,
+    link_bytes_per_s=55e9,  # PCI Express 5.0 x16
+    launch_s=8.3e-6,
+    cpu_params_per_s=3.9e9,
+)
+"""Rates of an H200 and its host; the CPU's are those of 16 threads, without the copies of the CPU optimizer: these
+stepped 772 M parameters in 0.31 s without overlap, 0.11 s of which are copies (docs/results/cpu_optimizer.md)."""
+
+
+def rates_folder() -> Path:
+    """Returns the folder of measured rates: below XDG_CACHE_HOME, or below ~/.cache if that is not set."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "nemo_offload_rl" / "rates"
+
+
+def rates_path(gpu: str) -> Path:
+    """Returns the file with the rates of a kind of GPU on this machine."""
+    host = f"{_cpu_name()} {os.cpu_count()} CPUs"
+    return rates_folder() / f"{_slug(gpu)}_{_slug(host)}_{_VERSION}.json"
+
+
+def keep_rates(rates: Rates, gpu: str) -> Path:
+    """Writes the rates of a kind of GPU on this machine, atomically; returns the file.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    path = rates_path(gpu)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(rates.as_fields(), indent=2) + "\n")
+    except OSError as error:
+        raise ValueError(
+            f"the measured rates cannot be written to {path}: {error.strerror}; set XDG_CACHE_HOME to a folder in "
+            "which you may write"
+        ) from error
+    return path
+
+
+def read_rates(path: Path) -> Rates:
+    """Returns the rates in a file.
+
+    Raises:
+        ValueError: the file cannot be read, or does not hold rates.
+    """
+    try:
+        return Rates.from_fields(json.loads(read_regular_file(path, _MAX_FILE_BYTES)))
+    except UnreadableFileError as error:
+        raise ValueError(f"the rates in {path} cannot be read: {error.reason}; {_REMEDY}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} does not hold rates of a machine: {error}; {_REMEDY}") from error
+
+
+def rates_of(gpus: Iterable[str]) -> Rates:
+    """Returns the rates that were measured on this machine with the first of these GPUs; otherwise assumed ones.
+
+    Args:
+        gpus: the GPUs' names.
+
+    Raises:
+        ValueError: as in `read_rates`.
+    """
+    path = next((path for path in map(rates_path, gpus) if path.exists()), None)
+    return H200_RATES if path is None else read_rates(path)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "cpu"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "cpu")
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -1,0 +1,90 @@
+"""Tests the rates of a machine: measured on a CPU, kept, read, and interpolated."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from nemo_offload_rl.cli import main
+from nemo_offload_rl.placement.calibrate import Workload, calibrate
+from nemo_offload_rl.placement.doctor import rates_table
+from nemo_offload_rl.placement.rates import H200_RATES, Curve, Rates, keep_rates, rates_of, rates_path, read_rates
+
+TINY = Workload(
+    products=((16, 32, 32), (32, 64, 64)),
+    sequences=(16, 32),
+    tokens=64,
+    heads=((2, 16),),
+    block_bytes=1 << 16,
+    num_operations=20,
+    cpu_params=1 << 12,
+    min_s=0.005,
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_what_is_measured_is_kept_for_this_kind_of_gpu_and_machine():
+    rates = calibrate(torch.device("cpu"), TINY)
+    assert [size for size, _ in rates.matmul.points] == [2 * 16 * 32 * 32, 2 * 32 * 64 * 64]
+    [attention] = rates.attention
+    assert [length for length, _ in attention.forward.points] == [16, 32]
+    assert Rates.from_fields(json.loads(json.dumps(rates.as_fields()))) == rates
+    assert rates_of(["NVIDIA H100 80GB HBM3"]) == H200_RATES
+    path = keep_rates(rates, "NVIDIA H200")
+    assert read_rates(path) == rates_of(["NVIDIA H100 80GB HBM3", "NVIDIA H200"]) == rates
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    faster = dataclasses.replace(rates, memory_bytes_per_s=1e12)
+    assert keep_rates(faster, "NVIDIA H200") == path
+    assert rates_of(["NVIDIA H200"]) == faster
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(rates_table("NVIDIA H200", faster))
+    assert "1.00" in console.export_text()
+
+
+def test_a_rate_between_two_sizes_and_outside():
+    curve = Curve(((1e3, 100.0), (1e5, 300.0)))
+    assert [curve.at(size) for size in (1, 1e3, 1e4, 1e5, 1e9)] == pytest.approx([100, 100, 200, 300, 300])
+    assert H200_RATES.attention_of(256) == H200_RATES.attention_of(128)
+    assert H200_RATES.attention_of(64).head_dim == 64
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"launch_s": 0},
+        {"launch_s": "fast"},
+        {"memory_bytes_per_s": float("inf")},
+        {"matmul": {"points": [[2, 1], [1, 1]]}},
+        {"matmul": {"points": []}},
+        {"attention": []},
+        {"attention": [{"head_dim": 64}]},
+    ],
+)
+def test_a_file_with_other_values_is_refused(change):
+    path = rates_path("NVIDIA H200")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(H200_RATES.as_fields() | change))
+    with pytest.raises(ValueError, match="--calibrate") as error:
+        rates_of(["NVIDIA H200"])
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff"])
+def test_a_damaged_file_is_refused(content, tmp_path):
+    path = tmp_path / "rates.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=str(path)):
+        read_rates(path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the GPU")
+def test_without_a_gpu_the_doctor_says_that_it_needs_one(capsys):
+    assert main(["doctor", "--calibrate"]) == 2
+    assert "torch can use none" in capsys.readouterr().err
