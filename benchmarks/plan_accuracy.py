@@ -1,6 +1,6 @@
 """How near are planned GPU memory and seconds to those of `worker.train` and a log-prob pass?
 
-    python benchmarks/plan_accuracy.py --output docs/results/plan_accuracy.json
+    python benchmarks/plan_accuracy.py --calibrate --output docs/results/plan_accuracy.json
     python benchmarks/plan_accuracy.py --cases qwen2-0.5b-padded --itemise 25
 
 Each case is a model of its family's sizes with random weights, on one GPU: log-prob passes, then training steps of two
@@ -8,11 +8,14 @@ micro-batches; the first ones warm up, and seconds are the median of the others.
 beside it; the process's own memory (context, NCCL), which the plan counts apart, is left out.
 
 Rows: `case`, `phase` (logprob, train), `planned_gib`, `measured_gib`, `planned_s`, `measured_s`, and of both their
-ratios. With --itemise the memory at the peak of the last pass and step is printed by the code that allocated it.
+ratios. Seconds are planned from the result's `rates`: those that `nemo-offload-rl doctor --calibrate` kept on this
+machine, which --calibrate runs first, else assumed ones. With --itemise the memory at the peak of the last pass and
+step is printed by the code that allocated it.
 """
 
 import argparse
 import statistics
+import subprocess
 import sys
 import traceback
 from collections import defaultdict
@@ -35,11 +38,14 @@ from nemo_offload_rl.config.cpu import for_machine
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.placement.machine import rates_here
+from nemo_offload_rl.placement.rates import H200_RATES, Rates
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.flops import read_flop_model
+from nemo_offload_rl.plan.optimizer_ways import optimizer_wait_s
 from nemo_offload_rl.plan.planner import Planner
 from nemo_offload_rl.plan.row_tokens import logprob_bytes, training_bytes
-from nemo_offload_rl.plan.step_time import logprob_seconds, training_seconds
+from nemo_offload_rl.plan.step_time import logprob_seconds, optimizer_seconds, training_seconds
 from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.run.setup import fields_from
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
@@ -154,17 +160,18 @@ CASES: Mapping[str, Case] = {
 """By name; the last one is for a trial without a GPU, and runs only if it is named."""
 
 
-def measure(case: Case, itemise: int) -> list[dict[str, TableValue]]:
+def measure(case: Case, rates: Rates, itemise: int) -> list[dict[str, TableValue]]:
     """Runs a case in this process; returns a row a phase.
 
     Args:
         case: what is run.
+        rates: those of this machine.
         itemise: the number of places whose memory at the peak is printed; 0 for none.
     """
     has_gpu = torch.cuda.is_available()
     config = case.config(has_gpus=has_gpu)
     policy = config["policy"]
-    planned = planned_phases(config)
+    planned = planned_phases(config, rates)
     loss = ClippedPGLoss(**fields_from(ClippedPGLoss, config["loss_fn"]))
     worker = one_rank_worker(policy)
     try:
@@ -220,19 +227,21 @@ def timed[Result](call: Callable[[], Result], worker: MegatronPolicyWorker, plac
     return statistics.median(times), result
 
 
-def planned_phases(config: Any) -> dict[Phase, tuple[float, float]]:
+def planned_phases(config: Any, rates: Rates = H200_RATES) -> dict[Phase, tuple[float, float]]:
     """Returns the planned GiB, without a margin and without the process's own memory, and seconds of each phase."""
     fields, spec = hf_config(config["policy"]).to_dict(), ALGORITHMS["grpo"]
-    planner = Planner(fields, "grpo", gpu_bytes=None)
+    planner = Planner(fields, "grpo", gpu_bytes=None, rates=rates)
     run = planner.plan(config)
     assert run is not None
     [rank], [training], [forward] = run.plan.ranks, training_bytes(config, planner), logprob_bytes(config, planner)
     state = sum(rank.gpu_bytes[Phase.TRAIN].values())
     flops, policy = read_flop_model(fields, config["policy"]), config["policy"]
     stages = activation_facts(fields, policy, world_size=1, group_size=spec.group_size)
-    train_s = training_seconds(flops, config, spec, stages, run.plan.activations)
+    train_s = training_seconds(flops, config, spec, stages, run.plan.activations, rates)
+    wait_s = optimizer_wait_s(rank, rates.link_bytes_per_s, rates.cpu_params_per_s)
+    train_s += optimizer_seconds(rank, wait_s, rates)
     return {
-        Phase.LOGPROB: ((rank.logprob_state_bytes + forward) / GIB, logprob_seconds(flops, config, spec)),
+        Phase.LOGPROB: ((rank.logprob_state_bytes + forward) / GIB, logprob_seconds(flops, config, spec, rates)),
         Phase.TRAIN: ((state + max(training, rank.step_grad_bytes)) / GIB, train_s),
     }
 
@@ -305,19 +314,23 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[name for name in CASES if name != "tiny"])
     parser.add_argument("--itemise", type=int, default=0, metavar="PLACES", help="print what is allocated at the peak")
     parser.add_argument("--output", type=Path, default=Path("build/plan_accuracy.json"), help="the result file")
+    parser.add_argument("--calibrate", action="store_true", help="measure the rates of this GPU and its host first")
     arguments = parser.parse_args()
+    if arguments.calibrate:  # in a process of its own, whose memory no peak counts
+        subprocess.run([sys.executable, "-m", "nemo_offload_rl.cli", "doctor", "--calibrate"], check=True)
+    rates = rates_here()
     rows: list[dict[str, TableValue]] = []
     failed = 0
     for name in arguments.cases:
         try:
-            found = measure(CASES[name], arguments.itemise)
+            found = measure(CASES[name], rates, arguments.itemise)
         except Exception:  # noqa: BLE001 - the other cases are worth the GPU's time
             traceback.print_exc()
             failed += 1
             continue
         rows += [{"case": name, **row} for row in found]
         print_rows(rows[-len(found) :])
-        write_result(arguments.output, rows, append_by=("case", "phase"))
+        write_result(arguments.output, rows, append_by=("case", "phase"), rates=rates.as_fields())
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     print_rows(rows)

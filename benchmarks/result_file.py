@@ -17,7 +17,11 @@ _ORIGIN = ("machine", "commit", "command", "date")
 
 
 def write_result(
-    path: Path, rows: Sequence[Mapping[str, TableValue]], *, append_by: Sequence[str] = (), **counted: str
+    path: Path,
+    rows: Sequence[Mapping[str, TableValue]],
+    *,
+    append_by: Sequence[str] = (),
+    **counted: str | Mapping[str, Any],
 ) -> None:
     """Writes rows as `{"machine", "commit", "command", "date", "rows"}`.
 
@@ -26,7 +30,7 @@ def write_result(
         rows: One a measured case: plain numbers, with the unit in the field's name.
         append_by: Fields that tell one case from another. Given, rows that the file has of other cases stay in it, with
             the machine, commit, command and date of their own run; empty, the file is written anew.
-        **counted: What the rows count, such as the commit of another project, written before them.
+        **counted: What the rows count or are computed from, such as the commit of another project, written before them.
     """
     result: dict[str, Any] = {
         "machine": machine(),

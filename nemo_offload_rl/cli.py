@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nemo_offload_rl.config import ValidatedRecipe
     from nemo_offload_rl.config.schema import MasterConfig
     from nemo_offload_rl.metrics.logger import MetricRow
+    from nemo_offload_rl.placement.rates import Rates
     from nemo_offload_rl.plan.optimizer_ways import CpuSpeed, Host
     from nemo_offload_rl.plan.planner import Planner
 
@@ -95,6 +96,12 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="RUN",
         help="the folder of an earlier run; uses the speeds of the link and CPU optimizer that it measured",
+    )
+    plan.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="the file of doctor --calibrate on the machine that the plan is for; default: this machine's, if any",
     )
     plan.add_argument(
         "--gpu-memory", type=float, metavar="GIB", help="memory of a GPU, to recommend an option for optimizer state"
@@ -232,24 +239,24 @@ def _plan(options: argparse.Namespace) -> None:
     from nemo_offload_rl.plan.resolve import resolve
 
     earlier = _earlier_steps(options)
-    link = _link_bytes_per_s(options, earlier)
+    rates, link_source = _rates(options, earlier)
     gpu_bytes = None if options.gpu_memory is None else int(options.gpu_memory * GIB)
     check_model_folder(validated.config, needs_weights=False)
     model = hf_config(validated.config["policy"]).to_dict()
 
     def planned(of: "MasterConfig") -> PlannedRun:
-        return plan_run(of, model, algorithm=validated.algorithm, link_bytes_per_s=link)
+        return plan_run(of, model, algorithm=validated.algorithm, link_bytes_per_s=rates.link_bytes_per_s)
 
     host = _planned_host(options)
     if options.fit:
         ranks_of_a_host = split_devices(validated.config["cluster"], validated.config["policy"]).policy_per_node
-        speed = _cpu_speed(options, earlier, ranks_of_a_host).params_per_s
+        speed = _cpu_speed(options, earlier, rates, ranks_of_a_host).params_per_s
         of_each_node = (host.memory,) * validated.config["cluster"]["num_nodes"]
-        planner = Planner(model, validated.algorithm, gpu_bytes, of_each_node)
-        _print_fit(options, overrides, planner, host, link, speed)
+        rates = dataclasses.replace(rates, cpu_params_per_s=speed)
+        _print_fit(options, overrides, Planner(model, validated.algorithm, gpu_bytes, of_each_node, rates=rates), host)
         return
     hosts = () if options.host_memory is None else (host.memory,) * validated.config["cluster"]["num_nodes"]
-    machine = Machine(has_gpus=True, gpu_bytes=gpu_bytes, hosts=hosts)
+    machine = Machine(has_gpus=True, gpu_bytes=gpu_bytes, hosts=hosts, rates=rates)
     resolved = resolve(validated.config, machine, model, algorithm=validated.algorithm)
     config = resolved.config
     # The plan's tables and alternatives show what would make room.
@@ -265,7 +272,7 @@ def _plan(options: argparse.Namespace) -> None:
     try:
         run = planned(config)
     except UnknownArchitectureError as error:
-        without_sizes = make_plan(config["policy"], link_bytes_per_s=link)
+        without_sizes = make_plan(config["policy"], link_bytes_per_s=rates.link_bytes_per_s)
         keeps = ALGORITHMS[validated.algorithm].has_reference(config)
         print_residency(without_sizes, has_reference=keeps, written_at=written_at, as_json=options.json)
         if without_sizes.activations is not None:
@@ -280,14 +287,14 @@ def _plan(options: argparse.Namespace) -> None:
         other, _ = without_replayed_engine(load(options.recipe, [*overrides, *decided, *more]).config)
         return planned(with_resident_state(other, Planner(model, validated.algorithm, gpu_bytes))[0])
 
-    cpu_speed = _cpu_speed(options, earlier, run.ranks_of_a_host)
+    cpu_speed = _cpu_speed(options, earlier, rates, run.ranks_of_a_host)
     print_plan(
         run,
         ways=plan_ways(config["policy"], plan_with, cpu_params_per_s=cpu_speed.params_per_s),
         gpu_bytes=gpu_bytes,
         packing=config["policy"]["sequence_packing"],
         row_lines=notes,
-        link_source=_link_source(options, link),
+        link_source=link_source,
         cpu_speed=cpu_speed,
         written_at=written_at,
         host=host,
@@ -300,8 +307,6 @@ def _print_fit(
     overrides: list[str],
     planner: "Planner",
     host: "Host",
-    link: float | None,
-    speed: float,
 ) -> None:
     from nemo_offload_rl.config import load
     from nemo_offload_rl.plan.fit import cheapest_fit
@@ -309,7 +314,8 @@ def _print_fit(
     def load_with(more: Sequence[str]) -> "MasterConfig":
         return load(options.recipe, [*overrides, *more]).config
 
-    fit = cheapest_fit(load_with, planner, link_bytes_per_s=link, cpu_params_per_s=speed)
+    sys.stderr.write(f"note: the rates that seconds are predicted from are {planner.rates.source}\n")
+    fit = cheapest_fit(load_with, planner)
     if options.json:
         sys.stdout.write(json.dumps(dataclasses.asdict(fit), indent=2) + "\n")
     else:
@@ -362,30 +368,38 @@ def _read_steps(folder: Path, argument: str) -> tuple[Path, list["MetricRow"]]:
     return path, read_metrics(path)
 
 
-def _link_bytes_per_s(options: argparse.Namespace, earlier: Sequence["MetricRow"]) -> float | None:
-    """Returns the link's speed from the command line or an earlier run; None for the plan's assumption."""
+def _rates(options: argparse.Namespace, earlier: Sequence["MetricRow"]) -> tuple["Rates", str]:
+    """Returns the rates of the machine that a plan is for, and where the link's speed in them is from."""
     from nemo_offload_rl.metrics.moves import measured_link_bytes_per_s
+    from nemo_offload_rl.placement.machine import rates_here
+    from nemo_offload_rl.placement.rates import H200_RATES, read_rates
 
-    return measured_link_bytes_per_s(earlier) if options.link is None else float(options.link * 1e9)
-
-
-def _link_source(options: argparse.Namespace, link_bytes_per_s: float | None) -> str:
-    if link_bytes_per_s is None:
-        return "assumed"
-    return "given by --link" if options.link is not None else _run_source(options)
+    if options.calibration is not None:
+        rates = read_rates(options.calibration)
+    else:
+        rates = rates_here() if options.host_memory is None else H200_RATES
+    link, source = measured_link_bytes_per_s(earlier), _run_source(options)
+    if options.link is not None:
+        link, source = options.link * 1e9, "given by --link"
+    return (rates, rates.source) if link is None else (dataclasses.replace(rates, link_bytes_per_s=link), source)
 
 
 def _run_source(options: argparse.Namespace) -> str:
     return f"measured by the run in {options.link_of}"
 
 
-def _cpu_speed(options: argparse.Namespace, earlier: Sequence["MetricRow"], ranks_of_a_host: int) -> "CpuSpeed":
-    """Returns the CPU optimizer's speed: from a run, or assumed for this machine or that of --host-memory."""
+def _cpu_speed(
+    options: argparse.Namespace, earlier: Sequence["MetricRow"], rates: "Rates", ranks_of_a_host: int
+) -> "CpuSpeed":
+    """Returns the CPU optimizer's speed: from a run, measured, or assumed for this machine or that of --host-memory."""
+    from nemo_offload_rl.placement.rates import H200_RATES
     from nemo_offload_rl.plan.optimizer_ways import CpuSpeed, cpu_speed, measured_cpu_params_per_s
 
     measured = measured_cpu_params_per_s(earlier)
     if measured is not None:
         return CpuSpeed(measured, _run_source(options))
+    if rates.source != H200_RATES.source:
+        return CpuSpeed(rates.cpu_params_per_s / ranks_of_a_host, rates.source)
     if options.host_memory is not None:
         return cpu_speed()
     return cpu_speed(max(1, len(os.sched_getaffinity(0)) // ranks_of_a_host))

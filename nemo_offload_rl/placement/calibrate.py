@@ -46,7 +46,7 @@ class Workload:
         (8192, 4096, 16_384),
         (16_384, 2048, 65_536),
     )
-    sequences: tuple[int, ...] = (1024, 2048, 4096, 8192, 16_384, 65_536)
+    sequences: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16_384, 65_536)
     tokens: int = 16_384
     heads: tuple[tuple[int, int], ...] = ((32, 64), (16, 128))
     block_bytes: int = GIB
@@ -56,7 +56,7 @@ class Workload:
 
 
 def calibrate(device: torch.device, workload: Workload | None = None) -> Rates:
-    """Measures the rates of a GPU and its host, in less than a minute; the GPU should be idle, with 8 GiB free.
+    """Measures the rates of a GPU and its host, in about a minute; the GPU should be idle, with 8 GiB free.
 
     Args:
         device: the GPU; on a CPU everything but the link is measured, for tests.
@@ -128,11 +128,11 @@ def _attention_flops_per_s(
 ) -> tuple[float, float]:
     """Returns the FLOP/s of causal attention's forward and backward pass on sequences of a length."""
     batch = max(1, work.tokens // length)
-    inputs = [_random(device, batch, num_heads, length, head_dim).requires_grad_() for _ in range(3)]
-    gradient = _random(device, batch, num_heads, length, head_dim)
+    queries, keys, values, gradient = (_random(device, batch, num_heads, length, head_dim) for _ in range(4))
+    inputs = [one.requires_grad_() for one in (queries, keys, values)]
 
     def attend() -> torch.Tensor:
-        return F.scaled_dot_product_attention(*inputs, is_causal=True)
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
 
     with sdpa_kernel(_BACKENDS, set_priority=True):
         output = attend()
@@ -166,15 +166,7 @@ def _launch_s(device: torch.device, work: Workload) -> float:
             x = x * 1.0
         torch.autograd.grad(x, start, torch.ones_like(x))
 
-    chain()
-    times = []
-    for _ in range(_ROUNDS):
-        _finish(device)
-        started = time.perf_counter()
-        chain()
-        _finish(device)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times) / (2 * work.num_operations)
+    return _seconds(chain, device, work.min_s) / (2 * work.num_operations)
 
 
 def _cpu_params_per_s(work: Workload) -> float:

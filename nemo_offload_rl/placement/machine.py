@@ -14,6 +14,7 @@ from nemo_offload_rl.memory.numa import NumaNode, gpu_numa_node, numa_nodes, pre
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.gpus import GpuFacts, driver_version, gpu_facts, torch_pci_bus_id
 from nemo_offload_rl.placement.link import LinkBenchmark, benchmark_link
+from nemo_offload_rl.placement.rates import H200_RATES, Rates, rates_folder, rates_of
 
 PACKAGES = (
     "nemo-offload-rl",
@@ -151,6 +152,13 @@ def host_facts(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostFa
         cgroup_free_bytes=min(_cgroups_free_bytes(proc, sysfs), default=None),
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
     )
+
+
+def rates_here() -> Rates:
+    """Returns the rates that `nemo-offload-rl doctor --calibrate` measured with a GPU of this machine; else assumed."""
+    if not rates_folder().is_dir():  # asking for the GPUs may import torch
+        return H200_RATES
+    return rates_of(gpu.name for gpu in gpu_facts())
 
 
 def stack_versions() -> dict[str, str | None]:

@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import json
+import logging
 import math
 import os
 import re
@@ -13,6 +14,8 @@ from typing import Any
 
 from nemo_offload_rl.storage.disk import write_whole
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, read_regular_file
+
+logger = logging.getLogger(__name__)
 
 _VERSION = 1  # of the file's fields
 _MAX_FILE_BYTES = 1 << 20
@@ -129,13 +132,13 @@ H200_RATES = Rates(
     attention=(
         AttentionRates(
             64,
-            forward=_teraflops((1024, 130), (2048, 220), (4096, 320), (16384, 430)),
-            backward=_teraflops((1024, 90), (2048, 150), (4096, 210), (16384, 320)),
+            forward=_teraflops((1024, 150), (2048, 240), (4096, 340), (16384, 430)),
+            backward=_teraflops((1024, 150), (2048, 220), (4096, 280), (16384, 330)),
         ),
         AttentionRates(
             128,
-            forward=_teraflops((1024, 180), (2048, 300), (4096, 440), (16384, 600)),
-            backward=_teraflops((1024, 120), (2048, 200), (4096, 280), (16384, 430)),
+            forward=_teraflops((1024, 200), (2048, 320), (4096, 460), (16384, 600), (65536, 560)),
+            backward=_teraflops((1024, 200), (2048, 310), (4096, 380), (16384, 430), (65536, 490)),
         ),
     ),
     memory_bytes_per_s=4.26e12,
@@ -143,8 +146,12 @@ H200_RATES = Rates(
     launch_s=8.3e-6,
     cpu_params_per_s=3.9e9,
 )
-"""Rates of an H200 and its host; the CPU's are those of 16 threads, without the copies of the CPU optimizer: these
-stepped 772 M parameters in 0.31 s without overlap, 0.11 s of which are copies (docs/results/cpu_optimizer.md)."""
+"""Rates of an H200 and its host.
+
+Those of large products, of attention with heads of 128, of GPU memory and of small operations are from profiles of
+training steps, and were adjusted to docs/results/long_rows.md; small products and heads of 64 are estimates. The CPU's
+are those of 16 threads, without the copies of the CPU optimizer: these stepped 772 M parameters in 0.31 s without
+overlap, 0.11 s of which are copies (docs/results/cpu_optimizer.md)."""
 
 
 def rates_folder() -> Path:
@@ -192,16 +199,13 @@ def read_rates(path: Path) -> Rates:
 
 
 def rates_of(gpus: Iterable[str]) -> Rates:
-    """Returns the rates that were measured on this machine with the first of these GPUs; otherwise assumed ones.
-
-    Args:
-        gpus: the GPUs' names.
-
-    Raises:
-        ValueError: as in `read_rates`.
-    """
+    """Returns the rates that were measured on this machine with the first of these GPUs, by name; else assumed ones."""
     path = next((path for path in map(rates_path, gpus) if path.exists()), None)
-    return H200_RATES if path is None else read_rates(path)
+    try:
+        return H200_RATES if path is None else read_rates(path)
+    except ValueError as error:  # no run needs them
+        logger.warning("%s", error)
+        return H200_RATES
 
 
 def _cpu_name() -> str:

@@ -15,6 +15,7 @@ from nemo_offload_rl.config.model.unsupported_models import check_model
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import REPLAYED, PolicyConfig
 from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.placement.rates import H200_RATES, Rates
 from nemo_offload_rl.plan.activations import limit_where_unknown
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.colocation import (
@@ -51,11 +52,13 @@ class Machine:
         has_gpus: whether ranks have GPUs.
         gpu_bytes: memory of the smallest GPU; None where there is none, or where it is not known.
         hosts: memory of each node, in the order of the ranks; empty where it is not to be checked.
+        rates: those of a GPU and its host, from which seconds are predicted.
     """
 
     has_gpus: bool
     gpu_bytes: int | None = None
     hosts: Sequence[HostMemory] = ()
+    rates: Rates = H200_RATES
 
 
 @dataclass(frozen=True)

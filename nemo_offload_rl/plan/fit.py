@@ -43,12 +43,12 @@ from nemo_offload_rl.plan.fit_options import (
 )
 from nemo_offload_rl.plan.flops import read_flop_model
 from nemo_offload_rl.plan.host_budget import HostBudgetError, usable_bytes
-from nemo_offload_rl.plan.optimizer_ways import CPU_ADAM_PARAMS_PER_S, Host, PlannedWay, Way, plan_way, ways
-from nemo_offload_rl.plan.plan import PCIE5_X16_BYTES_PER_S, activation_settings
+from nemo_offload_rl.plan.optimizer_ways import Host, PlannedWay, Way, plan_way, ways
+from nemo_offload_rl.plan.plan import activation_settings
 from nemo_offload_rl.plan.planner import PlannedRun, Planner, plan_run
 from nemo_offload_rl.plan.row_tokens import MARGIN, logprob_bytes, open_keys, row_limits, training_bytes
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
-from nemo_offload_rl.plan.step_time import logprob_seconds, training_seconds
+from nemo_offload_rl.plan.step_time import logprob_seconds, optimizer_seconds, training_seconds
 from nemo_offload_rl.residency.table import Phase
 
 # `policy.activation_memory: auto` adds nothing to a recipe that fits for fewer seconds than this share of a step, since
@@ -66,7 +66,7 @@ class Fit:
     Attributes:
         overrides: what makes the recipe fit, or, where nothing does, what comes nearest; empty for the recipe itself.
         seconds: predicted seconds of a step with them: training on `train_global_batch_size` samples of the greatest
-            length, their log-prob passes, and the optimizer's wait.
+            length, their log-prob passes, and the optimizer's step.
         missing_gpu_bytes: GPU memory that is missing; 0 where the GPU's is enough.
         missing_host_bytes: host memory that is missing; 0 where the host's is enough, or the GPU's is not.
         free_gpu_bytes: GPU memory that is left in the fullest phase; 0 where it does not fit.
@@ -103,13 +103,7 @@ class Fit:
         return [f"    {override}" for override in self.overrides]
 
 
-def cheapest_fit(
-    load: Load,
-    planner: Planner,
-    *,
-    link_bytes_per_s: float | None = None,
-    cpu_params_per_s: float = CPU_ADAM_PARAMS_PER_S,
-) -> Fit:
+def cheapest_fit(load: Load, planner: Planner) -> Fit:
     """Returns the overrides with the fewest predicted seconds of a step with which a recipe fits; of equals the fewest.
 
     It combines what is recomputed and offloaded, tiles, logits in chunks, row lengths up to the recipe's, and the ways
@@ -122,16 +116,15 @@ def cheapest_fit(
 
     Args:
         load: loads the recipe.
-        planner: knows the model, the algorithm, the hosts, and the GPU's memory, which must be known.
-        link_bytes_per_s: speed of page-locked copies in one direction; None for an assumption.
-        cpu_params_per_s: parameters that a rank's CPU optimizer steps in a second.
+        planner: knows the model, the algorithm, the machine's rates, the hosts, and the GPU's memory, which must be
+            known.
 
     Raises:
         UnknownArchitectureError: the model's sizes are not known.
         ValueError: the recipe is refused for a reason that the search cannot mend.
     """
     assert planner.gpu_bytes is not None, "the memory of a GPU is not known"
-    return _Search(load, planner, link_bytes_per_s or PCIE5_X16_BYTES_PER_S, cpu_params_per_s).run()
+    return _Search(load, planner).run()
 
 
 def missing_gpu_bytes(config: MasterConfig, run: PlannedRun, planner: Planner) -> int:
@@ -142,7 +135,7 @@ def missing_gpu_bytes(config: MasterConfig, run: PlannedRun, planner: Planner) -
         run: its plan.
         planner: knows the model and the GPU's memory.
     """
-    way = plan_way(config["policy"], Way("", ()), functools.partial(_given, run), CPU_ADAM_PARAMS_PER_S)
+    way = plan_way(config["policy"], Way("", ()), functools.partial(_given, run), planner.rates.cpu_params_per_s)
     return _missing_gpu(run, way, training_bytes(config, planner), logprob_bytes(config, planner), planner.gpu_bytes)
 
 
@@ -164,6 +157,7 @@ class _State:
     way: Way
     run: PlannedRun
     planned: PlannedWay
+    optimizer_s: float
 
 
 @dataclass(frozen=True)
@@ -196,9 +190,8 @@ class _Training:
 class _Search:
     """Looks at combinations in the order of their predicted seconds, on one loaded config that it edits."""
 
-    def __init__(self, load: Load, planner: Planner, link_bytes_per_s: float, cpu_params_per_s: float) -> None:
-        self._load, self._planner = load, planner
-        self._link, self._cpu = link_bytes_per_s, cpu_params_per_s
+    def __init__(self, load: Load, planner: Planner) -> None:
+        self._load, self._planner, self._rates = load, planner, planner.rates
         self._machine = Machine(has_gpus=True, gpu_bytes=planner.gpu_bytes, hosts=planner.hosts)
         self._spec = ALGORITHMS[planner.algorithm]
         self._written, _ = without_replayed_engine(load(()))
@@ -256,7 +249,7 @@ class _Search:
                     all_lengths = all_lengths or [shortest, *(one for one in longer if one is not None)]
                     trainings = all_lengths
                 combined += [
-                    (one.seconds + self._logprobs(one, rows)[0] + state.planned.wait_s, state, one, rows)
+                    (one.seconds + self._logprobs(one, rows)[0] + state.optimizer_s, state, one, rows)
                     for one in trainings
                 ]
         return sorted(combined, key=lambda one: self._rank(*one))
@@ -285,7 +278,7 @@ class _Search:
         found = (*(value_at(training.config, key) for key in keys), *rows.values())
         if found not in self._passes:
             config = with_values(training.config, rows)
-            seconds = logprob_seconds(self._flops, config, self._spec)
+            seconds = logprob_seconds(self._flops, config, self._spec, self._rates)
             self._passes[found] = seconds, logprob_bytes(config, self._planner)
         return self._passes[found]
 
@@ -303,15 +296,19 @@ class _Search:
                 config, _ = with_kv_cache_bytes(config, self._planner)
                 config = with_values(config, {OFFLOADING: False})
                 run = plan_run(
-                    config, self._planner.hf_config, algorithm=self._planner.algorithm, link_bytes_per_s=self._link
+                    config,
+                    self._planner.hf_config,
+                    algorithm=self._planner.algorithm,
+                    link_bytes_per_s=self._rates.link_bytes_per_s,
                 )
             except UnknownArchitectureError:
                 raise
             except ValueError as error:
                 errors.append(error)
             else:
-                planned = plan_way(config["policy"], way, functools.partial(_given, run), self._cpu)
-                states.append(_State(way, run, planned))
+                planned = plan_way(config["policy"], way, functools.partial(_given, run), self._rates.cpu_params_per_s)
+                seconds = (optimizer_seconds(rank, planned.wait_s, self._rates) for rank in run.plan.ranks)
+                states.append(_State(way, run, planned, max(seconds)))
         if not states:
             raise errors[0]
         return states
@@ -343,7 +340,7 @@ class _Search:
             stages = activation_facts(hf_config, policy, world_size=ranks, group_size=self._spec.group_size)
         except UnknownArchitectureError:
             return None
-        seconds = training_seconds(self._flops, config, self._spec, stages, activations, link_bytes_per_s=self._link)
+        seconds = training_seconds(self._flops, config, self._spec, stages, activations, self._rates)
         return _Training(parts, config, seconds, stages, self._planner)
 
     def _allows(self, training: _Training) -> bool:

@@ -10,6 +10,7 @@ from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.config.rules.residency import FOR_REFIT
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.memory.units import GIB, show_gib
+from nemo_offload_rl.placement.rates import H200_RATES
 from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory, asleep_bytes
 from nemo_offload_rl.plan.host_budget import HostMemory, usable_bytes
@@ -17,12 +18,8 @@ from nemo_offload_rl.plan.plan import GENERATION_WEIGHTS_KEY, TWO_WAY_SHARE, Ran
 from nemo_offload_rl.plan.planner import PlannedRun
 from nemo_offload_rl.residency.table import Phase, Target
 
-CPU_ADAM_PARAMS_PER_S = 3.9e9
-"""An assumption: 16 threads of the H200's host stepped 772 M parameters in 0.31 s without overlap, 0.11 s of which are
-their copies at the link's speed (docs/results/cpu_optimizer.md)."""
-
 OVERLAPPED_FACTOR = 1.15
-"""How much longer a step with overlap takes than its kernels at `CPU_ADAM_PARAMS_PER_S`, since copies use the host's
+"""How much longer a step with overlap takes than its kernels alone, since copies use the host's
 memory bandwidth, too, and the first and the last one overlap with nothing. On the H200 (docs/results/cpu_optimizer.md)
 it was 1.10 for 772 M parameters (218 ms; kernels 198) and 1.21 for 1,544 M (477 ms; kernels 396)."""
 
@@ -157,19 +154,19 @@ def cpu_speed(num_threads: int | None = None) -> CpuSpeed:
     """
     measured = f"{_MEASURED_THREADS} threads"
     if num_threads is None:
-        return CpuSpeed(CPU_ADAM_PARAMS_PER_S, f"assumed for {measured} a rank")
+        return CpuSpeed(H200_RATES.cpu_params_per_s, f"assumed for {measured} a rank")
     share = min(1.0, num_threads / _MEASURED_THREADS)
     threads = "the thread" if num_threads == 1 else f"the {num_threads} threads"
     source = f"assumed for {threads} that a rank has here, from a measurement with {measured}"
-    return CpuSpeed(CPU_ADAM_PARAMS_PER_S * share, source)
+    return CpuSpeed(H200_RATES.cpu_params_per_s * share, source)
 
 
 def measured_cpu_params_per_s(steps: Sequence[Mapping[str, float | None]]) -> float | None:
     """Returns the speed of a run's CPU optimizer without its copies, from the run's metrics; None where it had none.
 
     Metrics do not say whether the run overlapped copies with kernels. If it did, copies have slowed the kernels, and
-    `_wait_s` multiplies by `OVERLAPPED_FACTOR` once more; so kernels count as at most the whole step divided by it, and
-    the plan never expects more seconds for kernels than the run's whole steps took.
+    `optimizer_wait_s` multiplies by `OVERLAPPED_FACTOR` once more; so kernels count as at most the whole step divided
+    by it, and the plan never expects more seconds for kernels than the run's whole steps took.
 
     Args:
         steps: the run's metrics, as `read_metrics` gives them.
@@ -222,7 +219,7 @@ def plan_ways(
     policy: PolicyConfig,
     plan_with: Callable[[Sequence[str]], PlannedRun],
     *,
-    cpu_params_per_s: float = CPU_ADAM_PARAMS_PER_S,
+    cpu_params_per_s: float = H200_RATES.cpu_params_per_s,
 ) -> tuple[PlannedWay, ...]:
     """Plans a recipe with every way to keep optimizer state.
 
@@ -315,7 +312,7 @@ def plan_way(
         host_bytes=max(rank.total_host_bytes for rank in ranks),
         all_ranks_host_bytes=run.most_host_bytes,
         transfer_s=max(_transfer_s(rank, run.plan.link_bytes_per_s) for rank in ranks),
-        wait_s=max(_wait_s(rank, run.plan.link_bytes_per_s, cpu_params_per_s) for rank in ranks),
+        wait_s=max(optimizer_wait_s(rank, run.plan.link_bytes_per_s, cpu_params_per_s) for rank in ranks),
     )
 
 
@@ -332,7 +329,8 @@ def _transfer_s(rank: RankPlan, link_bytes_per_s: float) -> float:
     return sum(move.seconds for move in rank.all_traffic) + _cpu_copies_s(rank, link_bytes_per_s)
 
 
-def _wait_s(rank: RankPlan, link_bytes_per_s: float, cpu_params_per_s: float) -> float:
+def optimizer_wait_s(rank: RankPlan, link_bytes_per_s: float, cpu_params_per_s: float) -> float:
+    """Returns the seconds that a rank's optimizer step waits for copies and the CPU optimizer's kernels."""
     # `ways` turns overlap on wherever the CPU steps: its kernels, copies to the host and copies back run concurrently.
     kernels_s = OVERLAPPED_FACTOR * rank.facts.num_cpu_optimizer_params / cpu_params_per_s
     copies_s = _cpu_copies_s(rank, link_bytes_per_s) / 2 / TWO_WAY_SHARE

@@ -14,6 +14,7 @@ from nemo_offload_rl.config.rules.base import TABLE
 from nemo_offload_rl.config.rules.residency import AUTO, FLAG_PHASES, FOR_REFIT, flag_cell
 from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig, has_generation
 from nemo_offload_rl.memory.units import GIB, MIB
+from nemo_offload_rl.placement.rates import H200_RATES
 from nemo_offload_rl.plan.activations import ModuleBytes
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.residency.table import DEDICATED_TABLE, DEFAULT_TABLE, Phase, Placement, ShardFacts, Table, Target
@@ -21,10 +22,8 @@ from nemo_offload_rl.residency.table import DEDICATED_TABLE, DEFAULT_TABLE, Phas
 GENERATION_WEIGHTS_KEY = "policy.residency.generation_weights"
 """The recipe's key for where vLLM keeps its weights."""
 
-# Assumed speeds for a dry run; a worker measures its own link. PCIe 5.0 x16 with page-locked memory, as measured on an
-# H200 (64 GB/s less the protocol's overhead); and the CPU's copies between pageable memory and the staging buffers, at
-# the slower of the two directions measured there (19 GB/s to the host, 10 back).
-PCIE5_X16_BYTES_PER_S = 55e9
+# Assumed speed of the CPU's copies between pageable memory and the staging buffers: the slower of the two directions on
+# an H200's host (19 GB/s to the host, 10 back).
 STAGED_BYTES_PER_S = 10e9
 
 # Share of its speed that each direction keeps while the other one is busy: 50.9 of 55.4 GB/s on that H200.
@@ -204,7 +203,7 @@ def settings(policy: PolicyConfig) -> OffloadPlan:
         host_memory_limit_bytes=None if limit is None else int(limit * GIB),
         numa=policy["numa"],
         stream_window_bytes=section["stream_window_mib"] * MIB,
-        link_bytes_per_s=PCIE5_X16_BYTES_PER_S,
+        link_bytes_per_s=H200_RATES.link_bytes_per_s,
         activations=activation_settings(policy),
         engine_table=engine_table(policy),
         engine_remark=engine_remark(policy),

@@ -12,6 +12,7 @@ from nemo_offload_rl.config.megatron.further_fields import megatron_field
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
+from nemo_offload_rl.placement.rates import H200_RATES, Rates
 from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import limit_where_unknown, module_bytes, needed_slab_bytes, slab_bytes
@@ -178,6 +179,7 @@ class Planner:
         gpu_bytes: memory of the smallest GPU; None where that is not known.
         hosts: memory of the hosts of the policy's ranks, in the order of the ranks; empty to skip their check.
         has_random_weights: whether each rank initialises the whole model with random weights, since no folder has them.
+        rates: those of the GPUs and hosts, from which seconds are predicted.
     """
 
     hf_config: Mapping[str, Any]
@@ -185,6 +187,7 @@ class Planner:
     gpu_bytes: int | None
     hosts: Sequence[HostMemory] = ()
     has_random_weights: bool = False
+    rates: Rates = H200_RATES
 
     def plan(self, config: MasterConfig) -> PlannedRun | None:
         """Returns the plan of a validated recipe; None where the model's sizes are not known.

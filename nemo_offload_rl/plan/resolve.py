@@ -43,7 +43,7 @@ def resolve(
         ValueError: the model cannot be split as the recipe says; Megatron or vLLM would not compute it as transformers
             does; the GPUs have no attention for the recipe; the host memory for activations is not known.
     """
-    planner = Planner(hf_config, algorithm, machine.gpu_bytes, machine.hosts, has_random_weights)
+    planner = Planner(hf_config, algorithm, machine.gpu_bytes, machine.hosts, has_random_weights, machine.rates)
     chosen: tuple[str, ...] = ()
     lines, problems = [], []
     if config["policy"]["activation_memory"] == AUTO:

@@ -1,7 +1,12 @@
-"""Predicts the seconds of a training step from its FLOPs, those computed again, and the copies that do not hide."""
+"""Predicts the seconds of a training step and of log-prob passes from a machine's rates.
+
+Of each micro-batch the GPU's seconds count, or those of the host that starts its work, whichever are more. A constant
+that is not a machine's rate says how many bytes or operations something takes.
+"""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
@@ -13,32 +18,86 @@ from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.policy import has_logprob_batches, sequence_multiple
 from nemo_offload_rl.memory.units import round_up
+from nemo_offload_rl.placement.rates import Rates
 from nemo_offload_rl.plan.activation_facts import LOGPROB_TOKENS, stated_row_tokens
 from nemo_offload_rl.plan.activations import module_bytes
-from nemo_offload_rl.plan.flops import TRAINING_PASSES, FlopModel
-from nemo_offload_rl.plan.plan import PCIE5_X16_BYTES_PER_S
+from nemo_offload_rl.plan.flops import FlopModel
+from nemo_offload_rl.plan.plan import RankPlan
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 
-PEAK_FLOPS = 989e12
-"""Dense bf16 of an H100 or H200 on SXM."""
+MEMORY_SHARE = 0.55
+"""Share of a copy's speed in GPU memory that norms, activations and the optimizer reach: a 1.5 B model's optimizer
+takes 16 to 19 ms (docs/results/cpu_optimizer.md)."""
 
-RATE = 0.48
-"""Share of the peak that a training step reaches, with the FLOPs that it computes again and attention's: 0.45 to 0.52
-with rows of 131,072 tokens and more (docs/results/long_rows.md), 0.48 to 0.52 with rows of 16,384 without anything
-computed again (docs/results/colocated.md)."""
+# Small operations of the host, beside which a GPU idles: 16 micro-batches of 2,048 tokens of a 1.5 B model of 28 layers
+# took 1.3 s in training and 0.65 s in a log-prob pass, 2 of them 0.30 and 0.12 s (docs/results/cpu_optimizer.json).
+FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 160, 145
+"""Of a layer, its experts apart."""
+EXPERT_FORWARD_LAUNCHES, EXPERT_BACKWARD_LAUNCHES = 20, 110
+"""Of an expert of a layer: a profile of a step of four layers with 64 experts each, 0.68 s."""
+LOGPROB_LAUNCHES, STEP_LAUNCHES = 5_000, 10_000
+"""Of a pass over all micro-batches: what is before the first one and behind the last one."""
 
-FORWARD_RATE = 0.57
-"""The same of a forward pass in training, behind which copies to the host hide: 37.4 TFLOP in 65.8 ms
-(docs/results/activation_offload.md)."""
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5  # of attention, by pair of tokens: the backward pass computes scores again
+# Elements that a layer reads and writes between its matrix products, by token and forward pass: two norms and two
+# additions; queries, keys and values turned by their positions; gated activation; a token's copies sorted by expert and
+# back. A backward pass has twice as many.
+_HIDDEN_ELEMENTS, _HEAD_ELEMENTS, _FFN_ELEMENTS, _SORTED_ELEMENTS = 10, 4, 3, 4
+_GRAD_BYTES = 12  # a weight's gradient is added up: one in bf16 or float32 read, its sum read and written
 
-ROW_TOKENS = 1_100
-"""Tokens that take as long as what a micro-batch costs beside its own: rows of 8,192 tokens train at 94% of the speed
-of rows of 16,384 (`plan.row_tokens.MOST_TOKENS`)."""
 
-# Share of a hidden copy's time that the step takes longer, since it uses the GPU's memory, too: 1.7 of 146 ms.
-_HIDDEN_SHARE = 0.012
-# Tiles of this many tokens take 2% longer for adding up gradients, smaller ones more (config.megatron.mlp_tiles).
-_TILE_TOKENS, _TILE_SHARE = 16_384, 0.02
+@dataclass(frozen=True)
+class _Work:
+    """Holds the GPU's seconds for a rank's part of a micro-batch, each for one forward pass, and what it consists of.
+
+    Attributes:
+        projections: attention's matrix products and what a layer computes beside its MLP.
+        mlps: the MLPs' matrix products, and their activation.
+        attention: scores and values.
+        attention_backward: their backward pass.
+        output: the output layer, and the pass over its logits.
+        gradients: adding up gradients of weights once.
+        layers: layers of the rank.
+        experts: experts of these layers on the rank.
+    """
+
+    projections: float
+    mlps: float
+    attention: float
+    attention_backward: float
+    output: float
+    gradients: float
+    layers: float
+    experts: float
+
+    @property
+    def forward(self) -> float:
+        """The GPU's seconds of a forward pass."""
+        return self.projections + self.mlps + self.attention + self.output
+
+    @property
+    def backward(self) -> float:
+        """The GPU's seconds of a backward pass in which nothing is computed again."""
+        return 2 * (self.projections + self.mlps + self.output) + self.attention_backward + self.gradients
+
+    @property
+    def forward_launches(self) -> float:
+        """The host's operations of a forward pass."""
+        return self.layers * FORWARD_LAUNCHES + self.experts * EXPERT_FORWARD_LAUNCHES
+
+    @property
+    def backward_launches(self) -> float:
+        """The host's operations of a backward pass in which nothing is computed again."""
+        return self.layers * BACKWARD_LAUNCHES + self.experts * EXPERT_BACKWARD_LAUNCHES
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Holds how many more forward passes recomputation and tiles make, by part of a layer."""
+
+    projections: float = 0.0
+    mlps: float = 0.0
+    attention: float = 0.0
 
 
 def training_seconds(
@@ -47,26 +106,24 @@ def training_seconds(
     spec: AlgorithmSpec,
     stages: Sequence[ActivationFacts],
     offloaded: ActivationOptions | None,
-    *,
-    link_bytes_per_s: float = PCIE5_X16_BYTES_PER_S,
+    rates: Rates,
 ) -> float:
     """Returns the predicted seconds of training on `train_global_batch_size` samples of the greatest length.
 
-    With L the FLOPs of a forward pass of the layers' matrix products, M the MLPs' part of them, A those of attention's
-    scores and values, O those of the output layer:
+    The optimizer's part is left out: see `optimizer_seconds`. With P, M, A and O the seconds of a micro-batch's forward
+    pass for attention's projections, MLPs, attention and the output layer, B those of attention's backward pass:
 
-        trained                                             3 (L + A + O)
-        logits in chunks (docs/logits.md)                   O
-        full recomputation                                  L + A
-        the same with core_attn kept                        L
-        layer_input in segments of n (docs/long-rows.md)    (n - 1)/n of the line above
-        MLPs in tiles (docs/activation-offload.md)          M, except with layer_input; 2% of 3 M x 16,384 / tile
-        selective recomputation                             A for core_attn, M for mlp and moe
+        forward                                             P + M + A + O
+        backward                                            2 (P + M + O) + B, and adding up gradients
+        logits in chunks (docs/logits.md)                   O more
+        full recomputation                                  P + M + A more
+        the same with core_attn kept                        P + M more
+        layer_input in segments of n (docs/long-rows.md)    (n - 1)/n of the line above more
+        MLPs in tiles (docs/activation-offload.md)          M more, except with layer_input; gradients of every tile
+        selective recomputation                             A more for core_attn, M for mlp and moe
 
-        seconds = FLOPs / ranks / (RATE x peak) x (1 + ROW_TOKENS / tokens) x (1 + (stages - 1) / micro-batches)
-                  + copies of activations that do not hide
-
-    A micro-batch's copies to the host hide behind its forward pass, those back behind its backward pass.
+    The host's seconds are its operations in each, and copies of activations that do not hide behind forward and
+    backward pass are added; a pipeline has its bubble.
 
     Args:
         flops: counts the model's FLOPs.
@@ -74,55 +131,122 @@ def training_seconds(
         spec: its algorithm.
         stages: the activation sizes of each pipeline stage.
         offloaded: the options of activation offloading; None where it is off.
-        link_bytes_per_s: speed of page-locked copies in one direction.
+        rates: those of the machine.
     """
-    policy, cfg = config["policy"], config["policy"]["megatron_cfg"]
-    layers, mlps, attention, output = _forward_flops(flops, config, spec)
-    once = layers + attention + output
+    cfg = config["policy"]["megatron_cfg"]
+    num_tokens = stages[0].num_tokens
+    num_microbatches = _num_microbatches(config, spec, num_tokens)
     tile = tokens_of_tile(cfg["mlp_tile_tokens"], flops.architecture.hidden_size)
-    total = TRAINING_PASSES * once + _computed_again(flops, cfg, layers, mlps, attention, stages[0], offloaded)
-    if cfg["use_fused_linear_logprobs"]:
-        total += output
-    if tile is not None and tile < stages[0].num_tokens:
-        total += _TILE_SHARE * _TILE_TOKENS / tile * TRAINING_PASSES * mlps
-    ranks = split_devices(config["cluster"], policy).policy_ranks
-    pipeline, shared = cfg["pipeline_model_parallel_size"], cfg["tensor_model_parallel_size"]
-    rank_tokens = _num_tokens(config, spec) * pipeline * shared / ranks  # as many as the micro-batches' `num_tokens`
-    num_microbatches = max(1, math.ceil(rank_tokens / stages[0].num_tokens))
-    bubble = 1 + (pipeline - 1) / (num_microbatches * stages[0].num_model_chunks)
-    overhead = _row_overhead(min(stages[0].num_tokens, rank_tokens) / shared)
+    num_tiles = 1 if tile is None else math.ceil(num_tokens / tile)
+    work = _work(flops, config, spec, num_microbatches, rates, num_tiles=num_tiles)
+    again = _computed_again(cfg, stages[0], offloaded)
+    gpu_again = again.projections * work.projections + again.mlps * work.mlps + again.attention * work.attention
+    gpu_again += work.output * cfg["use_fused_linear_logprobs"]
+    host_again = (again.projections + again.mlps + again.attention) / 3 * work.forward_launches
+    forward_s = max(work.forward, work.forward_launches * rates.launch_s)
+    backward_s = max(work.backward + gpu_again, (work.backward_launches + host_again) * rates.launch_s)
     waited = 0.0
     if offloaded is not None:
-        forward_s = once / ranks / num_microbatches / (FORWARD_RATE * PEAK_FLOPS)
-        backward_s = (total - once) / ranks / num_microbatches / (RATE * PEAK_FLOPS)
-        copy_s = max(_copied_bytes(facts, offloaded) for facts in stages) / link_bytes_per_s
-        waited = max(0, copy_s - forward_s) + max(0, copy_s - backward_s) + 2 * _HIDDEN_SHARE * copy_s
-    return total / ranks / (RATE * PEAK_FLOPS) * overhead * bubble + num_microbatches * waited
+        nbytes = max(_copied_bytes(facts, offloaded) for facts in stages)
+        copy_s = nbytes / rates.link_bytes_per_s
+        waited = max(0, copy_s - forward_s) + max(0, copy_s - backward_s)
+        waited += 2 * nbytes / rates.memory_bytes_per_s  # hidden copies take the GPU's memory from kernels
+    stages_before = cfg["pipeline_model_parallel_size"] - 1
+    bubble = 1 + stages_before / (num_microbatches * stages[0].num_model_chunks)
+    micro_batches = num_microbatches * ((forward_s + backward_s) * bubble + waited)
+    return micro_batches + STEP_LAUNCHES * rates.launch_s
 
 
-def logprob_seconds(flops: FlopModel, config: MasterConfig, spec: AlgorithmSpec) -> float:
+def logprob_seconds(flops: FlopModel, config: MasterConfig, spec: AlgorithmSpec, rates: Rates) -> float:
     """Returns the predicted seconds of a step's log-prob passes, of policy and reference; 0 where it has none."""
     if not spec.computes_logprobs:
         return 0.0
-    policy, cfg = config["policy"], config["policy"]["megatron_cfg"]
+    policy = config["policy"]
     if policy["sequence_packing"]["enabled"]:  # then validation has checked that the key is there
         tokens = stated_row_tokens(policy, LOGPROB_TOKENS, spec.group_size)
     else:
         rows = policy["logprob_batch_size"] if has_logprob_batches(policy) else policy["train_micro_batch_size"]
         tokens = rows * spec.group_size * policy["max_total_sequence_length"]
-    layers, _, attention, output = _forward_flops(flops, config, spec)
-    ranks = split_devices(config["cluster"], policy).policy_ranks
-    shared = cfg["tensor_model_parallel_size"] * cfg["context_parallel_size"]
+    tokens //= policy["megatron_cfg"]["context_parallel_size"]
+    num_microbatches = _num_microbatches(config, spec, tokens)
+    work = _work(flops, config, spec, num_microbatches, rates)
+    micro_batches = num_microbatches * max(work.forward, work.forward_launches * rates.launch_s)
     passes = 2 if spec.has_reference(config) else 1
-    return passes * (layers + attention + output) / ranks / (RATE * PEAK_FLOPS) * _row_overhead(tokens / shared)
+    return passes * (micro_batches + LOGPROB_LAUNCHES * rates.launch_s)
 
 
-def _forward_flops(flops: FlopModel, config: MasterConfig, spec: AlgorithmSpec) -> tuple[float, float, float, float]:
-    """Returns the FLOPs of all ranks for layers, their MLPs alone, attention, and the output layer."""
-    tokens, samples = _num_tokens(config, spec), config["policy"]["train_global_batch_size"] * spec.group_size
-    layers = tokens * (flops.per_token - flops.output_per_token)
-    attention = samples * flops.attention_flops(tokens // samples)
-    return layers, tokens * flops.mlp_per_token, attention, tokens * flops.output_per_token
+def optimizer_seconds(rank: RankPlan, wait_s: float, rates: Rates) -> float:
+    """Returns the predicted seconds of a rank's optimizer step: its kernels on the GPU, or the wait if that is longer.
+
+    Args:
+        rank: the rank's plan.
+        wait_s: seconds that the step takes for copies and the CPU optimizer.
+        rates: those of the machine.
+    """
+    facts = rank.facts
+    # State is read and written; a gradient is read for its norm and for the step, and zeroed.
+    nbytes = 2 * (facts.num_optimizer_params - facts.num_cpu_optimizer_params) * facts.optimizer_size
+    nbytes += facts.num_params * (3 * facts.grad_size + facts.param_size)
+    return max(wait_s, nbytes / (MEMORY_SHARE * rates.memory_bytes_per_s))
+
+
+def _work(
+    flops: FlopModel,
+    config: MasterConfig,
+    spec: AlgorithmSpec,
+    num_microbatches: int,
+    rates: Rates,
+    *,
+    num_tiles: int = 1,
+) -> _Work:
+    """Returns a rank's part of a micro-batch; of ranks that share its work, each has an equal part."""
+    model, policy = flops.architecture, config["policy"]
+    cfg = policy["megatron_cfg"]
+    tokens, samples = _num_tokens(config, spec), policy["train_global_batch_size"] * spec.group_size
+    share = 1 / split_devices(config["cluster"], policy).policy_ranks / num_microbatches
+    stages, tensor = cfg["pipeline_model_parallel_size"], cfg["tensor_model_parallel_size"]
+    layers = model.num_layers / stages
+    expert_layers = sum(model.expert_layers) / stages
+    experts = expert_layers * (model.num_experts or 0) / cfg["expert_model_parallel_size"]
+    memory = MEMORY_SHARE * rates.memory_bytes_per_s
+    element_size = 2 if policy["precision"] == "bfloat16" else 4
+
+    def products(num_flops: float, number: float) -> float:
+        return num_flops * share / rates.matmul.at(num_flops * share / number)
+
+    def elements(per_token: float) -> float:
+        return tokens * share * stages * per_token * element_size / memory
+
+    copies = expert_layers * (model.experts_per_token or 0)
+    ffn = copies * model.ffn_hidden_size + (layers - expert_layers) * model.dense_ffn_hidden_size
+    heads = (model.num_heads + 2 * model.num_query_groups) * model.head_dim
+    projections = tokens * (flops.per_token - flops.output_per_token - flops.mlp_per_token)
+    matrices = 2 * (layers - expert_layers + experts)
+    length = tokens // samples
+    attention, attention_rates = samples * flops.attention_flops(length) * share, rates.attention_of(model.head_dim)
+    all_experts = (model.num_experts or 1) / (model.experts_per_token or 1) / cfg["expert_model_parallel_size"]
+    weights = (projections / tokens + num_tiles * all_experts * flops.mlp_per_token) / 2 / stages / tensor
+    return _Work(
+        projections=products(projections, 2 * layers)
+        + elements(layers * (_HIDDEN_ELEMENTS * model.hidden_size + _HEAD_ELEMENTS * heads)),
+        mlps=products(tokens * flops.mlp_per_token, num_tiles * matrices)
+        + elements(_FFN_ELEMENTS * ffn + _SORTED_ELEMENTS * copies * model.hidden_size),
+        attention=attention / attention_rates.forward.at(length),
+        attention_backward=attention * _BACKWARD_PRODUCTS / _FORWARD_PRODUCTS / attention_rates.backward.at(length),
+        output=products(tokens * flops.output_per_token, 1) + elements(model.vocab_size / stages),
+        gradients=weights * _GRAD_BYTES / rates.memory_bytes_per_s,
+        layers=layers,
+        experts=experts,
+    )
+
+
+def _num_microbatches(config: MasterConfig, spec: AlgorithmSpec, num_tokens: int) -> int:
+    """Returns how many micro-batches of so many tokens on a rank a step has."""
+    cfg = config["policy"]["megatron_cfg"]
+    ranks = split_devices(config["cluster"], config["policy"]).policy_ranks
+    # Ranks that share a layer, or have others of the same model, work on the same micro-batches.
+    sharing = cfg["pipeline_model_parallel_size"] * cfg["tensor_model_parallel_size"]
+    return max(1, math.ceil(_num_tokens(config, spec) * sharing / ranks / num_tokens))
 
 
 def _num_tokens(config: MasterConfig, spec: AlgorithmSpec) -> int:
@@ -131,34 +255,20 @@ def _num_tokens(config: MasterConfig, spec: AlgorithmSpec) -> int:
     return int(policy["train_global_batch_size"] * spec.group_size * length)
 
 
-def _row_overhead(tokens: float) -> float:
-    return 1 + ROW_TOKENS / tokens
-
-
-def _computed_again(
-    flops: FlopModel,
-    cfg: MegatronConfig,
-    layers: float,
-    mlps: float,
-    attention: float,
-    facts: ActivationFacts,
-    offloaded: ActivationOptions | None,
-) -> float:
-    """Returns the FLOPs of layers that recomputation and tiles compute again."""
-    tiled = mlps if cfg["mlp_tile_tokens"] is not None else 0.0
+def _computed_again(cfg: MegatronConfig, facts: ActivationFacts, offloaded: ActivationOptions | None) -> _Again:
+    tiled = 1.0 if cfg["mlp_tile_tokens"] is not None else 0.0
     if not recomputes_layers(cfg["activation_checkpointing"], cfg["recompute_granularity"]):
         again = recomputed_modules(
             cfg["activation_checkpointing"], cfg["recompute_granularity"], cfg["recompute_modules"]
         )
-        return tiled + attention * ("core_attn" in again) + mlps * ("mlp" in again or "moe" in again)
+        return _Again(mlps=tiled + ("mlp" in again or "moe" in again), attention=float("core_attn" in again))
     if offloaded is not None:
-        kept = KEPT_ATTENTION in offloaded.modules
         passes = 1 + (facts.num_layers_of_segment - 1) / facts.num_layers_of_segment
-        return passes * (layers + (0 if kept else attention))
+        return _Again(passes, passes, 0.0 if KEPT_ATTENTION in offloaded.modules else passes)
     share = 1.0
     if megatron_field(cfg, "recompute_method") == "block":  # of the first layers of each stage
         share = min(1.0, (megatron_field(cfg, "recompute_num_layers") or 1) / facts.num_layers)
-    return share * (layers + attention) + tiled
+    return _Again(share, share + tiled, share)
 
 
 def _copied_bytes(facts: ActivationFacts, offloaded: ActivationOptions) -> int:

@@ -14,7 +14,8 @@ from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement.gpus import gpu_facts
-from nemo_offload_rl.placement.machine import HostFacts, host_facts
+from nemo_offload_rl.placement.machine import HostFacts, host_facts, rates_here
+from nemo_offload_rl.placement.rates import Rates
 from nemo_offload_rl.plan.decisions import Machine, Resolved, check_fits
 from nemo_offload_rl.plan.resolve import resolve
 from nemo_offload_rl.worker.environment import library_environment
@@ -22,8 +23,8 @@ from nemo_offload_rl.worker.environment import library_environment
 if TYPE_CHECKING:
     from nemo_offload_rl.placement.cluster import Cluster
 
-NodeFacts = tuple[HostFacts, list[int | None]]
-"""A node's memory, and that of each of its GPUs in bytes, None where that is not known."""
+NodeFacts = tuple[HostFacts, list[int | None], Rates]
+"""A node's memory, that of each of its GPUs in bytes, None where that is not known, and their rates."""
 
 
 def machine_here() -> Machine:
@@ -38,14 +39,15 @@ def machine_of(cluster: Cluster) -> Machine:
 
 def node_facts() -> NodeFacts:
     """Returns the facts of the node that this process is on."""
-    return host_facts(), [gpu.total_bytes for gpu in gpu_facts()]
+    return host_facts(), [gpu.total_bytes for gpu in gpu_facts()], rates_here()
 
 
 def _machine(nodes: Sequence[NodeFacts], *, has_gpus: bool) -> Machine:
-    sizes = [size for _, gpus in nodes for size in gpus]
+    sizes = [size for _, gpus, _ in nodes for size in gpus]
     known = [size for size in sizes if size is not None]
     is_known = has_gpus and known and len(known) == len(sizes)
-    return Machine(has_gpus, min(known) if is_known else None, tuple(host for host, _ in nodes))
+    rates = nodes[0][-1]
+    return Machine(has_gpus, min(known) if is_known else None, tuple(host for host, *_ in nodes), rates)
 
 
 def resolve_for(machine: Machine, config: MasterConfig, algorithm: str) -> Resolved:

@@ -129,7 +129,7 @@ def test_what_a_joined_cluster_lacks_is_said_before_anything_is_reserved(ray_clu
         assert cluster.node_of(0) == cluster.node_of(1)
         assert cluster.node_name(1) is None
         assert cluster.loss_of(1, ask=True) is None
-        [(host, _), same] = cluster.on_each_node(node_facts)
+        [(host, *_), same] = cluster.on_each_node(node_facts)
         assert host.total_bytes == host_facts().total_bytes
         assert same[0] is host  # a node with two groups of ranks is asked once
 

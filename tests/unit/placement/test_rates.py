@@ -3,16 +3,21 @@
 import dataclasses
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
 from nemo_offload_rl.cli import main
+from nemo_offload_rl.placement import machine
 from nemo_offload_rl.placement.calibrate import Workload, calibrate
 from nemo_offload_rl.placement.doctor import rates_table
 from nemo_offload_rl.placement.rates import H200_RATES, Curve, Rates, keep_rates, rates_of, rates_path, read_rates
+from nemo_offload_rl.run.preflight import machine_here
+from tests.unit.config.conftest import CONFIGS
 
+RECIPE = CONFIGS.parents[1] / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml"
 TINY = Workload(
     products=((16, 32, 32), (32, 64, 64)),
     sequences=(16, 32),
@@ -72,8 +77,9 @@ def test_a_file_with_other_values_is_refused(change):
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(H200_RATES.as_fields() | change))
     with pytest.raises(ValueError, match="--calibrate") as error:
-        rates_of(["NVIDIA H200"])
+        read_rates(path)
     assert str(path) in str(error.value)
+    assert rates_of(["NVIDIA H200"]) == H200_RATES  # no run stops for a kept file
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff"])
@@ -82,6 +88,35 @@ def test_a_damaged_file_is_refused(content, tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=str(path)):
         read_rates(path)
+
+
+SEARCH = ("plan", str(RECIPE), "--fit", "--gpu-memory", "40", "--json")
+
+
+def seconds_of(capsys, *arguments):
+    """Returns the seconds of a search, and where the rates are from."""
+    assert main([*SEARCH, *arguments]) == 0
+    out, err = capsys.readouterr()
+    return json.loads(out)["seconds"], err
+
+
+def test_the_plan_takes_the_rates_that_were_measured(capsys, monkeypatch, tmp_path):
+    slow = dataclasses.replace(H200_RATES, source="measured", matmul=Curve(((1, 1e14),)), launch_s=1e-5)
+    gpus = [SimpleNamespace(name="NVIDIA H200")]
+    monkeypatch.setattr(machine, "gpu_facts", lambda: gpus)
+    assumed, source = seconds_of(capsys)
+    assert H200_RATES.source in source
+    kept = keep_rates(slow, "NVIDIA H200")
+    measured, source = seconds_of(capsys)
+    assert "are measured\n" in source
+    assert measured > 2 * assumed
+    assert machine_here().rates == slow
+    assert seconds_of(capsys, "--host-memory", "500")[0] == assumed  # for another machine
+    gpus.clear()
+    assert seconds_of(capsys)[0] == assumed
+    assert seconds_of(capsys, "--calibration", str(kept))[0] == measured
+    assert main([*SEARCH, "--calibration", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the GPU")

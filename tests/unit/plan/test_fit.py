@@ -11,6 +11,7 @@ from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.machine import HostFacts
+from nemo_offload_rl.placement.rates import H200_RATES
 from nemo_offload_rl.plan import fit as fitting
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.decisions import Machine, check_fits
@@ -20,7 +21,7 @@ from nemo_offload_rl.plan.optimizer_ways import Host
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import Planner
 from nemo_offload_rl.plan.resolve import resolve
-from nemo_offload_rl.plan.step_time import logprob_seconds, training_seconds
+from nemo_offload_rl.plan.step_time import logprob_seconds, optimizer_seconds, training_seconds
 from tests.unit.config.conftest import CONFIGS
 
 ROOT = CONFIGS.parents[1]
@@ -84,9 +85,10 @@ def brute_force():
         config, spec, run = resolved.config, ALGORITHMS["grpo"], resolved.run
         stages = activation_facts(QWEN2_1_5B, config["policy"], world_size=1)
         flops = read_flop_model(QWEN2_1_5B, config["policy"])
-        seconds = training_seconds(flops, config, spec, stages, settings(config["policy"]).activations)
-        seconds += logprob_seconds(flops, config, spec)
-        seconds += sum(move.seconds for move in run.plan.ranks[0].step_traffic)
+        [rank] = run.plan.ranks
+        seconds = training_seconds(flops, config, spec, stages, settings(config["policy"]).activations, H200_RATES)
+        seconds += logprob_seconds(flops, config, spec, H200_RATES)
+        seconds += optimizer_seconds(rank, sum(move.seconds for move in rank.step_traffic), H200_RATES)
         rows.append((seconds, plenty + missing, run.most_host_bytes))
     return rows
 

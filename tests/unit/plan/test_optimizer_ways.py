@@ -11,10 +11,10 @@ from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
 from nemo_offload_rl.memory.units import GIB, MIB, show_gib
 from nemo_offload_rl.placement.machine import HostFacts
+from nemo_offload_rl.placement.rates import H200_RATES
 from nemo_offload_rl.plan.colocation import check_awake_engine_fits
 from nemo_offload_rl.plan.generation import check_refit_fits, check_share_beside_policy, engine_bytes_beside_policy
 from nemo_offload_rl.plan.optimizer_ways import (
-    CPU_ADAM_PARAMS_PER_S,
     OVERLAPPED_FACTOR,
     Host,
     cpu_speed,
@@ -94,7 +94,7 @@ def test_every_ways_bytes_and_seconds():
     }
     both_ways = 50e9 * 0.92
     assert [one.wait_s for one in ways.values()] == pytest.approx(
-        [0, 0, 10 * N / both_ways, *(OVERLAPPED_FACTOR * n / CPU_ADAM_PARAMS_PER_S for n in (N / 2, N))]
+        [0, 0, 10 * N / both_ways, *(OVERLAPPED_FACTOR * n / H200_RATES.cpu_params_per_s for n in (N / 2, N))]
     )
     others = ways["resident"].transfer_s
     assert ways["streamed"].transfer_s - others == pytest.approx(10 * N / both_ways)

@@ -9,8 +9,9 @@ from support.tiny import policy_without_model
 from benchmarks.model_shapes import QWEN2_1_5B
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
+from nemo_offload_rl.placement.rates import H200_RATES
 from nemo_offload_rl.plan.host_budget import HostBudgetError
-from nemo_offload_rl.plan.plan import PCIE5_X16_BYTES_PER_S, STAGED_BYTES_PER_S
+from nemo_offload_rl.plan.plan import STAGED_BYTES_PER_S
 from nemo_offload_rl.plan.planner import PlannedRun, make_plan, plan_run, rank_needs
 from nemo_offload_rl.residency.table import Phase, ShardFacts, Target
 from tests.unit.config.conftest import CONFIGS
@@ -107,7 +108,7 @@ def test_grads_that_are_kept_stay_through_the_step():
 
 
 def test_seconds_follow_from_the_bytes_and_the_link():
-    assert make_plan(policy_without_model()).link_bytes_per_s == PCIE5_X16_BYTES_PER_S
+    assert make_plan(policy_without_model()).link_bytes_per_s == H200_RATES.link_bytes_per_s
     seconds = {transition.phase: transition.seconds for transition in rank_of({}, link_bytes_per_s=1e3).transitions}
     assert seconds == {LOGPROB: 2.0, TRAIN: 6.0, REFIT: 6.0, GENERATE: 2.0}
 
@@ -120,11 +121,11 @@ def test_only_optimizer_state_is_slower_where_it_is_not_page_locked():
         for traffic in transition.traffic
     }
     assert seconds == {
-        (LOGPROB, PARAMS): 2000 / PCIE5_X16_BYTES_PER_S,
-        (LOGPROB, REFERENCE): 6000 / PCIE5_X16_BYTES_PER_S,
+        (LOGPROB, PARAMS): 2000 / H200_RATES.link_bytes_per_s,
+        (LOGPROB, REFERENCE): 6000 / H200_RATES.link_bytes_per_s,
         (TRAIN, OPTIMIZER): 6000 / STAGED_BYTES_PER_S,
         (REFIT, OPTIMIZER): 6000 / STAGED_BYTES_PER_S,
-        (GENERATE, PARAMS): 2000 / PCIE5_X16_BYTES_PER_S,
+        (GENERATE, PARAMS): 2000 / H200_RATES.link_bytes_per_s,
     }
 
 
@@ -191,7 +192,7 @@ def test_streamed_optimizer_state_is_on_the_host_and_crosses_the_link_both_ways_
     [traffic] = rank.step_traffic
     assert (traffic.target, traffic.d2h_bytes, traffic.h2d_bytes) == (OPTIMIZER, 6000, 6000)
     # Both directions at once, each at 92% of its speed alone.
-    assert traffic.seconds == pytest.approx(6000 / (0.92 * PCIE5_X16_BYTES_PER_S))
+    assert traffic.seconds == pytest.approx(6000 / (0.92 * H200_RATES.link_bytes_per_s))
     [staged] = rank_of({"residency": streamed, "use_pinned_optimizer_offload": False}).step_traffic
     assert staged.seconds == pytest.approx(12000 / STAGED_BYTES_PER_S)  # one after the other
     assert rank_of({}).step_traffic == ()
