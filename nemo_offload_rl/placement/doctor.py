@@ -24,14 +24,17 @@ def run_doctor(as_json: bool, console: Console | None = None) -> None:
         as_json: Print facts and checks as one JSON object instead of a table.
         console: Where to print; None for the standard output.
     """
-    if console is None:
-        console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_WITHOUT_TERMINAL)
+    console = _console() if console is None else console
     facts = machine_facts()
     checks = judge(facts)
     if as_json:
         console.file.write(facts_as_json(facts, checks) + "\n")
     else:
         console.print(checks_table(facts.host.hostname, checks))
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=_WIDTH_WITHOUT_TERMINAL)
 
 
 def run_calibration(as_json: bool, console: Console | None = None) -> None:
@@ -48,7 +51,7 @@ def run_calibration(as_json: bool, console: Console | None = None) -> None:
 
     rates, gpu = calibrate_here()
     path = keep_rates(rates, gpu)
-    console = Console(width=_WIDTH_WITHOUT_TERMINAL) if console is None else console
+    console = _console() if console is None else console
     if as_json:
         console.file.write(json.dumps(rates.as_fields(), indent=2) + "\n")
     else:

@@ -1,7 +1,7 @@
 """Predicts the seconds of a training step and of log-prob passes from a machine's rates.
 
-Of each micro-batch the GPU's seconds count, or those of the host that starts its work, whichever are more. A constant
-that is not a machine's rate says how many bytes or operations something takes.
+Of each micro-batch the GPU's seconds count, or those of the host that starts its work, whichever are more; with experts
+their sum. A constant that is not a machine's rate says how many bytes or operations something takes.
 """
 
 import math
@@ -33,7 +33,7 @@ takes 16 to 19 ms (docs/results/cpu_optimizer.md)."""
 # took 1.3 s in training and 0.65 s in a log-prob pass, 2 of them 0.30 and 0.12 s (docs/results/cpu_optimizer.json).
 FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 160, 145
 """Of a layer, its experts apart."""
-EXPERT_FORWARD_LAUNCHES, EXPERT_BACKWARD_LAUNCHES = 20, 110
+EXPERT_FORWARD_LAUNCHES, EXPERT_BACKWARD_LAUNCHES = 8, 110
 """Of an expert of a layer: a profile of a step of four layers with 64 experts each, 0.68 s."""
 LOGPROB_LAUNCHES, STEP_LAUNCHES = 5_000, 10_000
 """Of a pass over all micro-batches: what is before the first one and behind the last one."""
@@ -80,6 +80,15 @@ class _Work:
         """The GPU's seconds of a backward pass in which nothing is computed again."""
         return 2 * (self.projections + self.mlps + self.output) + self.attention_backward + self.gradients
 
+    def forward_s(self, launch_s: float) -> float:
+        """Returns the seconds of a forward pass.
+
+        In each layer with experts the host waits for the number of tokens of each expert (megatron-core 0.19.2,
+        token_dispatcher.py, `_maybe_dtoh_and_synchronize`), so that its seconds and the GPU's add up.
+        """
+        host = self.forward_launches * launch_s
+        return self.forward + host if self.experts else max(self.forward, host)
+
     @property
     def forward_launches(self) -> float:
         """The host's operations of a forward pass."""
@@ -122,8 +131,8 @@ def training_seconds(
         MLPs in tiles (docs/activation-offload.md)          M more, except with layer_input; gradients of every tile
         selective recomputation                             A more for core_attn, M for mlp and moe
 
-    The host's seconds are its operations in each, and copies of activations that do not hide behind forward and
-    backward pass are added; a pipeline has its bubble.
+    The host's seconds are its operations in each. Copies of activations that do not hide behind forward and backward
+    pass are added, and a pipeline has its bubble.
 
     Args:
         flops: counts the model's FLOPs.
@@ -142,9 +151,12 @@ def training_seconds(
     again = _computed_again(cfg, stages[0], offloaded)
     gpu_again = again.projections * work.projections + again.mlps * work.mlps + again.attention * work.attention
     gpu_again += work.output * cfg["use_fused_linear_logprobs"]
-    host_again = (again.projections + again.mlps + again.attention) / 3 * work.forward_launches
-    forward_s = max(work.forward, work.forward_launches * rates.launch_s)
-    backward_s = max(work.backward + gpu_again, (work.backward_launches + host_again) * rates.launch_s)
+    host_again = (again.projections + again.mlps + again.attention) / 3 * work.forward_launches * rates.launch_s
+    forward_s, backward_host_s = work.forward_s(rates.launch_s), work.backward_launches * rates.launch_s
+    if work.experts:
+        backward_s = max(work.backward, backward_host_s) + gpu_again + host_again
+    else:
+        backward_s = max(work.backward + gpu_again, backward_host_s + host_again)
     waited = 0.0
     if offloaded is not None:
         nbytes = max(_copied_bytes(facts, offloaded) for facts in stages)
@@ -170,7 +182,7 @@ def logprob_seconds(flops: FlopModel, config: MasterConfig, spec: AlgorithmSpec,
     tokens //= policy["megatron_cfg"]["context_parallel_size"]
     num_microbatches = _num_microbatches(config, spec, tokens)
     work = _work(flops, config, spec, num_microbatches, rates)
-    micro_batches = num_microbatches * max(work.forward, work.forward_launches * rates.launch_s)
+    micro_batches = num_microbatches * work.forward_s(rates.launch_s)
     passes = 2 if spec.has_reference(config) else 1
     return passes * (micro_batches + LOGPROB_LAUNCHES * rates.launch_s)
 
