@@ -1,5 +1,6 @@
 """Tests what is refused before Ray starts, although the recipe alone is valid."""
 
+import dataclasses
 import importlib.util
 import json
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from huggingface_hub import constants
 from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement import cluster
+from nemo_offload_rl.placement.rates import H200_RATES
 from nemo_offload_rl.plan.decisions import Machine
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.run import preflight, runner
@@ -174,7 +176,8 @@ def test_the_recipes_variables_count_beside_the_shells(check):
 def test_of_a_cluster_that_is_joined_the_nodes_count(monkeypatch, has_gpus):
     """Its nodes' sizes count; its environment is not this machine's."""
     host = SimpleNamespace(hostname="there", available_bytes=1 << 40, cgroup_free_bytes=None, memlock_bytes=None)
-    nodes = [(host, [8, 6]), (host, [7])]
+    rates = dataclasses.replace(H200_RATES, source="measured there")
+    nodes = [(host, [8, 6], rates), (host, [7], H200_RATES)]
     monkeypatch.setattr(cluster, "starts_ray_here", lambda: False)
     joined = SimpleNamespace(has_gpus=has_gpus, on_each_node=lambda function: nodes)
     monkeypatch.setattr(cluster, "Cluster", lambda **_: nullcontext(joined))
@@ -182,8 +185,8 @@ def test_of_a_cluster_that_is_joined_the_nodes_count(monkeypatch, has_gpus):
     monkeypatch.setattr(Job, "for_machine", lambda job, machine: machine)
     job = Job("grpo", load(TINY, []).config, [], None, None)
     with runner._start_cluster([job, job], Restarts(0)) as (_, jobs):
-        assert jobs == [Machine(has_gpus, 6 if has_gpus else None, (host, host))] * 2
-    nodes.append((host, [None]))
+        assert jobs == [Machine(has_gpus, 6 if has_gpus else None, (host, host), rates)] * 2
+    nodes.append((host, [None], rates))
     assert machine_of(joined).gpu_bytes is None  # one GPU's memory is not known
 
 
