@@ -14,6 +14,7 @@ step is printed by the code that allocated it.
 """
 
 import argparse
+import gc
 import statistics
 import subprocess
 import sys
@@ -331,6 +332,7 @@ def main() -> int:
         rows += [{"case": name, **row} for row in found]
         print_rows(rows[-len(found) :])
         write_result(arguments.output, rows, append_by=("case", "phase"), rates=rates.as_fields())
+        gc.collect()  # what refers to itself in a case's worker, such as its experts, would be in the next one's peaks
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     print_rows(rows)
