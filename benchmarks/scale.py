@@ -92,7 +92,7 @@ def train_rows(names: Sequence[str], arguments: argparse.Namespace) -> list[Row]
         tokens = ROW_TOKENS if arguments.model != "tiny" else 64
         case = context_parallel.Case(arguments.model, tokens, num_rows, "recompute", **layout)
         ranks = context_parallel.in_own_processes(case, arguments.steps + 1, profiled=True)
-        row = {"layout": name, "part": "train"} | context_parallel.row_of(case, ranks, None)
+        row: Row = {"layout": name, "part": "train"} | context_parallel.row_of(case, ranks, None)
         row["tokens_per_s_gpu"] = round(row["tokens_per_s"] / case.gpus, 1)
         rows.append(row)
         print_rows(rows)
