@@ -56,7 +56,7 @@ class Workload:
 
 
 def calibrate(device: torch.device, workload: Workload | None = None) -> Rates:
-    """Measures the rates of a GPU and its host, in about a minute; the GPU should be idle, with 8 GiB free.
+    """Measures the rates of a GPU and its host, in half a minute; the GPU should be idle, with 8 GiB free.
 
     Args:
         device: the GPU; on a CPU everything but the link is measured, for tests.

@@ -128,30 +128,28 @@ def _teraflops(*points: tuple[float, float]) -> Curve:
 
 H200_RATES = Rates(
     source="assumed, those of an H200",
-    matmul=_teraflops((1e9, 150), (8e9, 400), (3.4e10, 560), (1.4e11, 690), (5.5e11, 750), (4.4e12, 750)),
+    matmul=_teraflops((1.07e9, 62), (6.4e9, 375), (1.7e10, 655), (6.9e10, 675), (1.1e12, 680), (4.4e12, 685)),
     attention=(
         AttentionRates(
             64,
-            forward=_teraflops((1024, 150), (2048, 240), (4096, 340), (16384, 430)),
-            backward=_teraflops((1024, 150), (2048, 220), (4096, 280), (16384, 330)),
+            forward=_teraflops((512, 252), (1024, 323), (2048, 374), (4096, 410), (16384, 442), (65536, 460)),
+            backward=_teraflops((512, 169), (1024, 251), (2048, 321), (4096, 371), (16384, 430), (65536, 427)),
         ),
         AttentionRates(
             128,
-            forward=_teraflops((1024, 200), (2048, 320), (4096, 460), (16384, 600), (65536, 560)),
-            backward=_teraflops((1024, 200), (2048, 310), (4096, 380), (16384, 430), (65536, 490)),
+            forward=_teraflops((512, 317), (1024, 403), (2048, 473), (4096, 518), (16384, 569), (65536, 601)),
+            backward=_teraflops((512, 212), (1024, 305), (2048, 386), (4096, 441), (16384, 524), (65536, 542)),
         ),
     ),
-    memory_bytes_per_s=4.26e12,
+    memory_bytes_per_s=4.25e12,
     link_bytes_per_s=55e9,  # PCI Express 5.0 x16
-    launch_s=8.3e-6,
+    launch_s=1.58e-5,
     cpu_params_per_s=3.9e9,
 )
-"""Rates of an H200 and its host.
+"""Rates of an H200 and its host, which `doctor --calibrate` measured (docs/results/plan_accuracy.json).
 
-Those of large products, of attention with heads of 128, of GPU memory and of small operations are from profiles of
-training steps, and were adjusted to docs/results/long_rows.md; small products and heads of 64 are estimates. The CPU's
-are those of 16 threads, without the copies of the CPU optimizer: these stepped 772 M parameters in 0.31 s without
-overlap, 0.11 s of which are copies (docs/results/cpu_optimizer.md)."""
+The CPU's are those of 16 threads, without the copies of the CPU optimizer: these stepped 772 M parameters in 0.31 s
+without overlap, 0.11 s of which are copies (docs/results/cpu_optimizer.md)."""
 
 
 def rates_folder() -> Path:

@@ -25,17 +25,18 @@ from nemo_offload_rl.plan.flops import FlopModel
 from nemo_offload_rl.plan.plan import RankPlan
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 
-MEMORY_SHARE = 0.55
+MEMORY_SHARE = 0.5
 """Share of a copy's speed in GPU memory that norms, activations and the optimizer reach: a 1.5 B model's optimizer
 takes 16 to 19 ms (docs/results/cpu_optimizer.md)."""
 
-# Small operations of the host, beside which a GPU idles: 16 micro-batches of 2,048 tokens of a 1.5 B model of 28 layers
-# took 1.3 s in training and 0.65 s in a log-prob pass, 2 of them 0.30 and 0.12 s (docs/results/cpu_optimizer.json).
-FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 160, 145
+# Small operations of the host, from the cases of docs/results/plan_accuracy.md.
+FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 110, 265
 """Of a layer, its experts apart."""
-EXPERT_FORWARD_LAUNCHES, EXPERT_BACKWARD_LAUNCHES = 8, 110
-"""Of an expert of a layer: a profile of a step of four layers with 64 experts each, 0.68 s."""
-LOGPROB_LAUNCHES, STEP_LAUNCHES = 5_000, 10_000
+QK_NORM_LAUNCHES = 105
+"""Of a layer whose queries and keys are normalised, in each direction: two modules of Transformer Engine's more."""
+EXPERT_FORWARD_LAUNCHES, EXPERT_BACKWARD_LAUNCHES = 0.5, 23
+"""Of an expert of a layer."""
+LOGPROB_LAUNCHES, STEP_LAUNCHES = 400, 5_750
 """Of a pass over all micro-batches: what is before the first one and behind the last one."""
 
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5  # of attention, by pair of tokens: the backward pass computes scores again
@@ -59,6 +60,7 @@ class _Work:
         gradients: adding up gradients of weights once.
         layers: layers of the rank.
         experts: experts of these layers on the rank.
+        qk_norm: whether queries and keys are normalised.
     """
 
     projections: float
@@ -69,6 +71,7 @@ class _Work:
     gradients: float
     layers: float
     experts: float
+    qk_norm: bool
 
     @property
     def forward(self) -> float:
@@ -92,12 +95,16 @@ class _Work:
     @property
     def forward_launches(self) -> float:
         """The host's operations of a forward pass."""
-        return self.layers * FORWARD_LAUNCHES + self.experts * EXPERT_FORWARD_LAUNCHES
+        return self.layers * (FORWARD_LAUNCHES + self._norm_launches) + self.experts * EXPERT_FORWARD_LAUNCHES
 
     @property
     def backward_launches(self) -> float:
         """The host's operations of a backward pass in which nothing is computed again."""
-        return self.layers * BACKWARD_LAUNCHES + self.experts * EXPERT_BACKWARD_LAUNCHES
+        return self.layers * (BACKWARD_LAUNCHES + self._norm_launches) + self.experts * EXPERT_BACKWARD_LAUNCHES
+
+    @property
+    def _norm_launches(self) -> float:
+        return QK_NORM_LAUNCHES * self.qk_norm
 
 
 @dataclass(frozen=True)
@@ -249,6 +256,7 @@ def _work(
         gradients=weights * _GRAD_BYTES / rates.memory_bytes_per_s,
         layers=layers,
         experts=experts,
+        qk_norm=model.qk_norm,
     )
 
 

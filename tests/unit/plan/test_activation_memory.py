@@ -124,7 +124,7 @@ def test_what_a_recipe_sets_stays(recipe, gpu_gib, kept):
 @pytest.mark.parametrize(
     ("recipe", "gpu_gib", "key", "number"),
     [
-        (GRPO, 24, "policy.sequence_packing.train_mb_tokens", 16384),
+        (GRPO, 18, "policy.sequence_packing.train_mb_tokens", 16384),
         (DPO, 20, "policy.train_micro_batch_size", 8),
     ],
 )

