@@ -4,7 +4,7 @@ import contextlib
 import gc
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.metrics.profile import Recording
 from nemo_offload_rl.placement.network import LOOPBACK, free_port
 from nemo_offload_rl.placement.signals import ignore_ending_signals
-from nemo_offload_rl.worker.rank_log import RankLog, Record
+from nemo_offload_rl.worker.rank_log import RankLog, Record, take_records
+from nemo_offload_rl.worker.relay import Part
 from nemo_offload_rl.worker.wire import WireBatch
 
 
@@ -27,8 +28,7 @@ class WorkerActor:
         ignore_ending_signals()
         self._worker: Any = None
         self._recording: Recording | None = None
-        self._log = RankLog()
-        self._log.listen()
+        RankLog().listen()
 
     def process(self) -> tuple[str, int]:
         """Returns this node's address and this process's id."""
@@ -81,12 +81,7 @@ class WorkerActor:
 
     def take_log(self) -> list[Record]:
         """Returns the records that this rank has logged since the last call."""
-        return self._log.take()
-
-    def call_after(self, function: Callable[[Any, None], Any], *_: Any) -> None:
-        """Call a function with the worker once Ray has resolved the further arguments; later calls wait for it."""
-        with self._range_of(function):
-            function(self._worker, None)
+        return take_records()
 
     def start_profile(self, prefix: str | None, *, trace: bool, memory: bool, nvtx: bool) -> None:
         """Record this process, with a range for each verb; see `metrics.profile.Recording`. None records nothing."""
@@ -102,23 +97,23 @@ class WorkerActor:
     def _range_of(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
         return nullcontext() if self._recording is None else self._recording.range(verb_of(function))
 
-    def call(self, pickled: bytes, shard: WireBatch | None, *, wants_result: bool) -> Any:
-        """Call a function with the worker and, if there is one, the shard of a batch.
+    def call(self, pickled: bytes, shards: Sequence[WireBatch] | None, part: Part, *_: Any) -> list[Any]:
+        """Call a function with the worker, once Ray has resolved the further arguments; later calls wait for it.
 
         Args:
             pickled: The function, by cloudpickle.
-            shard: The rank's part of a batch.
-            wants_result: Whether the driver uses this rank's result.
+            shards: The parts of a batch that the node's ranks have; of another rank's nothing is read.
+            part: What is for this rank.
 
         Returns:
-            The result, a batch as a `WireBatch`; None without `wants_result`.
+            The result, a batch as a `WireBatch`, in a list; an empty one if it is not wanted.
         """
         function = cloudpickle.loads(pickled)
         with self._range_of(function):
-            result = function(self._worker, None if shard is None else shard.unpack())
-        if not wants_result:
-            return None
-        return WireBatch.pack(result) if isinstance(result, BatchedData) else result
+            result = function(self._worker, None if shards is None else shards[part.shard].unpack())
+        if not part.wants_result:
+            return []
+        return [WireBatch.pack(result) if isinstance(result, BatchedData) else result]
 
 
 def verb_of(call: Callable[..., Any]) -> str:

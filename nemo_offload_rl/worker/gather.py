@@ -1,7 +1,7 @@
 """Waits for the results of all ranks, and only for a limited time once one of them has failed."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from ray.exceptions import RayError
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.worker.errors import cause_of, is_death
+from nemo_offload_rl.worker.relay import RankCalls
 
 # Once a rank has failed, the others, which may wait for it in a collective, get this long to fail or finish, too.
 FAILURE_GRACE_S = 5.0
@@ -18,41 +19,49 @@ FAILURE_GRACE_S = 5.0
 AGREED_GRACE_S = 60.0
 
 
-def gather(refs: Sequence[Any], cluster: Cluster) -> tuple[dict[int, Any], dict[int, RayError]]:
-    """Waits for each rank's result.
+def gather(calls: Mapping[Any, Sequence[int]], cluster: Cluster) -> tuple[list[Any], dict[int, RayError]]:
+    """Waits for the results of calls.
 
     Args:
-        refs: Ray's references to them, in rank order.
+        calls: Ray's reference to each call's result, and the ranks that it is of: one, or all of a node.
         cluster: Knows which nodes still answer.
 
     Returns:
-        The results by rank, and the failures by rank in the order in which they came. After a failure a rank may be in
-        neither.
+        The results, in the order of the calls, and the failures by rank in the order in which they came. After a
+        failure there are no results, and a rank may not have ended.
     """
-    rank_of = {ref: rank for rank, ref in enumerate(refs)}
-    pending = list(refs)
-    results: dict[int, Any] = {}
+    ranks_of = dict(calls)
+    pending = list(calls)
+    results: dict[Any, Any] = {}
     failures: dict[int, RayError] = {}
     deadline = float("inf")
     while pending and time.monotonic() < deadline:
         timeout = None if not failures else max(0.0, deadline - time.monotonic())
         done, pending = cluster.wait(pending, timeout)
         for ref, result in _results_or_errors(done):
-            if not isinstance(result, _Failed):
-                results[rank_of[ref]] = result
-            else:
-                error = failures[rank_of[ref]] = result.error
-                grace_s = AGREED_GRACE_S if is_disk_full(error) else FAILURE_GRACE_S
+            if isinstance(result, RankCalls):
+                ranks_of |= {ref: (rank,) for rank, ref in zip(ranks_of[ref], result.refs, strict=True)}
+                pending += result.refs
+            elif isinstance(result, _Failed):
+                failures |= dict.fromkeys(ranks_of[ref], result.error)
+                grace_s = AGREED_GRACE_S if is_disk_full(result.error) else FAILURE_GRACE_S
                 deadline = min(deadline, time.monotonic() + grace_s)
-        for ref in pending:
-            if (loss := cluster.loss_of(rank_of[ref])) is not None:
-                failures.setdefault(rank_of[ref], loss)
+            else:
+                results[ref] = result
+        for rank in _ranks(pending, ranks_of):
+            if (loss := cluster.loss_of(rank)) is not None:
+                failures.setdefault(rank, loss)
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
-    if failures:  # other ranks notice a lost node before Ray does
-        silent = [rank_of[ref] for ref in pending] + [rank for rank, error in failures.items() if is_death(error)]
-        lost = {rank: cluster.loss_of(rank, ask=True) for rank in silent}
-        failures |= {rank: loss for rank, loss in lost.items() if loss is not None}
-    return results, failures
+    if not failures:
+        return [results[ref] for ref in calls], {}
+    # Other ranks notice a lost node before Ray does.
+    silent = [*_ranks(pending, ranks_of), *(rank for rank, error in failures.items() if is_death(error))]
+    lost = {rank: cluster.loss_of(rank, ask=True) for rank in silent}
+    return [], failures | {rank: loss for rank, loss in lost.items() if loss is not None}
+
+
+def _ranks(refs: Sequence[Any], ranks_of: Mapping[Any, Sequence[int]]) -> list[int]:
+    return [rank for ref in refs for rank in ranks_of[ref]]
 
 
 @dataclass(frozen=True)

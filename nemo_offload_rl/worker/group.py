@@ -1,7 +1,7 @@
 """Drives a policy's ranks, one worker each, from the driver; its methods take and return global batches."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,8 +31,9 @@ from nemo_offload_rl.worker.actor import WorkerActor, verb_of
 from nemo_offload_rl.worker.environment import worker_environment
 from nemo_offload_rl.worker.errors import WorkerError, cause_of, worker_error
 from nemo_offload_rl.worker.gather import gather, is_disk_full
-from nemo_offload_rl.worker.rank_log import relay
-from nemo_offload_rl.worker.rank_metrics import worst_of_ranks
+from nemo_offload_rl.worker.rank_log import Record, fetch_records, log_records, take_records
+from nemo_offload_rl.worker.rank_metrics import moves_and_records
+from nemo_offload_rl.worker.relay import Part, Relays, concat, each_rank
 from nemo_offload_rl.worker.sharding import (
     InferenceShards,
     require_parallel_sizes_fit,
@@ -152,8 +153,9 @@ class PolicyWorkerGroup:
             "init_reference_model": init_reference_model,
             "init_optimizer": init_optimizer,
         }
-        self._started: list[Any] = []
-        self._process_refs = [actor.process.remote() for actor in self._actors]
+        self._started: dict[Any, Sequence[int]] = {}
+        self._relays = Relays(self._actors, cluster)
+        self._process_refs = [actor.process.remote() for actor in [*self._actors, *self._relays.actors]]
         if before_build is not None:
             for actor in self._actors:
                 actor.import_worker.remote(worker_cls)
@@ -222,9 +224,7 @@ class PolicyWorkerGroup:
         """
         self._built()
         self._collect_started()
-        self._started = [
-            actor.call_after.remote(lambda worker, _: worker.start_return(logprobs), *after) for actor in self._actors
-        ]
+        self._started = self._start(lambda worker, _: worker.start_return(logprobs), after=after)
 
     def offload_before_refit(self) -> None:
         """Move everything off the GPU that a refit does not need."""
@@ -244,7 +244,7 @@ class PolicyWorkerGroup:
         Returns:
             The checksums of the sent weights, by name; empty if the transport does not verify.
         """
-        return merge_checksums(self._run(lambda worker, _: worker.send_weights(), from_all_ranks=True))
+        return self._of_all(lambda worker, _: worker.send_weights(), merge_checksums)
 
     def save_checkpoint(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
         """Write a checkpoint, each rank its part.
@@ -269,7 +269,7 @@ class PolicyWorkerGroup:
 
     def is_checkpoint_written(self) -> bool:
         """Returns whether all ranks have written their files of the checkpoint under way."""
-        return all(self._run(lambda worker, _: worker.is_checkpoint_written(), from_all_ranks=True))
+        return self._of_all(lambda worker, _: worker.is_checkpoint_written(), all)
 
     def finish_checkpoint(self) -> dict[str, FileSum]:
         """Wait for the checkpoint under way and complete it, with the results and errors of `save_checkpoint`."""
@@ -277,11 +277,7 @@ class PolicyWorkerGroup:
 
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
         """Returns what is wrong with a checkpoint's files, one line each; one rank reads each file."""
-        return [
-            line
-            for lines in self._run(lambda worker, _: worker.find_damage(folder, files), from_all_ranks=True)
-            for line in lines
-        ]
+        return self._of_all(lambda worker, _: worker.find_damage(folder, files), concat)
 
     def load_checkpoint(self, folder: str, num_skipped: int = 0, num_train_calls: int | None = None) -> None:
         """Read a checkpoint, each rank its part; see `MegatronPolicyWorker.load_checkpoint`."""
@@ -298,16 +294,18 @@ class PolicyWorkerGroup:
 
     def memory_stats(self) -> dict[str, float]:
         """Returns memory in GiB, for each quantity the largest value of any rank."""
-        return largest_of(self._run(lambda worker, _: worker.memory_stats(), from_all_ranks=True))
+        return self._of_all(lambda worker, _: worker.memory_stats(), largest_of)
 
     def residency_metrics(self) -> dict[str, float]:
         """Returns metrics of the moves between GPU and host since the last call, each the worst rank's value.
 
         The names are those of `residency.metrics.Meter.take_metrics`.
         """
-        metrics = worst_of_ranks(self._run(lambda worker, _: worker.residency_metrics(), from_all_ranks=True))
-        relay(self._actors)
-        return metrics
+        found: tuple[dict[str, float], list[Record]] = self._of_all(
+            lambda worker, _: (worker.residency_metrics(), take_records()), moves_and_records
+        )
+        log_records(found[1])
+        return found[0]
 
     def start_profile(self, options: ProfileOptions, prefix: str) -> None:
         """Record the chosen ranks until `stop_profile`, to files whose names begin with `prefix`."""
@@ -315,11 +313,11 @@ class PolicyWorkerGroup:
         kinds = {"trace": options.trace, "memory": options.memory, "nvtx": options.nvtx}
         prefixes = [f"{prefix}_rank_{n}" if n in options.ranks else None for n in range(len(self._actors))]
         pairs = zip(self._actors, prefixes, strict=True)
-        self._collect("start_profile", [actor.start_profile.remote(one, **kinds) for actor, one in pairs])
+        self._collect("start_profile", each_rank([actor.start_profile.remote(one, **kinds) for actor, one in pairs]))
 
     def stop_profile(self) -> None:
         """Write what the ranks have recorded."""
-        self._collect("stop_profile", [actor.stop_profile.remote() for actor in self._actors])
+        self._collect("stop_profile", each_rank([actor.stop_profile.remote() for actor in self._actors]))
 
     def flop_model(self) -> FlopModel | None:
         """Returns the model's FLOP model; None for a model family, or a config field, that it does not cover."""
@@ -328,7 +326,7 @@ class PolicyWorkerGroup:
 
     def gpu_names(self) -> list[str]:
         """Returns the name of each rank's GPU; "cpu" without one."""
-        return self._run(lambda worker, _: worker.gpu_name(), from_all_ranks=True)
+        return self._of_all(lambda worker, _: [worker.gpu_name()], concat)
 
     # ---- lifecycle
 
@@ -350,10 +348,8 @@ class PolicyWorkerGroup:
         if not self._actors:
             return
         if self._layout is not None:
-            refs = [
-                actor.call.remote(cloudpickle.dumps(lambda worker, _: worker.shutdown()), None, wants_result=False)
-                for actor in self._actors
-            ]
+            pickled = cloudpickle.dumps(lambda worker, _: worker.shutdown())
+            refs = [actor.call.remote(pickled, None, Part(0, wants_result=False)) for actor in self._actors]
             done, late = ray.wait(refs, num_returns=len(refs), timeout=_SHUTDOWN_TIMEOUT_S)
             for ref in done:
                 try:
@@ -380,54 +376,59 @@ class PolicyWorkerGroup:
         read = BatchedData({name: data[name] for name in LOGPROB_COLUMNS}).in_groups(data.group_size)
         return shard_for_inference(read, mbs=mbs, dp_size=self._built().dp_size)
 
-    def _run(
-        self,
-        call: Call,
-        shards: Sequence[BatchedData] | None = None,
-        *,
-        from_all_ranks: bool = False,
-    ) -> list[Any]:
+    def _run(self, call: Call, shards: Sequence[BatchedData] | None = None) -> list[Any]:
         """Calls a method of the workers on all ranks; ranks of one data-parallel rank get the same shard.
 
         Args:
             call: calls it with the worker and the rank's shard; what it refers to is sent to every rank.
             shards: a part of a batch for each data-parallel rank; None for a method without one.
-            from_all_ranks: whether the results of all ranks are returned.
 
         Returns:
-            The results of one rank per data-parallel rank, in data-parallel order, or of all ranks.
+            The results of one rank per data-parallel rank, in data-parallel order.
         """
-        layout = self._built()
-        shard_refs = None if shards is None else [ray.put(WireBatch.pack(shard)) for shard in shards]
-        reporting = list(range(len(self._actors))) if from_all_ranks else layout.reporting_ranks
-        pickled = cloudpickle.dumps(call)  # once: Ray would do so for each rank
-        refs = [
-            actor.call.remote(
-                pickled,
-                None if shard_refs is None else shard_refs[layout.parallel_ranks[rank]["dp_rank"]],
-                wants_result=rank in reporting,
-            )
-            for rank, actor in enumerate(self._actors)
-        ]
+        reporting = self._built().reporting_ranks
+        calls = self._start(call, shards, wanted=set(reporting))
+        of_rank = dict(zip(sorted(reporting), self._results(call, calls), strict=True))
+        return [of_rank[rank] for rank in reporting]
+
+    def _of_all[Value](self, call: Call, combine: Callable[[list[Value]], Value]) -> Value:
+        """Calls a method on all ranks and combines their results, first those of each node, there."""
+        wanted = range(len(self._built().parallel_ranks))
+        return combine(self._results(call, self._start(call, wanted=wanted, combine=combine)))
+
+    def _start(
+        self,
+        call: Call,
+        shards: Sequence[BatchedData] | None = None,
+        *,
+        wanted: Container[int] = (),
+        combine: Callable[[list[Any]], Any] | None = None,
+        after: Sequence[Any] = (),
+    ) -> dict[Any, Sequence[int]]:
+        """Calls a method on all ranks; see `Relays.call`."""
+        dp_ranks = [ranks["dp_rank"] for ranks in self._built().parallel_ranks]
+        return self._relays.call(call, dp_ranks, shards=shards, wanted=wanted, combine=combine, after=after)
+
+    def _results(self, call: Call, calls: Mapping[Any, Sequence[int]]) -> list[Any]:
+        """Returns what `_start` asked for, in rank order."""
         self._collect_started()  # only after the ranks were sent this verb, so that they do not wait for the driver
-        results = self._collect(verb_of(call), refs)
-        return [results[rank] for rank in reporting]
+        return concat(self._collect(verb_of(call), calls))
 
     def _collect_started(self) -> None:
-        started, self._started = self._started, []
+        started, self._started = self._started, {}
         if started:
             self._collect("start_return", started)
 
-    def _collect(self, verb: str, refs: Sequence[Any]) -> list[Any]:
-        """Returns all ranks' results; a failure is raised, and ends the group unless all ranks can go on after it."""
-        results, failures = gather(refs, self._cluster)
-        if len(failures) == len(refs) and all(map(is_disk_full, failures.values())):
+    def _collect(self, verb: str, calls: Mapping[Any, Sequence[int]]) -> list[Any]:
+        """Returns all calls' results; a failure is raised, and ends the group unless all ranks can go on after it."""
+        results, failures = gather(calls, self._cluster)
+        if len(failures) == len(self._actors) and all(map(is_disk_full, failures.values())):
             raise cause_of(failures[0])
         if failures:
             self._failure = worker_error(verb, failures, self._cluster.node_name)
             self._kill()
             raise self._failure
-        return [results[rank] for rank in range(len(refs))]
+        return results
 
     def _built(self) -> _Layout:
         if self._failure is not None:
@@ -435,11 +436,11 @@ class PolicyWorkerGroup:
         if not self._actors:
             raise RuntimeError("This policy's workers have been shut down.")
         if self._layout is None:
-            self._layout = _Layout(self._collect("its construction", self._build_refs))
-            relay(self._actors)
+            self._layout = _Layout(self._collect("its construction", each_rank(self._build_refs)))
+            fetch_records(self._actors)
         return self._layout
 
     def _kill(self) -> None:
         actors, self._actors = self._actors, []
-        relay(actors)
-        self._cluster.stop(actors, self._process_refs)
+        fetch_records(actors)
+        self._cluster.stop([*actors, *self._relays.actors], self._process_refs)

@@ -23,6 +23,14 @@ def worst_of_ranks(every_rank: Sequence[Mapping[str, float]]) -> dict[str, float
     return {name: min(of_ranks) if _smallest_is_worst(name) else max(of_ranks) for name, of_ranks in values.items()}
 
 
+def moves_and_records[Record](
+    every_rank: Sequence[tuple[Mapping[str, float], list[Record]]],
+) -> tuple[dict[str, float], list[Record]]:
+    """Returns `worst_of_ranks` of the metrics, and the log records of all ranks, given pairs of the two."""
+    records = [record for _, of_rank in every_rank for record in of_rank]
+    return worst_of_ranks([metrics for metrics, _ in every_rank]), records
+
+
 def _smallest_is_worst(name: str) -> bool:
     quantity = name.rpartition("/")[2]
     return quantity in _SMALLEST_IS_WORST or quantity.startswith(_FREE_MEMORY)

@@ -1,5 +1,7 @@
 """Starts worker groups of the toy worker in tests/unit/worker/toy_worker.py."""
 
+from dataclasses import replace
+
 import psutil
 import ray
 import torch
@@ -38,6 +40,22 @@ def toy_group(cluster, *, tp=1, before_build=None, checks_model=False, **toy):
     )
 
 
+class ApartCluster:
+    """Is a cluster of one node that says its ranks are on several, so that these have relays."""
+
+    def __init__(self, cluster, ranks_per_node=1):
+        self._cluster, self._ranks_per_node = cluster, ranks_per_node
+
+    def __getattr__(self, name):
+        return getattr(self._cluster, name)
+
+    def node_of(self, bundle):
+        return replace(self._cluster.node_of(0), id=f"node {bundle // self._ranks_per_node}")
+
+    def options_beside(self, bundle):
+        return self._cluster.options_beside(0)
+
+
 def toy_batch(num_rows):
     rows = torch.arange(num_rows)
     lengths = torch.full((num_rows,), 3)
@@ -52,5 +70,5 @@ def processes():
 
 
 def pids_of(group):
-    """Returns the process ids of a group's ranks."""
-    return {int(rank_pid) for _, rank_pid in ray.get(group._process_refs)}
+    """Returns the process ids of a group's ranks, and of their relays."""
+    return {int(pid) for _, pid in ray.get(group._process_refs)}

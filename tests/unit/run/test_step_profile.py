@@ -14,6 +14,7 @@ from nemo_offload_rl.metrics.profile import Recording
 from nemo_offload_rl.run.step_profile import step_profile
 from nemo_offload_rl.run.train_loop import no_profile
 from nemo_offload_rl.worker.actor import WorkerActor
+from nemo_offload_rl.worker.relay import Part
 from tests.unit.algorithms.test_grpo import SCHEDULE, Setting
 
 RECIPE = "examples/configs/grpo_tiny_cpu.yaml"
@@ -26,8 +27,9 @@ class Rank(WorkerActor):
     def __init__(self, worker):
         self._worker, self._recording = worker, None
 
-    def call(self, function, shard, *, wants_result):
-        return super().call(cloudpickle.dumps(function), shard, wants_result=wants_result)
+    def call(self, function):
+        [result] = super().call(cloudpickle.dumps(function), None, Part(0, wants_result=True))
+        return result
 
 
 class Group:
@@ -40,7 +42,7 @@ class Group:
         return getattr(self.policy, name)
 
     def train(self, data, loss_fn, gbs, mbs):
-        return self.rank.call(lambda worker, _: worker.train(data, loss_fn, gbs, mbs), None, wants_result=True)
+        return self.rank.call(lambda worker, _: worker.train(data, loss_fn, gbs, mbs))
 
     def start_profile(self, options, prefix):
         # A process has one tracer: here it is the driver's.
@@ -75,13 +77,12 @@ def test_the_chosen_steps_and_they_alone_have_traces_with_their_phases(tmp_path)
 
 def test_a_ranks_trace_has_its_verbs_and_what_they_run(tmp_path):
     rank = Rank(torch.nn.Linear(2, 2))
-    forward = {"shard": None, "wants_result": False}
-    rank.call(lambda worker, _: worker.requires_grad_(), **forward)
+    rank.call(lambda worker, _: worker.requires_grad_())
     rank.start_profile(str(tmp_path / "step_1_rank_0"), trace=True, memory=False, nvtx=False)
-    rank.call(lambda worker, _: worker.forward(torch.ones(1, 2)), **forward)
-    rank.call_after(lambda worker, _: worker.zero_grad())
+    rank.call(lambda worker, _: worker.forward(torch.ones(1, 2)))
+    rank.call(lambda worker, _: worker.zero_grad())
     rank.stop_profile()
-    rank.call(lambda worker, _: worker.eval(), **forward)
+    rank.call(lambda worker, _: worker.eval())
     names = names_in(tmp_path / "step_1_rank_0.json.gz")
     assert {"forward", "aten::linear", "zero_grad"} <= names
     assert not {"eval", "requires_grad_"} & names

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import ray
 import torch
-from support.toy_group import pids_of, processes, toy_batch, toy_group
+from support.toy_group import ApartCluster, pids_of, processes, toy_batch, toy_group
 
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.metrics.profile import ProfileOptions
@@ -31,16 +31,21 @@ def double(value):
     return 2 * value
 
 
+@pytest.fixture(scope="module", params=[lambda cluster: cluster, ApartCluster], ids=["one node", "two nodes"])
+def cluster(request, ray_cluster):
+    return request.param(ray_cluster)
+
+
 @pytest.fixture(scope="module")
-def group(ray_cluster):
-    with toy_group(ray_cluster) as group:
+def group(cluster):
+    with toy_group(cluster) as group:
         yield group
 
 
 @pytest.fixture(scope="module")
-def tensor_parallel_group(ray_cluster, group):
+def tensor_parallel_group(cluster, group):
     del group  # both fit side by side: each uses half of a bundle
-    with toy_group(ray_cluster, tp=2) as group:
+    with toy_group(cluster, tp=2) as group:
         yield group
 
 
@@ -99,7 +104,7 @@ def test_logprobs_of_any_number_of_rows_come_back_in_order(group):
 def test_log_prob_verbs_send_only_the_columns_that_they_read(group, monkeypatch, verb):
     sent = []
     put = ray.put
-    monkeypatch.setattr(ray, "put", lambda wire: sent.append(wire) or put(wire))
+    monkeypatch.setattr(ray, "put", lambda wires: sent.extend(wires) or put(wires))
     batch = toy_batch(8)
     batch["advantages"] = torch.zeros(8, 1000)
     getattr(group, verb)(batch, mbs=2)

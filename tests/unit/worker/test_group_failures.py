@@ -8,7 +8,7 @@ import traceback
 import psutil
 import pytest
 import ray
-from support.toy_group import pids_of, processes, toy_batch, toy_group
+from support.toy_group import ApartCluster, pids_of, processes, toy_batch, toy_group
 
 from nemo_offload_rl.placement.local_ray import handlers_kept
 from nemo_offload_rl.run.failures import add_failure_summary
@@ -19,13 +19,13 @@ from nemo_offload_rl.worker.errors import WorkerError
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def fresh_group(ray_cluster):
+@pytest.fixture(params=[lambda cluster: cluster, ApartCluster], ids=["one node", "two nodes"])
+def fresh_group(request, ray_cluster):
     """Makes groups that a test may break."""
     made = []
 
     def make(**toy):
-        made.append(toy_group(ray_cluster, **toy))
+        made.append(toy_group(request.param(ray_cluster), **toy))
         return made[-1]
 
     yield make

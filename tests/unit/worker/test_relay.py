@@ -1,0 +1,117 @@
+"""Tests relays of two nodes with two ranks each: what a call brings to a rank, and what its failure brings back."""
+
+import sys
+import time
+
+import pytest
+import ray
+import torch
+from ray import cloudpickle
+from support.actors import kill_and_wait
+from support.toy_group import ApartCluster
+
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.worker import gather
+from nemo_offload_rl.worker.errors import is_death
+from nemo_offload_rl.worker.relay import Relays
+
+pytestmark = pytest.mark.slow
+
+# The actors cannot import this module, so Ray pickles its classes by value.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+NOTHING = {"shards": None, "wanted": (), "combine": None, "after": ()}
+
+
+class Rank:
+    def __init__(self, rank):
+        self.rank, self.seen = rank, []
+
+    def call(self, pickled, shards, part, *_):
+        shard = None if shards is None else shards[part.shard].unpack()["row"].tolist()
+        result = cloudpickle.loads(pickled)(self, shard)
+        return [result] if part.wants_result else []
+
+
+@pytest.fixture
+def apart(ray_cluster):
+    return ApartCluster(ray_cluster, ranks_per_node=2)
+
+
+@pytest.fixture
+def ranks():
+    actors = [ray.remote(Rank).options(num_cpus=0).remote(rank) for rank in range(4)]
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+
+
+@pytest.fixture
+def relays(ranks, apart):
+    made = Relays(ranks, apart)
+    yield made
+    for actor in made.actors:
+        ray.kill(actor)
+
+
+def results(calls, cluster):
+    found, failures = gather.gather(calls, cluster)
+    assert not failures
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dp_ranks", "num_puts"), [([0, 1, 2, 3], 2), ([0, 0, 1, 1], 2), ([0, 1, 0, 1], 1), ([0, 0, 0, 0], 1)]
+)
+def test_each_rank_gets_its_shard_which_is_stored_once(relays, apart, monkeypatch, dp_ranks, num_puts):
+    puts, put = [], ray.put
+    monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
+    shards = [BatchedData(row=torch.tensor([dp_rank])) for dp_rank in range(max(dp_ranks) + 1)]
+    calls = relays.call(
+        lambda rank, shard: (rank.rank, shard), dp_ranks, shards=shards, wanted=(1, 2), combine=None, after=()
+    )
+    assert [list(ranks) for ranks in calls.values()] == [[0, 1], [2, 3]]
+    assert results(calls, apart) == [[(1, [dp_ranks[1]])], [(2, [dp_ranks[2]])]]
+    assert len(puts) == num_puts
+
+
+def test_results_are_combined_on_their_node(relays, apart):
+    calls = relays.call(lambda rank, _: rank.rank, [0] * 4, **NOTHING | {"wanted": range(4), "combine": sum})
+    assert results(calls, apart) == [[1], [5]]
+
+
+def test_a_call_waits_for_what_must_end_first_and_later_calls_wait_for_it(relays, apart):
+    @ray.remote(num_cpus=0)
+    def late():
+        time.sleep(0.5)
+
+    first = relays.call(lambda rank, _: rank.seen.append("return"), [0] * 4, **NOTHING | {"after": [late.remote()]})
+    relays.call(lambda rank, _: rank.seen.append("train"), [0] * 4, **NOTHING)
+    seen = relays.call(lambda rank, _: rank.seen, [0] * 4, **NOTHING | {"wanted": (0, 3)})
+    assert results(seen, apart) == [[["return", "train"]]] * 2
+    assert results(first, apart) == [[], []]
+
+
+def fail_beside_a_rank_that_hangs(rank, _):
+    if rank.rank == 3:
+        raise ValueError(f"rank {rank.rank} has no memory")
+    time.sleep(60)
+
+
+def test_a_failure_is_that_of_its_rank_although_the_others_hang(relays, apart, monkeypatch):
+    monkeypatch.setattr(gather, "FAILURE_GRACE_S", 0.3)
+    start = time.monotonic()
+    found, failures = gather.gather(relays.call(fail_beside_a_rank_that_hangs, [0] * 4, **NOTHING), apart)
+    assert time.monotonic() - start < 30
+    assert (found, list(failures)) == ([], [3])
+    assert "rank 3 has no memory" in str(failures[3])
+
+
+def test_a_rank_that_dies_is_named_and_a_relay_that_dies_takes_its_ranks_along(relays, ranks, apart, monkeypatch):
+    monkeypatch.setattr(gather, "FAILURE_GRACE_S", 0.3)
+    kill_and_wait(ranks[2])
+    _, failures = gather.gather(relays.call(lambda rank, _: rank.rank, [0] * 4, **NOTHING), apart)
+    assert [(rank, is_death(error)) for rank, error in failures.items()] == [(2, True)]
+    kill_and_wait(relays.actors[0])
+    _, failures = gather.gather(relays.call(lambda rank, _: rank.rank, [0] * 4, **NOTHING), apart)
+    assert {rank for rank, error in failures.items() if is_death(error)} == {0, 1, 2}
