@@ -132,7 +132,7 @@ def main() -> None:
     """Measures each number of ranks, and writes the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 512], help="a multiple of 8 each")
-    parser.add_argument("--model", type=int, nargs="+", default=[8], help="ranks of a model, which divide --ranks")
+    parser.add_argument("--model", type=int, nargs="+", default=[1, 8, 64], help="ranks of a model, a power of 2 each")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--output", type=Path, default=Path("build/driver_scale.json"), help="the result file")
     arguments = parser.parse_args()
@@ -145,6 +145,7 @@ def main() -> None:
         measure(group_of(num_ranks, model, relays, rank_actor), processes, arguments.steps)
         for num_ranks in arguments.ranks
         for model in arguments.model
+        if model <= num_ranks
     ]
     write_result(arguments.output, rows)
     print_rows(rows)
