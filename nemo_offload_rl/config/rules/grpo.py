@@ -1,7 +1,7 @@
 """Rules for GRPO and DPO: groups of answers, advantages, and the loss."""
 
 from nemo_offload_rl.config.problems import show
-from nemo_offload_rl.config.rules.base import RuleResult, rule
+from nemo_offload_rl.config.rules.base import RuleResult, note, rule
 from nemo_offload_rl.metrics.names import validation_name
 
 _STEP = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "policy.train_global_batch_size")
@@ -86,6 +86,23 @@ def grpo_async_correction(enabled: bool, age: int, corrects: bool) -> RuleResult
     return (
         "is true, so that older weights than the policy's sample the answers; set "
         "loss_fn.use_importance_sampling_correction to true"
+    )
+
+
+@note(
+    _AHEAD,
+    "policy.generation.colocated.enabled",
+    "policy.megatron_cfg.tensor_model_parallel_size",
+    "policy.generation.vllm_cfg.tensor_parallel_size?",
+)
+def grpo_async_tensor_parallel(enabled: bool, colocated: bool, policy_tp: int, engine_tp: int | None) -> RuleResult:
+    """Notes that GPUs which take turns between policy and engine make exchanges between them slow."""
+    if not enabled or not colocated or max(policy_tp, engine_tp or 1) == 1:
+        return None
+    return (
+        "is true on the policy's GPUs, with tensor parallelism: each GPU takes turns between the two, so that each "
+        "exchange waits for the other GPUs' turns; a step on two H200s took 1.7 times as long as with false "
+        "(docs/results/async_grpo.md)"
     )
 
 

@@ -483,6 +483,13 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
     ("overrides", "note"),
     [
         (
+            [
+                *("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true"),
+                *("policy.megatron_cfg.tensor_model_parallel_size=2", "cluster.gpus_per_node=2"),
+            ],
+            "grpo.async_grpo.enabled is true on the policy's GPUs, with tensor parallelism",
+        ),
+        (
             ["policy.max_grad_norm=2.0", f"{MEGATRON}.optimizer.clip_grad=1.0"],
             "clip_grad 1.0 is the norm that gradients are clipped to",
         ),
