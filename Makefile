@@ -14,10 +14,10 @@ ARGS ?=
 
 PYTHON := .venv/bin/python
 
-.PHONY: help setup grpo sft dpo test testgpu lint docs lock clean
+.PHONY: help setup grpo sft dpo test messages testgpu lint docs lock clean
 
 help: ## List the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: ## Install what uv.lock pins into .venv (EXTRAS=te for GPUs)
 	@tools/setup.sh $(EXTRAS:%=--extra %)
@@ -34,6 +34,9 @@ dpo: setup ## Train the tiny model with DPO, after its SFT
 test: ## Run every test; those that need a GPU skip where there is none (ARGS="-k name" selects)
 	@tools/setup.sh $(EXTRAS:%=--extra %) --group adapters
 	$(PYTHON) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+messages: setup ## Write the golden file of recipe errors anew; review its diff
+	WRITE_MESSAGES=1 $(PYTHON) -m pytest -q tests/unit/config
 
 testgpu: setup ## Run the tests that need a GPU (make setup EXTRAS="te vllm" first)
 	$(PYTHON) -m pytest -q -m "gpu and not whole_gpu" -n 9 --dist worksteal $(ARGS)

@@ -1,6 +1,9 @@
 """Recipes that tests of the schema start from."""
 
+import json
+import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -14,14 +17,17 @@ from nemo_offload_rl.config.rules import RULES
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 DATA = Path(__file__).parent / "data"
 
+MESSAGES = DATA / "messages.json"
+WRITES = "WRITE_MESSAGES" in os.environ
+
 ErrorOf = Callable[..., str]
 Installed = Callable[..., None]
 
 
 def each_of(broken: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
-    """Parametrizes by the `overrides` that break rules, and the `message` of each; `broken` has those of each rule."""
-    cases = [case for cases in broken.values() for case in cases]
-    return pytest.mark.parametrize(("overrides", "message"), cases, ids=lambda value: str(value)[-60:])
+    """Parametrizes by the `overrides` that break rules; `broken` has those of each rule."""
+    cases = [pytest.param(case, id=f"{rule}-{number}") for rule, of in broken.items() for number, case in enumerate(of)]
+    return pytest.mark.parametrize("overrides", cases)
 
 
 def names_of(topic: ModuleType) -> set[str]:
@@ -85,13 +91,35 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
     return pretend
 
 
+@pytest.fixture(scope="session")
+def messages() -> Iterator[dict[str, str]]:
+    """The golden file: what users read, by test, recipe and overrides. `make messages` writes it anew."""
+    golden: dict[str, str] = {} if WRITES else json.loads(MESSAGES.read_text())
+    yield golden
+    if WRITES:
+        MESSAGES.write_text(json.dumps(golden, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+
+
 @pytest.fixture
-def error_of() -> ErrorOf:
-    """What the user reads of a recipe, by default the tiny GRPO one, with overrides."""
+def error_of(request: pytest.FixtureRequest, tmp_path: Path, messages: dict[str, str]) -> ErrorOf:
+    """What the user reads of a recipe, by default the tiny GRPO one, with overrides; the golden file has it, too."""
+
+    seen: Counter[str] = Counter()
+
+    def shown(text: str) -> str:
+        return text.replace(str(tmp_path), "TMP").replace(f"{CONFIGS}/", "").replace("examples/configs/", "")
 
     def read(*overrides: str, recipe: Path = CONFIGS / "grpo_tiny_cpu.yaml") -> str:
         with pytest.raises(RecipeError) as caught:
             load(recipe, overrides)
-        return str(caught.value)
+        error = str(caught.value)
+        key = shown(" ".join([request.node.name.partition("[")[0] + ":", str(recipe), *overrides]))
+        seen[key] += 1
+        if seen[key] > 1:  # of a file that the test has changed meanwhile
+            key += f" ({seen[key]})"
+        if WRITES:
+            messages[key] = shown(error)
+        assert shown(error) == messages.get(key), f"not the text in {MESSAGES.name}; see CONTRIBUTING.md"
+        return error
 
     return read
