@@ -14,6 +14,9 @@ ARGS ?=
 
 PYTHON := .venv/bin/python
 
+# Without bytecode each process of `make test` compiles the package and rewrites the tests' assertions anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup grpo sft dpo test messages testgpu lint docs lock clean
 
 help: ## List the commands
