@@ -4,12 +4,6 @@ import async_save
 import pytest
 
 
-@pytest.mark.parametrize("scale", async_save.SCALES.values(), ids=async_save.SCALES)
-def test_the_policy_takes_the_rows_of_every_scale(scale):
-    assert scale.batch()["input_ids"].shape == (scale.num_rows, scale.row_tokens)
-    assert scale.row_tokens <= scale.policy("leaves")["max_total_sequence_length"]
-
-
 def test_both_ways_are_measured_with_their_snapshot_and_what_was_written_beside_steps_is_exact(tmp_path):
     sizes = {}
     for state in async_save.STATES:
@@ -33,8 +27,3 @@ def test_both_ways_are_measured_with_their_snapshot_and_what_was_written_beside_
     resident, leaves = sizes["resident"][0], sizes["leaves"][0]
     assert leaves == pytest.approx(resident / 2, rel=0.1)
     assert resident == pytest.approx(sizes["resident"][1], rel=0.2)
-
-
-def test_a_ratio_is_of_the_snapshot_alone():
-    row = async_save.beside_bound({"exposed_s": 0.3}, 11.0, 0.2)
-    assert row == {"exposed_s": 0.3, "snapshot_gb": 11.0, "bound_s": 0.2, "ratio_to_bound": pytest.approx(1.5)}

@@ -1,8 +1,6 @@
 """Tests the benchmark of logits in chunks, on a tiny model without a GPU."""
 
 import logits
-import pytest
-from model_shapes import QWEN2_1_5B
 
 
 def test_every_pass_is_measured_with_and_without_chunks():
@@ -13,7 +11,3 @@ def test_every_pass_is_measured_with_and_without_chunks():
     for row in rows:
         assert row["ms"] > 0
         assert (row["recomputation_percent"] > 0) == (row["pass"] == "training" and row["chunk_tokens"] is not None)
-
-
-def test_the_output_layer_is_a_twentieth_of_a_small_models_step():
-    assert logits.recomputation(QWEN2_1_5B, 1024) == pytest.approx(0.05, abs=0.003)

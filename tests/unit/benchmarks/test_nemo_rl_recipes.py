@@ -3,14 +3,10 @@
 import json
 from pathlib import Path
 
-import nemo_rl_recipes
-from nemo_rl_recipes import deep_verdict, page_of, row_of
-
-from nemo_offload_rl.cli import main
+from nemo_rl_recipes import page_of, row_of
 
 REPOSITORY = Path(__file__).parents[3]
 TINY = REPOSITORY / "examples/configs/grpo_tiny_cpu.yaml"
-EXEMPLAR = REPOSITORY / "examples/configs/grpo_math_1B_megatron.yaml"
 ORIGIN = {"machine": "m", "commit": "c", "date": "d", "command": "run", "checkout": "abc"}
 PAGE = REPOSITORY / "docs/results/nemo_rl_recipes.md"
 
@@ -42,23 +38,6 @@ def test_each_recipe_is_told_with_its_keys_and_what_it_asks_for(tmp_path):
     assert "| multi-token prediction | 1 | 1 |" in page
     assert "| odd.yaml | `env.math.math_verify_impl` | must be " in page and "| wrong.yaml |" not in page
     assert "Refused, but" not in page_of(result | {"rows": [loads, wrong]}, "rows.json")
-
-
-def test_what_validate_deep_says_is_told_of_recipes_that_load(tmp_path, monkeypatch):
-    def shallow(arguments):  # this needs neither data nor Megatron
-        return main([one for one in arguments if one != "--deep"])
-
-    monkeypatch.setattr(nemo_rl_recipes, "nemo_offload_rl", shallow)
-    one = "policy: {generation: {backend: vllm, stop_token_ids: [128009]}}\n"
-    eight = "policy: {generation: {backend: vllm, vllm_cfg: {tensor_parallel_size: 8}}}\ncluster: {gpus_per_node: 8}\n"
-    right, wrong = written(tmp_path, "right.yaml", one, EXEMPLAR), written(tmp_path, "wrong.yaml", eight, EXEMPLAR)
-    verdicts = [deep_verdict(row, tmp_path, tmp_path) for row in (right, wrong, right | {"loads": False})]
-    assert verdicts[0] == "passes" and verdicts[2] is None
-    assert "is 8, which does not divide the model's 12 attention heads" in verdicts[1]
-
-    rows = [row | {"deep": verdict} for row, verdict in zip((right, wrong), verdicts, strict=False)]
-    page = page_of(ORIGIN | {"rows": rows}, "rows.json")
-    assert "`validate --deep` passes for 1 of these 2 with" in page and "- wrong.yaml: " in page
 
 
 def test_the_page_has_the_tables_of_its_result():

@@ -16,33 +16,6 @@ RUN = RESULT.with_name("colocated_auto_rows.jsonl")
 GRPO = ROOT / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml"
 
 
-def event(action, addr, size, line):
-    frames = [
-        {"filename": "/x/torch/nn/functional.py", "line": 1, "name": "linear"},
-        {"filename": "/x/mcore/mlp.py", "line": line, "name": "forward"},
-    ]
-    return {"action": action, "addr": addr, "size": size, "frames": frames}
-
-
-def test_the_peak_is_itemised_by_the_code_that_allocated_it():
-    events = [
-        event("alloc", 1, 10, 3),
-        event("alloc", 2, 20, 3),
-        event("alloc", 3, 5, 4),
-        event("free_requested", 1, 10, 3),
-        event("free_completed", 1, 10, 3),
-        event("alloc", 1, 7, 4),  # the address is used again, below the peak
-    ]
-    assert plan_accuracy.at_peak(events) == [("mcore/mlp.py:3 forward", 30), ("mcore/mlp.py:4 forward", 5)]
-
-
-@pytest.mark.parametrize("name", plan_accuracy.CASES)
-def test_every_case_is_a_recipe_that_the_plan_knows(name):
-    planned = plan_accuracy.planned_phases(plan_accuracy.CASES[name].config(has_gpus=True))
-    for gib, seconds in planned.values():
-        assert gib > 0 and seconds > 0
-
-
 def test_a_grpo_run_of_answers_of_many_lengths_took_what_is_planned():
     """The run chose rows of 32,768 tokens."""
     rows = [f"policy.sequence_packing.{key}_mb_tokens=32768" for key in ("train", "logprob")]
