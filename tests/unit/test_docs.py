@@ -16,7 +16,6 @@ REPOSITORY = Path(__file__).parents[2]
 KEYS_PAGE = REPOSITORY / "docs" / "recipe-keys.md"  # written by `make docs`, not committed
 PAGES = sorted({*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), KEYS_PAGE})
 RESULTS, PACKAGE = REPOSITORY / "docs" / "results", REPOSITORY / "nemo_offload_rl"
-EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 
 
 def make_targets() -> set[str]:
@@ -42,8 +41,8 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
-@EVERY_PAGE
-def test_links_and_pictures_lead_to_files_and_headings(page):
+def missing_links(page: Path) -> list[str]:
+    """Returns links, and pictures, that lead to no file or heading."""
     links = [link for link in re.findall(r"\]\(([^)\s]+)[^)]*\)", text_of(page)) if "://" not in link]
     missing = []
     for link in links:
@@ -52,38 +51,45 @@ def test_links_and_pictures_lead_to_files_and_headings(page):
         found = target == KEYS_PAGE or target.exists()
         if not found or (anchor and target.suffix == ".md" and anchor not in anchors_of(target)):
             missing.append(link)
-    assert missing == []
+    return missing
 
 
-@EVERY_PAGE
-def test_files_of_the_repository_that_are_named_exist(page):
+def missing_files(page: Path) -> list[str]:
     named = re.findall(
         r"(?<![\w/.])((?:examples|tools|benchmarks|tests|docs|nemo_offload_rl)/[\w/.-]+\w)", text_of(page)
     )
     in_package = re.findall(r"`([a-z_]+/[\w/]+\.py)`", text_of(page))
     named += [f"nemo_offload_rl/{path}" for path in in_package if (PACKAGE / path.partition("/")[0]).is_dir()]
     templates = ("NAME", "my_", "YOUR")
-    missing = [
+    return [
         name
         for name in named
         if not any(t in name for t in templates) and not (path := REPOSITORY / name).exists() and path != KEYS_PAGE
     ]
-    assert missing == []
 
 
-@EVERY_PAGE
-def test_make_targets_that_are_named_exist(page):
+def missing_make_targets(page: Path) -> set[str]:
     code = re.findall(r"^ {4}.*$|^make .*$|(?<!`)`[^`\n]+`", text_of(page), flags=re.MULTILINE)
     named = {target for line in code for run in re.findall(r"\bmake ((?:[a-z]+\b ?)+)", line) for target in run.split()}
-    assert named <= make_targets()
+    return named - make_targets()
 
 
-@EVERY_PAGE
-def test_commands_of_the_command_line_that_are_named_exist(page):
+def missing_commands(page: Path) -> list[str]:
     named = set(re.findall(r"^[` ]*(?:.*bin/)?nemo-offload-rl ([a-z]+)", text_of(page), flags=re.MULTILINE))
     named |= set(re.findall(r"`nemo-offload-rl ([a-z]+)", text_of(page)))
-    missing = [command for command in named if f'"{command}"' not in cli_source()]
-    assert missing == []
+    return [command for command in named if f'"{command}"' not in cli_source()]
+
+
+NO_ACTOR = re.compile(r"\b(somebody|whoever|nobody|what leaves|what comes back|who reads)\b", flags=re.IGNORECASE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_what_a_page_names_exists_and_its_sentences_name_the_actor(page):
+    checks = (missing_links, missing_files, missing_make_targets, missing_commands)
+    problems = {check.__name__: found for check in checks if (found := check(page))}
+    lines = enumerate(text_of(page).splitlines(), start=1)
+    unnamed = [f"line {number}: {line}" for number, line in lines if NO_ACTOR.search(line)]
+    assert (problems, unnamed) == ({}, [])
 
 
 def test_a_page_of_results_is_one_screen():
@@ -93,16 +99,6 @@ def test_a_page_of_results_is_one_screen():
 
 def num_lines(page: Path) -> int:
     return len(text_of(page).splitlines())
-
-
-NO_ACTOR = re.compile(r"\b(somebody|whoever|nobody|what leaves|what comes back|who reads)\b", flags=re.IGNORECASE)
-
-
-@EVERY_PAGE
-def test_pages_name_the_actor(page):
-    lines = text_of(page).splitlines()
-    unnamed = [f"line {number}: {line}" for number, line in enumerate(lines, start=1) if NO_ACTOR.search(line)]
-    assert unnamed == []
 
 
 def test_docstrings_name_the_actor():
