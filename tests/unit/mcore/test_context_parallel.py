@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from support.ranks import run_ranks, worker_of_rank
@@ -87,7 +88,7 @@ def run(layout: str, rank: int, world_size: int, port: int, *, packed: bool, con
         "losses": [step["loss"] for step in steps],
         "grad_norms": [step["grad_norm"] for step in steps],
         "aux_losses": [value for step in steps for name, value in step["metrics"].items() if "balancing" in name],
-        "weights": {name: weight.tolist() for name, weight in worker.hf_weights()},
+        "weights": {name: weight.numpy().copy() for name, weight in worker.hf_weights()},
     }
     worker.shutdown()
     return out
@@ -145,7 +146,7 @@ def test_split_rows_compute_what_whole_rows_do(alone, together, layout, packed):
             rows = torch.tensor(wanted)[start:stop]
             torch.testing.assert_close(torch.tensor(found), rows[:, : len(found[0])], rtol=2e-6, atol=2e-6)
         for name, weight in want["weights"].items():
-            torch.testing.assert_close(torch.tensor(got["weights"][name]), torch.tensor(weight), rtol=0, atol=2e-6)
+            numpy.testing.assert_allclose(got["weights"][name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
 def trained(first: int, last: int, rank: int, world_size: int, ports: list[int]) -> list[tuple[float, float]]:
