@@ -50,10 +50,10 @@ def test_every_field_that_passes_is_read_somewhere() -> None:
     assert names - READ_IN_POST_INIT <= read
 
 
-@pytest.mark.parametrize("row", MEGATRON_ROWS, ids=lambda row: row.key)
-def test_a_row_names_a_field_of_the_installed_megatron(row: Row) -> None:
-    section, _, name = row.key.rpartition(".")
-    assert name in megatron_fields(section) or is_valid_key(row.key)
+def test_a_row_names_a_field_of_the_installed_megatron():
+    for row in MEGATRON_ROWS:
+        section, _, name = row.key.rpartition(".")
+        assert name in megatron_fields(section) or is_valid_key(row.key), row.key
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import itertools
 import math
 import random
 
@@ -56,45 +57,43 @@ def test_sizes_of_training_that_do_not_divide_are_refused(num_rows, gbs, mbs, dp
         shard_for_training(_batch(num_rows), gbs=gbs, mbs=mbs, dp_size=dp_size)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 9, 31])
-@pytest.mark.parametrize("dp_size", [1, 2, 4])
-@pytest.mark.parametrize("mbs", [1, 3, 64])
-def test_any_number_of_rows_comes_back_in_order(num_rows, dp_size, mbs):
-    batch = _batch(num_rows)
-    shards = shard_for_inference(batch, mbs=mbs, dp_size=dp_size)
-    assert {shard.size for shard in shards.shards} == {shards.shards[0].size}
-    assert shards.mbs <= mbs
-    assert shards.shards[0].size % shards.mbs == 0
-    num_microbatches = shards.shards[0].size // shards.mbs
-    assert num_microbatches == math.ceil(math.ceil(num_rows / dp_size) / mbs)  # padding never adds a micro-batch
-    assert sum(float(shard["sample_mask"].sum()) for shard in shards.shards) == num_rows
-    gathered = shards.gather(shards.shards)
-    assert gathered["row"].tolist() == list(range(num_rows))
-    assert gathered["name"] == batch["name"]
-    assert gathered["sample_mask"].tolist() == [1] * num_rows
+def test_any_number_of_rows_comes_back_in_order():
+    for num_rows, dp_size, mbs in itertools.product((1, 2, 3, 7, 8, 9, 31), (1, 2, 4), (1, 3, 64)):
+        batch = _batch(num_rows)
+        shards = shard_for_inference(batch, mbs=mbs, dp_size=dp_size)
+        assert {shard.size for shard in shards.shards} == {shards.shards[0].size}
+        assert shards.mbs <= mbs
+        assert shards.shards[0].size % shards.mbs == 0
+        num_microbatches = shards.shards[0].size // shards.mbs
+        assert num_microbatches == math.ceil(math.ceil(num_rows / dp_size) / mbs)  # padding never adds a micro-batch
+        assert sum(float(shard["sample_mask"].sum()) for shard in shards.shards) == num_rows
+        gathered = shards.gather(shards.shards)
+        assert gathered["row"].tolist() == list(range(num_rows))
+        assert gathered["name"] == batch["name"]
+        assert gathered["sample_mask"].tolist() == [1] * num_rows
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_groups_stay_whole_on_their_rank_and_in_their_micro_batch(seed):
-    rng = random.Random(seed)
-    group_size, dp_size, per_rank = rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 3)
-    mbs = rng.randint(1, 4)
-    gbs = mbs * dp_size * per_rank
-    training = _batch(gbs * group_size * rng.randint(1, 3)).in_groups(group_size)
-    shards = shard_for_training(training, gbs=gbs, mbs=mbs, dp_size=dp_size)
-    assert sorted(row for shard in shards for row in shard["row"].tolist()) == list(range(training.size))
+def test_groups_stay_whole_on_their_rank_and_in_their_micro_batch():
+    for seed in range(50):
+        rng = random.Random(seed)
+        group_size, dp_size, per_rank = rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 3)
+        mbs = rng.randint(1, 4)
+        gbs = mbs * dp_size * per_rank
+        training = _batch(gbs * group_size * rng.randint(1, 3)).in_groups(group_size)
+        shards = shard_for_training(training, gbs=gbs, mbs=mbs, dp_size=dp_size)
+        assert sorted(row for shard in shards for row in shard["row"].tolist()) == list(range(training.size))
 
-    inference = _batch(group_size * rng.randint(1, 20)).in_groups(group_size)
-    filled = shard_for_inference(inference, mbs=rng.randint(1, 3), dp_size=dp_size)
-    assert filled.gather(filled.shards)["row"].tolist() == list(range(inference.size))
-    assert sum(float(shard["sample_mask"].sum()) for shard in filled.shards) == inference.size
+        inference = _batch(group_size * rng.randint(1, 20)).in_groups(group_size)
+        filled = shard_for_inference(inference, mbs=rng.randint(1, 3), dp_size=dp_size)
+        assert filled.gather(filled.shards)["row"].tolist() == list(range(inference.size))
+        assert sum(float(shard["sample_mask"].sum()) for shard in filled.shards) == inference.size
 
-    for shard, samples in [(shard, mbs) for shard in shards] + [(shard, filled.mbs) for shard in filled.shards]:
-        for micro_batch in shard.chunks(samples * group_size):
-            assert micro_batch.size == samples * group_size
-            numbers = micro_batch["row"].view(-1, group_size)
-            assert torch.equal(numbers % group_size, torch.arange(group_size).expand_as(numbers))
-            assert torch.equal(numbers // group_size, numbers[:, :1] // group_size + torch.zeros_like(numbers))
+        for shard, samples in [(shard, mbs) for shard in shards] + [(shard, filled.mbs) for shard in filled.shards]:
+            for micro_batch in shard.chunks(samples * group_size):
+                assert micro_batch.size == samples * group_size
+                numbers = micro_batch["row"].view(-1, group_size)
+                assert torch.equal(numbers % group_size, torch.arange(group_size).expand_as(numbers))
+                assert torch.equal(numbers // group_size, numbers[:, :1] // group_size + torch.zeros_like(numbers))
 
 
 def test_sizes_count_groups_where_rows_belong_together():
