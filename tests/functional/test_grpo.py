@@ -165,7 +165,7 @@ def test_weights_are_sent_while_answers_are_generated(tmp_path):
         "grpo.val_at_start=false",
         "grpo.max_val_samples=8",
         "checkpointing.enabled=false",
-        "policy.generation_batch_size=8",
+        "policy.generation_batch_size=4",
         "policy.generation.stop_token_ids=[]",
         "policy.generation.max_new_tokens=60",
         "policy.max_total_sequence_length=68",
