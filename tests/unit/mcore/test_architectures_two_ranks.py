@@ -45,7 +45,6 @@ LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     # Attention of Transformer Engine does not compute windows with p2p.
     ("qwen3", "cp2"): {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
     ("moe", "cp2"): {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
-    ("llama", "tp2"): {"tensor_model_parallel_size": 2},
     ("llama", "tp2_sequence_parallel"): SPLIT,
     ("qwen3", "pp2_vpp2"): STAGES | {"virtual_pipeline_model_parallel_size": 2},
     ("moe", "tp2_sequence_parallel"): SPLIT,

@@ -95,7 +95,6 @@ def run(layout: str, rank: int, world_size: int, port: int, *, packed: bool, con
 
 
 CASES = [
-    ("cp4", False),
     ("cp4", True),
     ("cp2_dp2, chunks", True),
     ("cp2_tp2, sequence parallel", True),

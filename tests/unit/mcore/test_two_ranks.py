@@ -13,16 +13,14 @@ from support.toy_policy import LocalTransport
 # Of the logits and of MLPs, which the backward pass computes again; one rank computes them whole.
 CHUNKS = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 5, "mlp_tile_tokens": 5}
 OVERLAP = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": False}
+# Tensor parallelism by itself is that of `ODD_VOCABULARY`, and a pipeline by itself has virtual stages.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
-    "tp2": {"tensor_model_parallel_size": 2},
     "tp2_sequence_parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_model_parallel_size": 2},
     "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "chunks_dp2_overlapped_recomputed": CHUNKS
     | {"distributed_data_parallel_config": OVERLAP, "activation_checkpointing": True},
     "chunks_tp2": CHUNKS | {"tensor_model_parallel_size": 2},
-    "chunks_tp2_sequence_parallel": CHUNKS | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "chunks_pp2": CHUNKS | {"pipeline_model_parallel_size": 2},
     "moe_dp2": {},
     "moe_ep2": {"expert_model_parallel_size": 2},
