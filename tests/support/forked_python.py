@@ -48,7 +48,7 @@ if script == "setup_worker.py":  # Ray's: imports Ray, which takes half a second
         os.environ.update(variables)
         arguments = [one for one in arguments[1:] if not one.startswith(options)]
         script = os.path.basename(arguments[0])
-if script in ("monitor.py", "log_monitor.py"):  # Ray's autoscaler and the printer of workers' output: neither has work here
+if script in ("monitor.py", "log_monitor.py"):  # of Ray: no cluster grows, and no driver prints workers' output
     signal.pause()
 forked = script in ("-m", "default_worker.py", "bare_megatron.py", "nemo_rl_runs.py") or script.startswith("run_")
 if not forked:
