@@ -53,9 +53,3 @@ def test_same_names_the_package_whose_hash_differs(tmp_path):
 def test_the_lock_in_the_repository_names_no_registry():
     done = run("check", REPOSITORY / "uv.lock")
     assert done.returncode == 0, done.stderr
-
-
-def test_an_unknown_command_shows_the_commands():
-    done = run("polish")
-    assert done.returncode == 1
-    assert "portable_lock.py strip" in done.stderr
