@@ -51,9 +51,10 @@ def test_a_checkpoint_of_one_way_is_trained_on_in_the_others(make_worker, tmp_pa
         save(worker, tmp_path / str(way))
         assert differing(saved, saved_state(tmp_path / str(way))) == [], way
         got = run_steps(worker, 2, visit_phases=True)
-        if isinstance(way, str) == isinstance(source, str):
+        if isinstance(way, str) and isinstance(source, str):
             assert got == want, way
-        # One side clips gradients in bf16; a step count of 0 would make a difference of 0.016.
+        # One side clips gradients in bf16, and with AVX-512 Adam's kernel on the CPU rounds otherwise than the one for
+        # the rest. A step count of 0 would make a difference of 0.016.
         assert [one["loss"] for one in got] == pytest.approx([one["loss"] for one in want], abs=1e-3), way
 
 
