@@ -399,7 +399,7 @@ def _cpu_speed(
     if measured is not None:
         return CpuSpeed(measured, _run_source(options))
     if rates.source != H200_RATES.source:
-        return CpuSpeed(rates.cpu_params_per_s / ranks_of_a_host, rates.source)
+        return CpuSpeed(rates.of_a_rank(ranks_of_a_host).cpu_params_per_s, rates.source)
     if options.host_memory is not None:
         return cpu_speed()
     return cpu_speed(max(1, len(os.sched_getaffinity(0)) // ranks_of_a_host))

@@ -156,7 +156,11 @@ def host_facts(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostFa
 
 def rates_here() -> Rates:
     """Returns the rates that `nemo-offload-rl doctor --calibrate` measured with a GPU of this machine; else assumed."""
-    if not rates_folder().is_dir():  # asking for the GPUs may import torch
+    try:
+        are_kept = rates_folder().is_dir()
+    except (OSError, RuntimeError):  # no run needs them: the folder may not be read, or there is no home
+        are_kept = False
+    if not are_kept:  # asking for the GPUs may import torch
         return H200_RATES
     return rates_of(gpu.name for gpu in gpu_facts())
 

@@ -82,6 +82,12 @@ class Rates:
         """Returns the rates of the size of a head that is nearest."""
         return min(self.attention, key=lambda rates: abs(rates.head_dim - head_dim))
 
+    def of_a_rank(self, ranks_of_a_host: int) -> "Rates":
+        """Returns these rates with a rank's share of the CPU's; assumed ones are those of a rank already."""
+        if self.source == H200_RATES.source:
+            return self
+        return dataclasses.replace(self, cpu_params_per_s=self.cpu_params_per_s / ranks_of_a_host)
+
     def as_fields(self) -> dict[str, Any]:
         """Returns what `from_fields` reads, for JSON."""
         return dataclasses.asdict(self)
@@ -102,7 +108,7 @@ class Rates:
             if not attention:
                 raise ValueError("it has no rates of attention")
             return cls(source=str(fields["source"]), matmul=_curve(fields["matmul"]), attention=attention, **numbers)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:  # JSON's integers may be too large for a float
             raise ValueError(f"it lacks a field, or has one of another type: {error}") from error
 
 
@@ -153,9 +159,13 @@ without overlap, 0.11 s of which are copies (docs/results/cpu_optimizer.md)."""
 
 
 def rates_folder() -> Path:
-    """Returns the folder of measured rates: below XDG_CACHE_HOME, or below ~/.cache if that is not set."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "nemo_offload_rl" / "rates"
+    """Returns the folder of measured rates: below XDG_CACHE_HOME, or below ~/.cache if that is not an absolute path.
+
+    Raises:
+        RuntimeError: neither that nor the user's home is known.
+    """
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative path would be another folder for each process
+    return (given if given.is_absolute() else Path.home() / ".cache") / "nemo_offload_rl" / "rates"
 
 
 def rates_path(gpu: str) -> Path:
@@ -170,14 +180,17 @@ def keep_rates(rates: Rates, gpu: str) -> Path:
     Raises:
         ValueError: the file cannot be written.
     """
-    path = rates_path(gpu)
+    where = "a file"
     try:
+        path = rates_path(gpu)
+        where = str(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(rates.as_fields(), indent=2) + "\n")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"the measured rates cannot be written to {path}: {error.strerror}; set XDG_CACHE_HOME to a folder in "
-            "which you may write"
+            f"the measured rates cannot be written to {where}: {reason}; set XDG_CACHE_HOME to the absolute path of a "
+            "folder in which you may write"
         ) from error
     return path
 
@@ -190,6 +203,8 @@ def read_rates(path: Path) -> Rates:
     """
     try:
         return Rates.from_fields(json.loads(read_regular_file(path, _MAX_FILE_BYTES)))
+    except RecursionError as error:
+        raise ValueError(f"{path} does not hold rates of a machine: it is nested too deep; {_REMEDY}") from error
     except UnreadableFileError as error:
         raise ValueError(f"the rates in {path} cannot be read: {error.reason}; {_REMEDY}") from error
     except ValueError as error:
@@ -198,7 +213,7 @@ def read_rates(path: Path) -> Rates:
 
 def rates_of(gpus: Iterable[str]) -> Rates:
     """Returns the rates that were measured on this machine with the first of these GPUs, by name; else assumed ones."""
-    path = next((path for path in map(rates_path, gpus) if path.exists()), None)
+    path = next((path for path in map(rates_path, gpus) if os.path.exists(path)), None)  # Path's may raise
     try:
         return H200_RATES if path is None else read_rates(path)
     except ValueError as error:  # no run needs them

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_offload_rl.config import check_rules
+from nemo_offload_rl.config.megatron.device_split import split_devices
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.plan.activation_facts import AUTO
@@ -43,7 +44,8 @@ def resolve(
         ValueError: the model cannot be split as the recipe says; Megatron or vLLM would not compute it as transformers
             does; the GPUs have no attention for the recipe; the host memory for activations is not known.
     """
-    planner = Planner(hf_config, algorithm, machine.gpu_bytes, machine.hosts, has_random_weights, machine.rates)
+    rates = machine.rates.of_a_rank(split_devices(config["cluster"], config["policy"]).policy_per_node)
+    planner = Planner(hf_config, algorithm, machine.gpu_bytes, machine.hosts, has_random_weights, rates)
     chosen: tuple[str, ...] = ()
     lines, problems = [], []
     if config["policy"]["activation_memory"] == AUTO:

@@ -1,8 +1,11 @@
 """Tests the rates of a machine: measured on a CPU, kept, read, and interpolated."""
 
 import dataclasses
+import errno
 import io
 import json
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +13,15 @@ import torch
 from rich.console import Console
 
 from nemo_offload_rl.cli import main
+from nemo_offload_rl.config import load
+from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement import machine
 from nemo_offload_rl.placement.calibrate import Workload, calibrate
 from nemo_offload_rl.placement.doctor import rates_table
 from nemo_offload_rl.placement.rates import H200_RATES, Curve, Rates, keep_rates, rates_of, rates_path, read_rates
+from nemo_offload_rl.plan import resolve
+from nemo_offload_rl.plan.decisions import Machine
+from nemo_offload_rl.plan.fit import Fit
 from nemo_offload_rl.run.preflight import machine_here
 from tests.unit.config.conftest import CONFIGS
 
@@ -65,6 +73,7 @@ def test_a_rate_between_two_sizes_and_outside():
     [
         {"launch_s": 0},
         {"launch_s": "fast"},
+        {"launch_s": 10**400},
         {"memory_bytes_per_s": float("inf")},
         {"matmul": {"points": [[2, 1], [1, 1]]}},
         {"matmul": {"points": []}},
@@ -82,12 +91,50 @@ def test_a_file_with_other_values_is_refused(change):
     assert rates_of(["NVIDIA H200"]) == H200_RATES  # no run stops for a kept file
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000])
 def test_a_damaged_file_is_refused(content, tmp_path):
     path = tmp_path / "rates.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=str(path)):
         read_rates(path)
+
+
+def test_a_cache_folder_that_cannot_be_used_stops_only_the_measurement(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    with monkeypatch.context() as patch:  # root may look into every folder
+        patch.setattr(Path, "stat", refuse)
+        patch.setattr(os, "stat", refuse)
+        assert machine.rates_here() == rates_of(["NVIDIA H200"]) == H200_RATES
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    for not_absolute in ("", "cache"):
+        monkeypatch.setenv("XDG_CACHE_HOME", not_absolute)
+        assert keep_rates(H200_RATES, "NVIDIA H200").is_relative_to(tmp_path / ".cache")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert machine.rates_here() == H200_RATES
+    with pytest.raises(ValueError, match="XDG_CACHE_HOME"):
+        keep_rates(H200_RATES, "NVIDIA H200")
+
+
+def test_ranks_of_a_host_share_the_measured_speed_of_its_cpu():
+    measured = dataclasses.replace(H200_RATES, source="measured", cpu_params_per_s=8e9)
+    assert measured.of_a_rank(4) == dataclasses.replace(measured, cpu_params_per_s=2e9)
+    assert H200_RATES.of_a_rank(4) == H200_RATES  # those of a rank
+    validated = load(RECIPE, ["policy.activation_memory=auto", "cluster.gpus_per_node=4"])
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolve, "cheapest_fit", lambda _, planner: seen.append(planner.rates) or Fit((), 1.0, 0, 0, 1))
+        resolve.resolve(
+            validated.config,
+            Machine(has_gpus=True, gpu_bytes=80 << 30, hosts=(), rates=measured),
+            hf_config(validated.config["policy"]).to_dict(),
+            algorithm=validated.algorithm,
+        )
+    assert [rates.cpu_params_per_s for rates in seen] == [2e9]
 
 
 SEARCH = ("plan", str(RECIPE), "--fit", "--gpu-memory", "40", "--json")
