@@ -23,6 +23,8 @@ class AlgorithmSpec:
         has_reference: whether a validated recipe keeps reference weights.
         group_size: rows of a sample: consecutive rows of a batch that belong together, such as a chosen and a rejected
             answer, and are never separated; 1 where each row is a sample. Batch sizes in recipes count samples.
+        scores_policy: whether log-prob passes of a validated recipe's step are of the policy, too, and not of the
+            reference alone.
     """
 
     name: str
@@ -33,6 +35,12 @@ class AlgorithmSpec:
     computes_logprobs: bool
     has_reference: Callable[[Mapping[str, Any]], bool]
     group_size: int
+    scores_policy: Callable[[Mapping[str, Any]], bool] = lambda config: True
+
+
+def _grpo_scores_policy(config: Mapping[str, Any]) -> bool:
+    checks_sampler = config["grpo"]["seq_logprob_error_threshold"] is not None
+    return checks_sampler or not config["loss_fn"]["force_on_policy_ratio"]
 
 
 _SPECS = (
@@ -45,6 +53,7 @@ _SPECS = (
         computes_logprobs=True,
         has_reference=lambda config: bool(config["loss_fn"]["reference_policy_kl_penalty"] != 0),
         group_size=1,
+        scores_policy=_grpo_scores_policy,
     ),
     AlgorithmSpec(
         name="sft",
@@ -76,6 +85,7 @@ _SPECS = (
         computes_logprobs=True,
         has_reference=lambda config: True,
         group_size=2,
+        scores_policy=lambda config: False,  # training computes its log-probs
     ),
 )
 ALGORITHMS: Mapping[str, AlgorithmSpec] = MappingProxyType({spec.name: spec for spec in _SPECS})

@@ -56,7 +56,7 @@ def activation_facts(
             "The worker offloads the activations that it finds."
         )
     tensor, stages = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
-    num_tokens = _num_tokens(policy, group_size) // cfg["context_parallel_size"]
+    num_tokens = micro_batch_tokens(policy, TRAIN_TOKENS, group_size) // cfg["context_parallel_size"]
     num_residual_tokens = -(-num_tokens // tensor) if cfg["sequence_parallel"] else num_tokens
     top_k = model.experts_per_token or 0
     expert_ranks = cfg["expert_tensor_parallel_size"]
@@ -101,10 +101,28 @@ def stated_row_tokens(policy: PolicyConfig, key: RowTokensKey, group_size: int) 
     stated = policy["sequence_packing"][key]
     if stated != AUTO:
         return int(stated)
-    samples = policy["train_micro_batch_size"]
+    return int(policy["max_total_sequence_length"] * _samples(policy, key) * group_size)
+
+
+def micro_batch_tokens(policy: PolicyConfig, key: RowTokensKey, group_size: int) -> int:
+    """Returns the tokens of the longest micro-batch, with the worker's padding, of all context ranks.
+
+    Takes the arguments of `stated_row_tokens`; `LOGPROB_TOKENS` for passes that compute log-probs, packed or not.
+    """
+    divisible_by = sequence_multiple(policy)
+    length = round_up(policy["max_total_sequence_length"], divisible_by)
+    if not policy["sequence_packing"]["enabled"]:
+        return int(length * _samples(policy, key) * group_size)
+    # Padding may make a group of sequences longer than a row, which it then gets for itself.
+    row_tokens = stated_row_tokens(policy, key, group_size)
+    longest_alone = min(length, round_up(row_tokens, divisible_by)) * group_size
+    return round_up(max(row_tokens, longest_alone), row_multiple(policy))
+
+
+def _samples(policy: PolicyConfig, key: RowTokensKey) -> int:
     if key == LOGPROB_TOKENS and has_logprob_batches(policy):
-        samples = policy["logprob_batch_size"]
-    return int(policy["max_total_sequence_length"] * samples * group_size)
+        return int(policy["logprob_batch_size"])
+    return int(policy["train_micro_batch_size"])
 
 
 def with_tokens(config: MasterConfig, tokens: Mapping[RowTokensKey, RowTokens]) -> MasterConfig:
@@ -113,18 +131,6 @@ def with_tokens(config: MasterConfig, tokens: Mapping[RowTokensKey, RowTokens]) 
     for key, value in tokens.items():
         given["policy"]["sequence_packing"][key] = value
     return given
-
-
-def _num_tokens(policy: PolicyConfig, group_size: int) -> int:
-    """Returns the number of tokens of the longest micro-batch, with the worker's padding, of all context ranks."""
-    divisible_by, packing = sequence_multiple(policy), policy["sequence_packing"]
-    length = round_up(policy["max_total_sequence_length"], divisible_by)
-    if not packing["enabled"]:
-        return int(length * policy["train_micro_batch_size"] * group_size)
-    # Padding may make a group of sequences longer than a row, which it then gets for itself.
-    row_tokens = stated_row_tokens(policy, TRAIN_TOKENS, group_size)
-    longest_alone = min(length, round_up(row_tokens, divisible_by)) * group_size
-    return round_up(max(row_tokens, longest_alone), row_multiple(policy))
 
 
 def _most_microbatches(policy: PolicyConfig, data_parallel_size: int) -> int:

@@ -16,10 +16,10 @@ from nemo_offload_rl.config.megatron.mlp_tiles import tokens_of_tile
 from nemo_offload_rl.config.rules.modules import KEPT_ATTENTION, recomputed_modules, recomputes_layers
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
-from nemo_offload_rl.config.schema.policy import has_logprob_batches, sequence_multiple
+from nemo_offload_rl.config.schema.policy import sequence_multiple
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.placement.rates import Rates
-from nemo_offload_rl.plan.activation_facts import LOGPROB_TOKENS, stated_row_tokens
+from nemo_offload_rl.plan.activation_facts import LOGPROB_TOKENS, micro_batch_tokens
 from nemo_offload_rl.plan.activations import module_bytes
 from nemo_offload_rl.plan.flops import FlopModel
 from nemo_offload_rl.plan.plan import RankPlan
@@ -170,27 +170,26 @@ def training_seconds(
         copy_s = nbytes / rates.link_bytes_per_s
         waited = max(0, copy_s - forward_s) + max(0, copy_s - backward_s)
         waited += 2 * nbytes / rates.memory_bytes_per_s  # hidden copies take the GPU's memory from kernels
-    stages_before = cfg["pipeline_model_parallel_size"] - 1
-    bubble = 1 + stages_before / (num_microbatches * stages[0].num_model_chunks)
-    micro_batches = num_microbatches * ((forward_s + backward_s) * bubble + waited)
+    busy_s = (forward_s + backward_s) * _bubble(cfg, num_microbatches)
+    micro_batches = num_microbatches * (busy_s + waited)
     return micro_batches + STEP_LAUNCHES * rates.launch_s
 
 
 def logprob_seconds(flops: FlopModel, config: MasterConfig, spec: AlgorithmSpec, rates: Rates) -> float:
-    """Returns the predicted seconds of a step's log-prob passes, of policy and reference; 0 where it has none."""
+    """Returns the predicted seconds of a step's log-prob passes, of policy and reference; 0 where it has none.
+
+    Takes the arguments of `training_seconds`.
+    """
     if not spec.computes_logprobs:
         return 0.0
-    policy = config["policy"]
-    if policy["sequence_packing"]["enabled"]:  # then validation has checked that the key is there
-        tokens = stated_row_tokens(policy, LOGPROB_TOKENS, spec.group_size)
-    else:
-        rows = policy["logprob_batch_size"] if has_logprob_batches(policy) else policy["train_micro_batch_size"]
-        tokens = rows * spec.group_size * policy["max_total_sequence_length"]
-    tokens //= policy["megatron_cfg"]["context_parallel_size"]
-    num_microbatches = _num_microbatches(config, spec, tokens)
+    cfg = config["policy"]["megatron_cfg"]
+    # If rows are packed, validation has checked that the key is there.
+    tokens = micro_batch_tokens(config["policy"], LOGPROB_TOKENS, spec.group_size)
+    num_microbatches = _num_microbatches(config, spec, tokens // cfg["context_parallel_size"])
     work = _work(flops, config, spec, num_microbatches, rates)
-    micro_batches = num_microbatches * work.forward_s(rates.launch_s)
-    passes = 2 if spec.has_reference(config) else 1
+    bubble = _bubble(cfg, num_microbatches)
+    micro_batches = num_microbatches * work.forward_s(rates.launch_s) * bubble
+    passes = spec.scores_policy(config) + spec.has_reference(config)
     return passes * (micro_batches + LOGPROB_LAUNCHES * rates.launch_s)
 
 
@@ -258,6 +257,12 @@ def _work(
         experts=experts,
         qk_norm=model.qk_norm,
     )
+
+
+def _bubble(cfg: MegatronConfig, num_microbatches: int) -> float:
+    """Returns how many times as long a pipeline takes as its micro-batches, since stages wait for the first ones."""
+    chunks = cfg["virtual_pipeline_model_parallel_size"] or 1
+    return 1 + (cfg["pipeline_model_parallel_size"] - 1) / (num_microbatches * chunks)
 
 
 def _num_microbatches(config: MasterConfig, spec: AlgorithmSpec, num_tokens: int) -> int:

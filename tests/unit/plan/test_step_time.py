@@ -32,6 +32,7 @@ from tests.unit.config.conftest import CONFIGS
 ROOT = CONFIGS.parents[1]
 RESULTS = ROOT / "docs" / "results"
 GRPO = ROOT / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml"
+DPO = CONFIGS / "dpo.yaml"
 DENSE = ROOT / "benchmarks" / "activation_cases" / "recipes" / "dense.yaml"
 MEGATRON = "policy.megatron_cfg"
 PADDED = (
@@ -55,6 +56,10 @@ def segments(number):
     return f"++{MEGATRON}.recompute_num_layers={number}"
 
 
+NOTHING_AGAIN = (
+    f"{MEGATRON}.activation_checkpointing=false",
+    f"++{MEGATRON}.use_fused_linear_logprobs=false",
+)
 WAYS = {
     "recompute": FULL,
     "ours": (*FULL, *offloads("layer_input"), TILES),
@@ -225,7 +230,42 @@ def test_log_prob_passes_are_those_of_policy_and_reference():
     _, both = predicted(*rows, rates=FLAT)
     _, one = predicted(*rows, "loss_fn.reference_policy_kl_penalty=0", rates=FLAT)
     assert both == 2 * one
+    forced = (*rows, "++loss_fn.force_on_policy_ratio=true")
+    assert predicted(*forced, rates=FLAT)[1] == one
+    assert predicted(*forced, "loss_fn.reference_policy_kl_penalty=0", rates=FLAT)[1] == 0
     flops = read_flop_model(QWEN2_1_5B, load(GRPO).config["policy"])
     policy = load(GRPO).config["policy"]
     lengths = [policy["max_total_sequence_length"]] * policy["train_global_batch_size"]
     assert one == pytest.approx(flops.forward_flops(lengths) / RATE)
+
+
+@pytest.mark.parametrize("packs", ["true", "false"])
+def test_dpo_has_one_log_prob_pass_of_pairs(packs):
+    """That of the reference; the policy's log-probs are those of training."""
+    whole = (f"policy.sequence_packing.enabled={packs}",)
+    training, logprobs = predicted(*whole, *NOTHING_AGAIN, recipe=DPO, rates=FLAT)
+    assert logprobs == pytest.approx(training / 3)
+
+
+def test_padding_adds_no_micro_batches_to_log_prob_passes():
+    """With tensor and context parallelism of 2, rows of 97 tokens have more: 8 of them are 4 micro-batches, not 5."""
+    slow = dataclasses.replace(FLAT, launch_s=1.0)
+    layout = (
+        "cluster.gpus_per_node=4",
+        *(f"{MEGATRON}.{kind}_parallel_size=2" for kind in ("tensor_model", "context")),
+    )
+    sizes = ("policy.sequence_packing.enabled=false", "policy.logprob_batch_size=2", "policy.train_micro_batch_size=2")
+    sizes += ("policy.train_global_batch_size=8", "policy.generation.max_new_tokens=16")
+    seconds = [
+        predicted(*layout, *sizes, f"policy.max_total_sequence_length={length}", world_size=4, rates=slow)
+        for length in (97, 104)
+    ]
+    assert seconds[0] == pytest.approx(seconds[1])
+
+
+def test_a_pipeline_s_stages_wait_in_log_prob_passes_too():
+    rows = [f"policy.sequence_packing.{key}_mb_tokens=8192" for key in ("train", "logprob")]
+    base = (*rows, "policy.train_global_batch_size=64", "cluster.gpus_per_node=2")  # 4 micro-batches
+    _, data = predicted(*base, world_size=2, rates=FLAT)
+    _, pipeline = predicted(*base, f"{MEGATRON}.pipeline_model_parallel_size=2", world_size=2, rates=FLAT)
+    assert pipeline / data == pytest.approx(1 + 1 / 4, rel=0.01)
