@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.worker.errors import cause_of, is_death
-from nemo_offload_rl.worker.relay import RankCalls
+from nemo_offload_rl.worker.relay import RankCalls, concat
 
 # Once a rank has failed, the others, which may wait for it in a collective, get this long to fail or finish, too.
 FAILURE_GRACE_S = 5.0
@@ -31,6 +31,7 @@ def gather(calls: Mapping[Any, Sequence[int]], cluster: Cluster) -> tuple[list[A
         failure there are no results, and a rank may not have ended.
     """
     ranks_of = dict(calls)
+    of_ranks: dict[Any, list[Any]] = {}  # references to the results of single ranks, by that of their node's call
     pending = list(calls)
     results: dict[Any, Any] = {}
     failures: dict[int, RayError] = {}
@@ -41,6 +42,7 @@ def gather(calls: Mapping[Any, Sequence[int]], cluster: Cluster) -> tuple[list[A
         for ref, result in _results_or_errors(done):
             if isinstance(result, RankCalls):
                 ranks_of |= {ref: (rank,) for rank, ref in zip(ranks_of[ref], result.refs, strict=True)}
+                of_ranks[ref] = result.refs
                 pending += result.refs
             elif isinstance(result, _Failed):
                 failures |= dict.fromkeys(ranks_of[ref], result.error)
@@ -53,7 +55,10 @@ def gather(calls: Mapping[Any, Sequence[int]], cluster: Cluster) -> tuple[list[A
                 failures.setdefault(rank, loss)
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
     if not failures:
-        return [results[ref] for ref in calls], {}
+        # A relay may fail to get a result that the driver gets: then nothing has combined those of its ranks.
+        return [
+            concat([results[one] for one in of_ranks[ref]]) if ref in of_ranks else results[ref] for ref in calls
+        ], {}
     # Other ranks notice a lost node before Ray does.
     silent = [*_ranks(pending, ranks_of), *(rank for rank, error in failures.items() if is_death(error))]
     lost = {rank: cluster.loss_of(rank, ask=True) for rank in silent}

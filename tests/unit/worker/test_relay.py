@@ -1,5 +1,6 @@
 """Tests relays of two nodes with two ranks each: what a call brings to a rank, and what its failure brings back."""
 
+import os
 import sys
 import time
 
@@ -115,3 +116,30 @@ def test_a_rank_that_dies_is_named_and_a_relay_that_dies_takes_its_ranks_along(r
     kill_and_wait(relays.actors[0])
     _, failures = gather.gather(relays.call(lambda rank, _: rank.rank, [0] * 4, **NOTHING), apart)
     assert {rank for rank, error in failures.items() if is_death(error)} == {0, 1, 2}
+
+
+class ReadOnlyHere:
+    """Cannot be unpickled in another process than the one given."""
+
+    def __init__(self, pid, value):
+        self.pid, self.value = pid, value
+
+    def __reduce__(self):
+        return _value_in, (self.pid, self.value)
+
+
+def _value_in(pid, value):
+    if os.getpid() != pid:
+        raise RuntimeError("no memory in the object store")
+    return value
+
+
+def test_results_that_a_relay_cannot_get_are_those_of_its_ranks(relays, apart):
+    pid = os.getpid()
+
+    def answer(rank, _):
+        return ReadOnlyHere(pid, rank.rank) if rank.rank == 2 else rank.rank
+
+    for combine, of_nodes in ((None, [[0, 1], [2, 3]]), (sum, [[1], [2, 3]])):  # the driver combines what is left
+        calls = relays.call(answer, [0] * 4, **NOTHING | {"wanted": range(4), "combine": combine})
+        assert results(calls, apart) == of_nodes
