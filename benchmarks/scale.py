@@ -83,20 +83,15 @@ def overrides_of(name: str, gpus: int) -> list[str]:
     ]
 
 
-def train_rows(names: Sequence[str], arguments: argparse.Namespace) -> list[Row]:
-    """Measures layouts of training; returns a row each."""
-    rows: list[Row] = []
-    for name in names:
-        layout = layout_of(name, arguments.gpus)
-        num_rows = ROWS_PER_GPU * layout["gpus"]
-        tokens = ROW_TOKENS if arguments.model != "tiny" else 64
-        case = context_parallel.Case(arguments.model, tokens, num_rows, "recompute", **layout)
-        ranks = context_parallel.in_own_processes(case, arguments.steps + 1, profiled=True)
-        row: Row = {"layout": name, "part": "train"} | context_parallel.row_of(case, ranks, None)
-        row["tokens_per_s_gpu"] = round(row["tokens_per_s"] / case.gpus, 1)
-        rows.append(row)
-        print_rows(rows)
-    return rows
+def train_row(name: str, arguments: argparse.Namespace) -> Row:
+    """Measures a layout of training; returns its row."""
+    layout = layout_of(name, arguments.gpus)
+    num_rows = ROWS_PER_GPU * layout["gpus"]
+    tokens = ROW_TOKENS if arguments.model != "tiny" else 64
+    case = context_parallel.Case(arguments.model, tokens, num_rows, "recompute", **layout)
+    ranks = context_parallel.in_own_processes(case, arguments.steps + 1, profiled=True)
+    row: Row = {"layout": name, "part": "train"} | context_parallel.row_of(case, ranks, None)
+    return row | {"tokens_per_s_gpu": round(row["tokens_per_s"] / case.gpus, 1)}
 
 
 def grpo_rows(name: str, arguments: argparse.Namespace) -> list[Row]:
@@ -147,12 +142,17 @@ def main() -> int:
     """Measures every layout, and writes the result after each; returns the exit status."""
     arguments = parsed_arguments()
     case = ("part", "layout", "setting", "model", "gpus")
-    rows: list[Row] = train_rows(arguments.train, arguments)
-    for name in arguments.grpo:
-        rows += grpo_rows(name, arguments)
+    rows: list[Row] = []
+
+    def add(measured: Sequence[Row]) -> None:
+        rows.extend(measured)
         write_result(arguments.output, rows, append_by=case if arguments.append else ())
-    write_result(arguments.output, rows, append_by=case if arguments.append else ())
-    print_rows([row for row in rows if row["part"] == "grpo"])
+        print_rows([row for row in rows if row["part"] == measured[0]["part"]])
+
+    for name in arguments.train:
+        add([train_row(name, arguments)])
+    for name in arguments.grpo:
+        add(grpo_rows(name, arguments))
     return 0
 
 
