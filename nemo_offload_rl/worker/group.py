@@ -317,6 +317,7 @@ class PolicyWorkerGroup:
 
     def stop_profile(self) -> None:
         """Write what the ranks have recorded."""
+        self._built()
         self._collect("stop_profile", each_rank([actor.stop_profile.remote() for actor in self._actors]))
 
     def flop_model(self) -> FlopModel | None:

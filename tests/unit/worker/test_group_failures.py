@@ -52,6 +52,8 @@ def test_an_error_names_rank_verb_and_cause_and_ends_the_others(fresh_group, mon
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     with pytest.raises(WorkerError, match="the checkpoint is of another model"):
         group.get_logprobs(toy_batch(2), mbs=1)
+    with pytest.raises(WorkerError, match="the checkpoint is of another model"):
+        group.stop_profile()
 
 
 def test_a_return_beside_other_work_that_fails_is_an_error_of_the_next_verb(fresh_group, monkeypatch):
