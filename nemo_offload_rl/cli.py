@@ -225,7 +225,7 @@ def _plan(options: argparse.Namespace) -> None:
 
     from nemo_offload_rl.config.algorithms import ALGORITHMS
     from nemo_offload_rl.config.keys.schema_problems import ABSENT, value_at
-    from nemo_offload_rl.config.megatron.device_split import split_devices
+    from nemo_offload_rl.config.megatron import split_devices
     from nemo_offload_rl.config.model.model_folder import check_model_folder
     from nemo_offload_rl.hf_config import hf_config
     from nemo_offload_rl.memory.units import GIB

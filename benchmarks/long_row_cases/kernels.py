@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from long_row_cases.ways import Way
-from nemo_offload_rl.config.megatron.mlp_tiles import tokens_of_tile
+from nemo_offload_rl.config.megatron import tokens_of_tile
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 

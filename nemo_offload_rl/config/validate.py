@@ -19,8 +19,7 @@ from nemo_offload_rl.config.keys.schema_problems import (
     unchecked_fields,
     value_at,
 )
-from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
-from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
+from nemo_offload_rl.config.megatron import DeviceSplit, checked_split, data_parallel_size
 from nemo_offload_rl.config.model.hf_check import hf_config_problems
 from nemo_offload_rl.config.problems import (
     MAX_PROBLEMS,

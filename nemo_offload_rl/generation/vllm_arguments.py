@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.config.megatron.device_split import engine_devices, engine_replicas
+from nemo_offload_rl.config.megatron import engine_devices, engine_replicas
 from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
 from nemo_offload_rl.generation.interface import GenerationRequest
 from nemo_offload_rl.generation.sampling import row_seed

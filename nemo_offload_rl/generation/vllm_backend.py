@@ -14,7 +14,7 @@ from typing import Any
 import ray
 import torch
 
-from nemo_offload_rl.config.megatron.device_split import engine_devices, engine_replicas
+from nemo_offload_rl.config.megatron import engine_devices, engine_replicas
 from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor, remote_class
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, InFlightUpdates, WakeUpTag

@@ -15,8 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 from torch.utils.hooks import RemovableHandle
 
-from nemo_offload_rl.config.megatron.further_fields import megatron_field
-from nemo_offload_rl.config.megatron.mlp_tiles import tokens_of_tile
+from nemo_offload_rl.config.megatron import megatron_field, tokens_of_tile
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.hf_config import generation_config
 from nemo_offload_rl.mcore.model.model_config import (

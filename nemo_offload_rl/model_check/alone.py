@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_offload_rl.config.megatron.one_rank import on_one_rank
+from nemo_offload_rl.config.megatron import on_one_rank
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.model_check.twin import ROW_LENGTH
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from nemo_offload_rl.config.megatron.further_fields import megatron_field
+from nemo_offload_rl.config.megatron import megatron_field
 from nemo_offload_rl.config.rules.modules import recomputes_layers
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain, compress
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions, choose_in_first_pass, choose_offloaded
-from nemo_offload_rl.config.megatron.activation_modules import LAYER_INPUT
+from nemo_offload_rl.config.megatron import LAYER_INPUT
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.saved_tensors import QUERIES_KEYS_VALUES, SAVED_BY, ActivationFacts, SavedTensor

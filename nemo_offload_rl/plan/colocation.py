@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_offload_rl.config.megatron.device_split import is_colocated
+from nemo_offload_rl.config.megatron import is_colocated
 from nemo_offload_rl.config.rules.base import TABLE
 from nemo_offload_rl.config.rules.residency import AUTO
 from nemo_offload_rl.config.schema import MasterConfig

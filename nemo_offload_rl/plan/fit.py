@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.config.megatron.device_split import split_devices
-from nemo_offload_rl.config.megatron.mlp_tiles import MLP_TILES_KEY as TILES
+from nemo_offload_rl.config.megatron import MLP_TILES_KEY as TILES
+from nemo_offload_rl.config.megatron import split_devices
 from nemo_offload_rl.config.model.unsupported_models import check_model
 from nemo_offload_rl.config.rules.base import OFFLOADING
 from nemo_offload_rl.config.rules.residency import STATE_IN_TRAIN

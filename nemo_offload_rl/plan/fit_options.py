@@ -5,10 +5,9 @@ from typing import Any, cast
 
 import yaml
 
-from nemo_offload_rl.config.megatron.activation_modules import LAYER_INPUT
-from nemo_offload_rl.config.megatron.activation_modules import OFFLOAD_MODULES_KEY as MODULES
-from nemo_offload_rl.config.megatron.further_fields import megatron_field
-from nemo_offload_rl.config.megatron.mlp_tiles import MLP_TILES_KEY as TILES
+from nemo_offload_rl.config.megatron import LAYER_INPUT, megatron_field
+from nemo_offload_rl.config.megatron import MLP_TILES_KEY as TILES
+from nemo_offload_rl.config.megatron import OFFLOAD_MODULES_KEY as MODULES
 from nemo_offload_rl.config.rules.base import MEGATRON, OFFLOADING
 from nemo_offload_rl.config.rules.modules import GRANULARITY, KEPT_ATTENTION, RECOMPUTING
 from nemo_offload_rl.config.schema import MasterConfig

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_offload_rl.config.megatron.device_split import engine_devices, engine_replicas, is_colocated
+from nemo_offload_rl.config.megatron import engine_devices, engine_replicas, is_colocated
 from nemo_offload_rl.config.schema.generation import VllmConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
 from nemo_offload_rl.memory.units import GIB, show_gib

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_offload_rl.config.megatron.further_fields import megatron_field
-from nemo_offload_rl.config.megatron.parallel_sizes import EXPERT_REPLICA_SIZES, REPLICA_SIZES, data_parallel_size
+from nemo_offload_rl.config.megatron import EXPERT_REPLICA_SIZES, REPLICA_SIZES, data_parallel_size, megatron_field
 from nemo_offload_rl.config.rules.base import EP, ETP, PP, TP
 from nemo_offload_rl.config.rules.parallel import (
     expert_parallel_experts,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.config import RecipeError
-from nemo_offload_rl.config.megatron.device_split import is_colocated
+from nemo_offload_rl.config.megatron import is_colocated
 from nemo_offload_rl.config.rules.residency import FOR_REFIT
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.memory.units import GIB, show_gib

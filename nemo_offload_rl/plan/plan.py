@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, TypeGuard
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
-from nemo_offload_rl.config.megatron.device_split import is_colocated
+from nemo_offload_rl.config.megatron import is_colocated
 from nemo_offload_rl.config.rules.base import TABLE
 from nemo_offload_rl.config.rules.residency import AUTO, FLAG_PHASES, FOR_REFIT, flag_cell
 from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig, has_generation

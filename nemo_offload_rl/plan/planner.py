@@ -7,8 +7,7 @@ from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.config.megatron.device_split import split_devices
-from nemo_offload_rl.config.megatron.further_fields import megatron_field
+from nemo_offload_rl.config.megatron import megatron_field, split_devices
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation

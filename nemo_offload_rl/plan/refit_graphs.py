@@ -6,7 +6,7 @@ temporaries.
 
 from collections.abc import Sequence
 
-from nemo_offload_rl.config.megatron.further_fields import megatron_field
+from nemo_offload_rl.config.megatron import megatron_field
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.memory.units import GIB, MIB, round_up
 from nemo_offload_rl.plan.architecture import Architecture

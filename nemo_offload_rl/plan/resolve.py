@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_offload_rl.config import check_rules
-from nemo_offload_rl.config.megatron.device_split import split_devices
+from nemo_offload_rl.config.megatron import split_devices
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.plan.activation_facts import AUTO

@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.config.megatron.device_split import split_devices
-from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
+from nemo_offload_rl.config.megatron import data_parallel_size, split_devices
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import has_logprob_batches, row_multiple, sequence_multiple
 from nemo_offload_rl.memory.units import round_up, show_gib

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
-from nemo_offload_rl.config.megatron.device_split import split_devices
-from nemo_offload_rl.config.megatron.further_fields import megatron_field
-from nemo_offload_rl.config.megatron.mlp_tiles import tokens_of_tile
+from nemo_offload_rl.config.megatron import megatron_field, split_devices, tokens_of_tile
 from nemo_offload_rl.config.rules.modules import KEPT_ATTENTION, recomputed_modules, recomputes_layers
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig

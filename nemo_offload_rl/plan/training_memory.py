@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
-from nemo_offload_rl.config.megatron.further_fields import megatron_field
-from nemo_offload_rl.config.megatron.mlp_tiles import tokens_of_tile
+from nemo_offload_rl.config.megatron import megatron_field, tokens_of_tile
 from nemo_offload_rl.config.rules.modules import KEPT_ATTENTION, recomputes_layers
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, filters_logprobs, sampling_of

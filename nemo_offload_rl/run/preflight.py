@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nemo_offload_rl.config.megatron.graph_modules import check_graph_environment
+from nemo_offload_rl.config.megatron import check_graph_environment
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
 from nemo_offload_rl.hf_config import hf_config

@@ -231,7 +231,7 @@ def _start_cluster(jobs: Sequence[Job], restarts: Restarts) -> Iterator[tuple[Cl
         jobs: the jobs to run.
         restarts: the command's restarts; a restart waits for the replacement of lost nodes, and stays on GPUs.
     """
-    from nemo_offload_rl.config.megatron.device_split import split_devices
+    from nemo_offload_rl.config.megatron import split_devices
     from nemo_offload_rl.placement.cluster import Cluster, starts_ray_here
     from nemo_offload_rl.run.failures import NODE_REPLACEMENT_S
     from nemo_offload_rl.run.preflight import check_environment, machine_here, machine_of

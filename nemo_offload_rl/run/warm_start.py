@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.config.megatron.one_rank import on_one_rank
+from nemo_offload_rl.config.megatron import on_one_rank
 from nemo_offload_rl.run.checkpoints import NoCheckpoints
 from nemo_offload_rl.run.folder import HF_FOLDER, changed_keys, read_recipe, write_recipe
 from nemo_offload_rl.run.job import Job, Session

@@ -5,8 +5,7 @@ from typing import Literal
 
 import torch
 
-from nemo_offload_rl.config.megatron.further_fields import megatron_field
-from nemo_offload_rl.config.megatron.microbatches import num_interleaved
+from nemo_offload_rl.config.megatron import megatron_field, num_interleaved
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, SequencePackingConfig, row_multiple, sequence_multiple
 from nemo_offload_rl.data.batch import BatchedData

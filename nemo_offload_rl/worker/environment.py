@@ -1,6 +1,6 @@
 """Builds the environment variables of the processes that train."""
 
-from nemo_offload_rl.config.megatron.further_fields import megatron_field
+from nemo_offload_rl.config.megatron import megatron_field
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 
 _SIZES = (

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_offload_rl.config.megatron.further_fields import megatron_field
-from nemo_offload_rl.config.megatron.parallel_sizes import EXPERT_REPLICA_SIZES, REPLICA_SIZES, data_parallel_size
+from nemo_offload_rl.config.megatron import EXPERT_REPLICA_SIZES, REPLICA_SIZES, data_parallel_size, megatron_field
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.data.batch import BatchedData
 

@@ -3,9 +3,8 @@
 from typing import Any
 
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
-from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
-from nemo_offload_rl.config.megatron.graph_modules import GRAPH_IMPL_KEY as GRAPHS
-from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
+from nemo_offload_rl.config.megatron import GRAPH_IMPL_KEY as GRAPHS
+from nemo_offload_rl.config.megatron import DeviceSplit, checked_split, data_parallel_size
 from nemo_offload_rl.config.rules import base
 from nemo_offload_rl.config.rules.base import RuleResult, note, rule
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
+from nemo_offload_rl.config.megatron import DeviceSplit, checked_split
 from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, REFIT_TRANSPORT, RuleResult, rule
 
 

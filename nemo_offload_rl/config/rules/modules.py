@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_offload_rl.config.installed.libraries import untested_megatron_core
-from nemo_offload_rl.config.megatron.activation_modules import ACTIVATION_MODULES, LAYER_INPUT
-from nemo_offload_rl.config.megatron.activation_modules import OFFLOAD_MODULES_KEY as OFFLOADED
-from nemo_offload_rl.config.megatron.graph_modules import GRAPH_IMPL_KEY as GRAPHS
-from nemo_offload_rl.config.megatron.graph_modules import GRAPH_MODULES
-from nemo_offload_rl.config.megatron.graph_modules import GRAPH_MODULES_KEY as CAPTURED
-from nemo_offload_rl.config.megatron.mlp_tiles import MLP_TILES_KEY as TILES
+from nemo_offload_rl.config.megatron import ACTIVATION_MODULES, GRAPH_MODULES, LAYER_INPUT
+from nemo_offload_rl.config.megatron import GRAPH_IMPL_KEY as GRAPHS
+from nemo_offload_rl.config.megatron import GRAPH_MODULES_KEY as CAPTURED
+from nemo_offload_rl.config.megatron import MLP_TILES_KEY as TILES
+from nemo_offload_rl.config.megatron import OFFLOAD_MODULES_KEY as OFFLOADED
 from nemo_offload_rl.config.problems import show, show_choices, unknown_names
 from nemo_offload_rl.config.rules.base import (
     CP,

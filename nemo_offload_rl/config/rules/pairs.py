@@ -4,9 +4,8 @@ import operator
 from functools import partial
 from typing import Any
 
-from nemo_offload_rl.config.megatron.graph_modules import GRAPH_IMPL_KEY as GRAPHS
-from nemo_offload_rl.config.megatron.graph_modules import GRAPH_MODULES_KEY
-from nemo_offload_rl.config.megatron.mlp_tiles import MLP_TILES_KEY
+from nemo_offload_rl.config.megatron import GRAPH_IMPL_KEY as GRAPHS
+from nemo_offload_rl.config.megatron import GRAPH_MODULES_KEY, MLP_TILES_KEY
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.rules import base
 from nemo_offload_rl.config.rules.base import RuleResult, note, rule

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
-from nemo_offload_rl.config.megatron.microbatches import num_interleaved
-from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
+from nemo_offload_rl.config.megatron import DeviceSplit, checked_split, data_parallel_size, num_interleaved
 from nemo_offload_rl.config.model.model_kind import (
     NUM_EXPERTS_KEYS,
     NUM_HEADS_KEYS,

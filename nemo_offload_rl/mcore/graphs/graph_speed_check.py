@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from nemo_offload_rl.config.megatron.graph_modules import GRAPH_IMPL_KEY, GRAPH_MODULES_KEY
+from nemo_offload_rl.config.megatron import GRAPH_IMPL_KEY, GRAPH_MODULES_KEY
 from nemo_offload_rl.memory.streams import Event
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,14 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
-from nemo_offload_rl.config.megatron.activation_modules import LAYER_INPUT, check_modules_fit_model
-from nemo_offload_rl.config.megatron.further_fields import megatron_field
-from nemo_offload_rl.config.megatron.graph_modules import check_graphs_fit_model
-from nemo_offload_rl.config.megatron.microbatches import gathers_different_rows
-from nemo_offload_rl.config.megatron.mlp_tiles import check_tiles_fit_model
+from nemo_offload_rl.config.megatron import (
+    LAYER_INPUT,
+    check_graphs_fit_model,
+    check_modules_fit_model,
+    check_tiles_fit_model,
+    gathers_different_rows,
+    megatron_field,
+)
 from nemo_offload_rl.config.model.model_kind import has_dense_layers, has_expert_layers
 from nemo_offload_rl.config.model.unsupported_models import check_model
 from nemo_offload_rl.config.schema.megatron import MegatronConfig

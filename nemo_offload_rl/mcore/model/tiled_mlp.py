@@ -15,7 +15,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from nemo_offload_rl.config.megatron.mlp_tiles import MLP_TILES_KEY
+from nemo_offload_rl.config.megatron import MLP_TILES_KEY
 from nemo_offload_rl.mcore.patches import layer_input
 
 

@@ -20,7 +20,7 @@ from nemo_offload_rl.activation_offload.copies import CudaCopies
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.installed.libraries import untested_megatron_core
-from nemo_offload_rl.config.megatron.activation_modules import LAYER_INPUT
+from nemo_offload_rl.config.megatron import LAYER_INPUT
 from nemo_offload_rl.mcore.patches.layer_input import checkpointed_forward
 
 

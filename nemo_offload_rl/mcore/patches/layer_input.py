@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from nemo_offload_rl.activation_offload.groups import Saved
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
-from nemo_offload_rl.config.megatron.activation_modules import LAYER_INPUT
+from nemo_offload_rl.config.megatron import LAYER_INPUT
 
 CORE_ATTN = "core_attn"
 

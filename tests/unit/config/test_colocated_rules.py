@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.megatron.device_split import DeviceSplit, split_devices
+from nemo_offload_rl.config.megatron import DeviceSplit, split_devices
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.residency.table import DEDICATED_TABLE
 from tests.unit.config.conftest import CONFIGS

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_offload_rl.config.keys.tree import hints_of, if_absent
-from nemo_offload_rl.config.megatron.further_fields import DEFAULTS, megatron_field
+from nemo_offload_rl.config.megatron import DEFAULTS, megatron_field
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 
 OF_SCHEMA = {

@@ -7,12 +7,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import CudaGraphModule
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.megatron.activation_modules import (
+from nemo_offload_rl.config.megatron import (
     ACTIVATION_MODULES,
+    GRAPH_MODULES,
     LAYER_INPUT,
+    check_graphs_fit_model,
     check_modules_fit_model,
 )
-from nemo_offload_rl.config.megatron.graph_modules import GRAPH_MODULES, check_graphs_fit_model
 from nemo_offload_rl.config.model.model_kind import model_kind
 from nemo_offload_rl.config.rules import modules
 from tests.unit.config.conftest import CONFIGS, each_of, names_of

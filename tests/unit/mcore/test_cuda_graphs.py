@@ -22,7 +22,7 @@ from support.events import At
 from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.config.megatron.graph_modules import check_graph_environment
+from nemo_offload_rl.config.megatron import check_graph_environment
 from nemo_offload_rl.mcore import step
 from nemo_offload_rl.mcore.graphs.cuda_graphs import CudaGraphs, NoCudaGraphs, StepShape, step_shape
 from nemo_offload_rl.mcore.graphs.graph_capture import FrozenShapes, NoObserver

@@ -20,7 +20,7 @@ from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, packed_rows, random_batch, 
 from support.tiny_megatron import one_rank
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.config.megatron.mlp_tiles import tokens_of_tile
+from nemo_offload_rl.config.megatron import tokens_of_tile
 from nemo_offload_rl.mcore.model.tiled_mlp import tile_mlps
 
 LENGTH, HIDDEN, FFN = 24, 16, 48

@@ -13,7 +13,7 @@ from nemo_offload_rl.activation_offload.report import ModuleReport
 from nemo_offload_rl.activation_offload.schedule import Profile, choose_in_first_pass, choose_offloaded
 from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.megatron.activation_modules import ACTIVATION_MODULES
+from nemo_offload_rl.config.megatron import ACTIVATION_MODULES
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import (
