@@ -28,7 +28,7 @@ from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, TokenizerConfig
 from nemo_offload_rl.config.schema.sft import SFTConfig
 from nemo_offload_rl.config.schema.value_types import is_import_path
-from nemo_offload_rl.config.upstream.durations import duration_s
+from nemo_offload_rl.config.upstream import duration_s
 from nemo_offload_rl.data.arithmetic import Role, make_arithmetic, make_arithmetic_pairs
 from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder, load_jsonl
 from nemo_offload_rl.data.errors import DataError

@@ -8,7 +8,7 @@ from nemo_offload_rl.config.megatron import DeviceSplit, checked_split
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, SECTION, SPEC, RuleResult, note, rule
 from nemo_offload_rl.config.schema.value_types import is_import_path
-from nemo_offload_rl.config.upstream.durations import duration_s
+from nemo_offload_rl.config.upstream import duration_s
 from nemo_offload_rl.metrics.names import validation_name, without_default_set
 
 _MUST_SAVE_BY = "checkpointing.checkpoint_must_save_by"

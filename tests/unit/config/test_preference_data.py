@@ -13,7 +13,7 @@ from nemo_offload_rl.config.keys.schema_problems import schema_problems
 from nemo_offload_rl.config.problems import RecipeError
 from nemo_offload_rl.config.schema.data import PreferenceDataConfig
 from nemo_offload_rl.config.schema.value_types import STRICT
-from nemo_offload_rl.config.upstream.split import remove_upstream_keys
+from nemo_offload_rl.config.upstream import remove_upstream_keys
 from tests.unit.config.conftest import CONFIGS
 
 BINARY = {

@@ -26,7 +26,7 @@ from nemo_offload_rl.config.rules import (
     vllm,
 )
 from nemo_offload_rl.config.rules.base import SECTION, SPEC
-from nemo_offload_rl.config.upstream.durations import duration_s
+from nemo_offload_rl.config.upstream import duration_s
 from tests.unit.config.conftest import CONFIGS
 from tests.unit.config.test_module_rules import CAPACITY, EXPERTS, capture, offload
 

@@ -1,10 +1,23 @@
-"""Removes the keys of NeMo-RL's other features from a recipe, and reports those that turn something on."""
+"""Handles what only NeMo-RL's recipes have: keys of features that this package lacks, and its durations."""
 
+import re
 from typing import Any
 
 from nemo_offload_rl.config.key_table.nemo_rl import NEMO_RL_ROWS, NEMO_RL_SECTIONS
 from nemo_offload_rl.config.key_table.row import Kind, matches
 from nemo_offload_rl.config.problems import show
+
+_FORM = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
+_SECONDS = (86_400, 3_600, 60, 1)
+
+
+def duration_s(text: str) -> int | None:
+    """Returns the seconds in days:hours:minutes:seconds; None for any other text, and for a duration of 0."""
+    found = _FORM.fullmatch(text)
+    if found is None:
+        return None
+    return sum(int(part) * seconds for part, seconds in zip(found.groups(), _SECONDS, strict=True)) or None
+
 
 # Sections of environment variables, whose values are text: 1 and true without quotes are read as such.
 ENV_VARS = ("policy.generation.vllm_cfg.env_vars", "policy.megatron_cfg.env_vars")
