@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from nemo_offload_rl.config.installed.transformers_source import causal_models, with_floats
-from nemo_offload_rl.config.schema.hf_config import HfConfigFields
+from nemo_offload_rl.config.schema.policy import HfConfigFields
 from nemo_offload_rl.hub import cache_only, folder_hint, needs_code, why_missing
 
 _read_from_hub: set[str] = set()

@@ -21,7 +21,7 @@ from nemo_offload_rl.algorithms.rollout_queue import RolloutQueue, in_flight_upd
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.algorithms.saved_rollouts import NoEngine, ReplayedRollouts, RolloutFolder, made_with, sampled_with
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.config.schema.grpo import GRPOConfig
+from nemo_offload_rl.config.schema.algorithm_sections import GRPOConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
 from nemo_offload_rl.data.problem import Conversation

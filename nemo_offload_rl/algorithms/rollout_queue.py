@@ -16,7 +16,7 @@ import torch
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.algorithms.saved_rollouts import ReplayedRollouts, as_plain, from_plain, save_tensors
-from nemo_offload_rl.config.schema.grpo import AsyncGRPOConfig
+from nemo_offload_rl.config.schema.algorithm_sections import AsyncGRPOConfig
 from nemo_offload_rl.data.loader import DataPosition
 from nemo_offload_rl.generation.interface import GenerationError, InFlightUpdates
 from nemo_offload_rl.metrics.timer import Timer

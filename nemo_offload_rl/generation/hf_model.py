@@ -5,7 +5,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from nemo_offload_rl.config.schema.hf_config import HfConfigFields
+from nemo_offload_rl.config.schema.policy import HfConfigFields
 from nemo_offload_rl.hf_config import ModelSource
 from nemo_offload_rl.hf_config import hf_config as read_hf_config
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import ray
 
-from nemo_offload_rl.config.schema.hf_config import HfConfigFields
-from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
+from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, HfConfigFields
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor, remote_class
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, InFlightUpdates, WakeUpTag
 from nemo_offload_rl.generation.stop_strings import needs_tokenizer

@@ -17,7 +17,7 @@ from rich.console import Console
 from nemo_offload_rl.config import Recipe, ValidatedRecipe
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema import MasterConfig
-from nemo_offload_rl.config.schema.logger import LoggerConfig
+from nemo_offload_rl.config.schema.run import LoggerConfig
 from nemo_offload_rl.data.tokenizer import save_tokenizer
 from nemo_offload_rl.metrics.facts import update_facts
 from nemo_offload_rl.metrics.logger import METRICS_FILE, RunLogger, read_metrics

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_offload_rl.config.chat_template import JOINED_CONTENTS, is_default_template, is_template_file
 from nemo_offload_rl.config.keys.absent_keys import datasets_of, splits_validation_data
-from nemo_offload_rl.config.schema.checkpointing import CheckpointingConfig
+from nemo_offload_rl.config.schema.algorithm_sections import DPOConfig, GRPOConfig, SFTConfig
 from nemo_offload_rl.config.schema.data import (
     BuiltInPairDataset,
     BuiltInSFTDataset,
@@ -23,10 +23,8 @@ from nemo_offload_rl.config.schema.data import (
     PreferenceDataConfig,
     SFTDataConfig,
 )
-from nemo_offload_rl.config.schema.dpo import DPOConfig
-from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, TokenizerConfig
-from nemo_offload_rl.config.schema.sft import SFTConfig
+from nemo_offload_rl.config.schema.run import CheckpointingConfig
 from nemo_offload_rl.config.schema.value_types import is_import_path
 from nemo_offload_rl.config.upstream import duration_s
 from nemo_offload_rl.data.arithmetic import Role, make_arithmetic, make_arithmetic_pairs

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from nemo_offload_rl.config.schema.logger import ProfileConfig
+from nemo_offload_rl.config.schema.run import ProfileConfig
 from nemo_offload_rl.metrics.profile import ProfileOptions, Recording
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.run.algorithm import Algorithm

@@ -4,18 +4,17 @@ from typing import NotRequired, TypedDict
 
 from pydantic import with_config
 
-from nemo_offload_rl.config.schema.checkpointing import CheckpointingConfig
-from nemo_offload_rl.config.schema.cluster import ClusterConfig
-from nemo_offload_rl.config.schema.data import DataConfig, PreferenceDataConfig, SFTDataConfig
-from nemo_offload_rl.config.schema.dpo import DPOConfig
-from nemo_offload_rl.config.schema.env import EnvConfig
-from nemo_offload_rl.config.schema.grpo import GRPOConfig
-from nemo_offload_rl.config.schema.logger import LoggerConfig
-from nemo_offload_rl.config.schema.loss_fn import LossConfig
+from nemo_offload_rl.config.schema.algorithm_sections import (
+    DPOConfig,
+    GRPOConfig,
+    LossConfig,
+    SFTConfig,
+    WarmStartConfig,
+)
+from nemo_offload_rl.config.schema.data import DataConfig, EnvConfig, PreferenceDataConfig, SFTDataConfig
 from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig
-from nemo_offload_rl.config.schema.sft import SFTConfig
+from nemo_offload_rl.config.schema.run import CheckpointingConfig, ClusterConfig, LoggerConfig
 from nemo_offload_rl.config.schema.value_types import STRICT
-from nemo_offload_rl.config.schema.warm_start import WarmStartConfig
 
 
 @with_config(STRICT)

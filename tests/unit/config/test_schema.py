@@ -6,8 +6,8 @@ import runpy
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.keys.tree import key_comments, schema_keys
 from nemo_offload_rl.config.schema import GRPOMasterConfig
-from nemo_offload_rl.config.schema.hf_config import HfConfigFields
 from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronDDPConfig, MegatronOptimizerConfig
+from nemo_offload_rl.config.schema.policy import HfConfigFields
 from tests.unit.config.conftest import CONFIGS
 
 ALL_KEYS = {
