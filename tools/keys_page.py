@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_or
 import annotated_types
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.config.installed.megatron_fields import SECTIONS
+from nemo_offload_rl.config.installed.declared_fields import SECTIONS
 from nemo_offload_rl.config.key_table.nemo_rl import OTHER_DATASETS
 from nemo_offload_rl.config.key_table.row import PASSES, Kind
 from nemo_offload_rl.config.key_table.table import rows_of

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.config.installed.annotations import annotated, fields_of
+from nemo_offload_rl.config.installed.declared_fields import annotated, fields_of
 
 MODEL_TYPE = "model_type"
 

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Annotated, Any, NotRequired, Required, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
+from nemo_offload_rl.config.installed.declared_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.key_table.row import PASSES
 from nemo_offload_rl.config.key_table.table import rows_of
 from nemo_offload_rl.config.problems import KEYS_ALIKE, nearest, show

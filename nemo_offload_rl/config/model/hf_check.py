@@ -7,7 +7,7 @@ contradictions between them, are left to transformers, Megatron-Bridge and the m
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from nemo_offload_rl.config.installed.annotations import Annotations
+from nemo_offload_rl.config.installed.declared_fields import Annotations
 from nemo_offload_rl.config.installed.transformers_source import (
     MODEL_TYPE,
     HfFamily,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nemo_offload_rl.config.installed.bridges import bridged_architectures
+from nemo_offload_rl.config.installed.declared_fields import bridged_architectures
 from nemo_offload_rl.config.installed.transformers_source import causal_models
 from nemo_offload_rl.config.model.model_kind import NUM_EXPERTS_KEYS, NUM_HEADS_KEYS, count_of, model_fields
 from nemo_offload_rl.config.model.unsupported_models import why_not_frozen, why_unsupported

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_offload_rl.config.installed.libraries import untested_megatron_core
+from nemo_offload_rl.config.installed.declared_fields import untested_megatron_core
 from nemo_offload_rl.config.megatron import ACTIVATION_MODULES, GRAPH_MODULES, LAYER_INPUT
 from nemo_offload_rl.config.megatron import GRAPH_IMPL_KEY as GRAPHS
 from nemo_offload_rl.config.megatron import GRAPH_MODULES_KEY as CAPTURED

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nemo_offload_rl.config.installed.vllm_arguments import why_refused
+from nemo_offload_rl.config.installed.declared_fields import why_refused
 from nemo_offload_rl.config.megatron import DeviceSplit, checked_split, engine_devices, engine_replicas
 from nemo_offload_rl.config.model.model_kind import NUM_EXPERTS_KEYS, count_of, model_fields, model_kind
 from nemo_offload_rl.config.problems import show

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 # Values keep their YAML type ("1" is no int), and a key that the schema lacks is an error.
 STRICT = ConfigDict(strict=True, extra="forbid")
-# Strict too, but further keys are fields of another library's config: config.installed.megatron_fields checks those of
+# Strict too, but further keys are fields of another library's config: config.installed.declared_fields checks those of
 # Megatron, config.model.hf_check those of Hugging Face.
 STRICT_WITH_FURTHER_FIELDS = ConfigDict(strict=True, extra="allow")
 

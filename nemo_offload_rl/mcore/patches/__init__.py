@@ -4,7 +4,7 @@ There is one module for each thing that is changed, and one table of the version
 of it is a public interface, so tests/unit/mcore/test_patches.py checks every symbol and signature that a patch uses.
 """
 
-from nemo_offload_rl.config.installed.libraries import TESTED_MEGATRON_CORE
+from nemo_offload_rl.config.installed.declared_fields import TESTED_MEGATRON_CORE
 
 WRITTEN_FOR = {
     "activation_offload": {"megatron-core": TESTED_MEGATRON_CORE},

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from nemo_offload_rl.activation_offload.copies import CudaCopies
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
-from nemo_offload_rl.config.installed.libraries import untested_megatron_core
+from nemo_offload_rl.config.installed.declared_fields import untested_megatron_core
 from nemo_offload_rl.config.megatron import LAYER_INPUT
 from nemo_offload_rl.mcore.patches.layer_input import checkpointed_forward
 

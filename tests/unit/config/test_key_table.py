@@ -10,7 +10,7 @@ import pytest
 
 import nemo_offload_rl
 from nemo_offload_rl.config import RecipeError, load
-from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
+from nemo_offload_rl.config.installed.declared_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.key_table.megatron import DDP, MEGATRON, MEGATRON_ROWS, OPTIMIZER
 from nemo_offload_rl.config.key_table.row import PASSES, Kind, Row
 from nemo_offload_rl.config.key_table.table import row_of, rows_of

@@ -9,7 +9,7 @@ import re
 import pytest
 from megatron.core.transformer import transformer_config
 
-from nemo_offload_rl.config.installed.megatron_fields import CHOICES, SECTIONS, check_field, megatron_fields
+from nemo_offload_rl.config.installed.declared_fields import CHOICES, SECTIONS, check_field, megatron_fields
 
 MEGATRON = "policy.megatron_cfg"
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.installed.bridges import bridged_architectures
+from nemo_offload_rl.config.installed.declared_fields import bridged_architectures
 from nemo_offload_rl.config.installed.transformers_source import causal_models
 from nemo_offload_rl.config.model.unsupported_models import check_model
 from nemo_offload_rl.config.rules import model

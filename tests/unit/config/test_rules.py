@@ -12,7 +12,7 @@ import torch
 import nemo_offload_rl
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
+from nemo_offload_rl.config.installed.declared_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.keys.schema_problems import value_at
 from nemo_offload_rl.config.keys.tree import find_key
 from nemo_offload_rl.config.rules import (

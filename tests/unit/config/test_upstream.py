@@ -5,7 +5,7 @@ import yaml
 
 from nemo_offload_rl.config import RecipeError, load, load_recipe
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
+from nemo_offload_rl.config.installed.declared_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.key_table.nemo_rl import NEMO_RL_SECTIONS
 from nemo_offload_rl.config.key_table.row import Kind
 from nemo_offload_rl.config.key_table.table import accepted_paths, nemo_rl_paths, rows_of

@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_offload_rl.config import for_machine, load
-from nemo_offload_rl.config.installed import vllm_arguments
+from nemo_offload_rl.config.installed import declared_fields
 from nemo_offload_rl.config.rules import vllm
 from nemo_offload_rl.generation.vllm_arguments import ENVIRONMENT
 from tests.unit.config.conftest import CONFIGS, each_of, names_of
@@ -34,7 +34,7 @@ def installed_vllm(tmp_path, monkeypatch):
     """Replaces the installed vLLM, if there is one, by a source with a few arguments."""
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "arg_utils.py").write_text(SOURCE)
-    monkeypatch.setattr(vllm_arguments, "source_folder", lambda: tmp_path)
+    monkeypatch.setattr(declared_fields, "source_folder", lambda: tmp_path)
 
 
 BROKEN = {
@@ -118,7 +118,7 @@ def test_arguments_of_vllms_own_are_passed_on():
 def test_arguments_of_vllms_own_types_are_left_to_vllm(monkeypatch):
     given = [f"+{KWARGS}.moe_backend=triton", f"+{KWARGS}.enable_chunked_prefill=true"]
     assert load(TINY, [ON, *given]).config["policy"]["generation"]["vllm_kwargs"]["moe_backend"] == "triton"
-    monkeypatch.setattr(vllm_arguments, "source_folder", lambda: None)  # workers may have vLLM
+    monkeypatch.setattr(declared_fields, "source_folder", lambda: None)  # workers may have vLLM
     assert load(TINY, [ON, f"+{KWARGS}.zzz=5"]).config["policy"]["generation"]["vllm_kwargs"]["zzz"] == 5
 
 

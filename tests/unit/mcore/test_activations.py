@@ -15,7 +15,7 @@ from support.phases import checksums
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.config.installed import libraries
+from nemo_offload_rl.config.installed import declared_fields
 from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.memory.link import LinkSpeed
 from nemo_offload_rl.memory.pinned import PinnedArena
@@ -303,6 +303,6 @@ def test_nor_is_it_beside_copies_in_graphs(make_worker, late, caplog):
 
 
 def test_another_megatron_is_refused(make_worker, monkeypatch):
-    monkeypatch.setattr(libraries, "TESTED_MEGATRON_CORE", ("0.18.0",))
+    monkeypatch.setattr(declared_fields, "TESTED_MEGATRON_CORE", ("0.18.0",))
     with pytest.raises(ValueError, match=r"tested only with 0\.18\.0, but 0\.19\.2 is installed"):
         make_worker(offloading_activations(tiny_policy(), ["core_attn"]))
