@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_offload_rl.config.chat_template import is_template_file
-from nemo_offload_rl.config.keys.absent_keys import datasets_of
 from nemo_offload_rl.config.keys.schema_problems import value_at
+from nemo_offload_rl.config.keys.tree import datasets_of
 from nemo_offload_rl.config.problems import Problem, RecipeError, nearest, show_file
 from nemo_offload_rl.config.schema.value_types import is_import_path
 from nemo_offload_rl.config.validate import ValidatedRecipe

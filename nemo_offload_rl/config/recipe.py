@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.config.keys.absent_keys import section_of_auto
 from nemo_offload_rl.config.keys.schema_problems import ABSENT, value_at
-from nemo_offload_rl.config.keys.tree import is_valid_key
+from nemo_offload_rl.config.keys.tree import is_valid_key, section_of_auto
 from nemo_offload_rl.config.problems import MAX_PROBLEMS, Origin, Problem, RecipeError, nearest, show, show_file
 from nemo_offload_rl.config.source.interpolation import InterpolationError, Resolver, written_interpolations
 from nemo_offload_rl.config.source.overrides import apply_overrides, merge

@@ -10,15 +10,15 @@ from typing import Any, cast
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_offload_rl.config.key_table.nemo_rl import OTHER_ALGORITHMS
-from nemo_offload_rl.config.keys.absent_keys import resolve_absent_keys, share_dataset_keys
-from nemo_offload_rl.config.keys.model_overrides import move_model_overrides
 from nemo_offload_rl.config.keys.schema_problems import (
     ABSENT,
     megatron_problems,
+    move_model_overrides,
     schema_problems,
     unchecked_fields,
     value_at,
 )
+from nemo_offload_rl.config.keys.tree import resolve_absent_keys, share_dataset_keys
 from nemo_offload_rl.config.megatron import DeviceSplit, checked_split, data_parallel_size
 from nemo_offload_rl.config.model.hf_check import hf_config_problems
 from nemo_offload_rl.config.problems import (

@@ -1,19 +1,34 @@
-"""The keys that a recipe may have: the schema's TypedDicts as a tree of paths, with their comments."""
+"""The keys that a recipe may have, as a tree of paths: their comments, kinds of sections, and values where absent."""
 
 import ast
+import copy
 import inspect
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, NotRequired, Required, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    Required,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.declared_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.key_table.row import PASSES
 from nemo_offload_rl.config.key_table.table import rows_of
-from nemo_offload_rl.config.problems import KEYS_ALIKE, nearest, show
+from nemo_offload_rl.config.problems import KEYS_ALIKE, nearest, show, show_choices
+from nemo_offload_rl.config.schema import GRPOMasterConfig
+from nemo_offload_rl.config.schema.residency import ResidencyConfig
 from nemo_offload_rl.config.schema.value_types import IfAbsent
+from nemo_offload_rl.named_datasets import NAMED_DATASETS
 
 ANY_NAME = "*"  # placeholder for a name that the user chooses, as in `env.*.reward`
 
@@ -162,3 +177,222 @@ def nearest_key(root: type, path: str, also: tuple[str, ...] = ()) -> str | None
     if close:
         return f"{section}.{close}" if section else close
     return next((key for key in paths if key.rpartition(".")[2] == name and ANY_NAME not in key), None)
+
+
+MARK = "dataset_name"
+
+
+def is_kind(kind: type, section: Mapping[str, Any]) -> bool:
+    """Returns whether a section is of a kind; also true if no key tells kinds apart."""
+    return MARK not in kind.__annotations__ or section.get(MARK) in _marks(kind)
+
+
+def _marks(kind: type) -> tuple[str, ...]:
+    mark = hints_of(kind)[MARK]
+    return get_args(mark) if get_origin(mark) is Literal else ()
+
+
+def kind_of(root: type, section: str, value: Any) -> type | None:
+    """Returns the TypedDict that a section's discriminating key selects.
+
+    Args:
+        root: the algorithm's schema.
+        section: the section's path.
+        value: the recipe's value at this path.
+
+    Returns:
+        The TypedDict; None for a section of one kind, or if the discriminating key is missing or wrong.
+    """
+    mark = value[MARK] if isinstance(value, Mapping) and MARK in value else None
+    return kinds_of(root, section).get(mark) if isinstance(mark, str) else None
+
+
+def kinds_of(root: type, section: str) -> dict[str, type]:
+    """Returns the TypedDicts of a section by the value that selects each; empty for a section of one kind.
+
+    Args:
+        root: the algorithm's schema.
+        section: the section's path, or the path of one item in a list of such sections.
+    """
+    before, _, last = section.rpartition(".")
+    key = find_key(root, before if last.isdecimal() else section)
+    if key is None:
+        return {}
+    kinds = [kind for kind in alternatives(key.annotation) if is_typeddict(kind) and MARK in kind.__annotations__]
+    return {mark: kind for kind in kinds for mark in _marks(kind)}
+
+
+def unknown_in_kind(root: type, section: str, value: Any, name: str) -> str | None:
+    """Returns the message about a key that the section's kind lacks; None for a section without kinds.
+
+    Args:
+        root: the algorithm's schema.
+        section: the section's path.
+        value: the recipe's value at this path.
+        name: the unknown key.
+    """
+    kind = kind_of(root, section, value)
+    if kind is None:
+        return None
+    names = [key for key in _names(kind) if key != MARK]
+    others = [mark for mark, other in kinds_of(root, section).items() if name in _names(other)]
+    if others:
+        return (
+            f"is a key of {MARK} {show_choices(others)}, but {section}.{MARK} is {show(value[MARK])}, whose keys are "
+            f"{', '.join(names)}; delete it (on the command line: ~{section}.{name})"
+        )
+    close = nearest(name, names, cutoff=KEYS_ALIKE)
+    if close is not None:
+        return f"unknown key; nearest valid key: {section}.{close}"
+    return f"unknown key; {section} with {MARK} {show(value[MARK])} has {', '.join(names)}"
+
+
+def _names(kind: type) -> list[str]:
+    """Returns the keys of a kind: first its own, then those that every kind has."""
+    return list(dict.fromkeys([*key_comments(kind), *hints_of(kind)]))
+
+
+# Keys of a dataset that `data.default` may hold for all datasets (nemo_rl/data/datasets/utils.py,
+# `update_single_dataset_config`).
+SHARED_DATASET_KEYS = (
+    "dataset_name", "data_path", "split", "input_key", "output_key", "prompt_key", "chosen_key", "rejected_key",
+)  # fmt: skip
+
+# The names of NeMo-RL's environment for math, and its default verifier, where `env.NAME` has no reward of its own.
+MATH_ENVIRONMENTS = ("math", "math_default")
+MATH_VERIFY_IMPL = "hf_math_verify"
+
+# Absent keys of `env.NAME` with a `math_verify_impl`, and with `reward: python`, whose function may keep a state or ask
+# a model.
+IF_ABSENT_WITH_MATH_VERIFY: dict[str, Any] = {"num_workers": 8, "time_limit_s": 10.0}
+IF_ABSENT_WITH_PYTHON: dict[str, Any] = {"num_workers": 1, "time_limit_s": 60.0}
+
+# `policy.generation.vllm_kwargs.max_num_seqs` with vLLM: sequences that an engine runs at once, as many as vLLM
+# captures CUDA graphs for. vLLM's own default, 256 or 1024, depends on the GPU, which the plan would have to know.
+MAX_NUM_SEQS = 512
+
+# The section that a recipe may write as `auto`, and the keys that this sets to auto; the others get their values as
+# absent keys.
+RESIDENCY = "policy.residency"
+_AUTO: Mapping[str, Any] = {"table": {"generate": {"params": "auto", "optimizer_state": "auto"}}}
+
+
+def section_of_auto(path: str, value: Any) -> dict[str, Any] | None:
+    """Returns the section that `auto` stands for; None for any other value, or if `auto` stands for no section here.
+
+    Args:
+        path: the section's full path.
+        value: the recipe's value at this path.
+    """
+    if value != "auto" or path != RESIDENCY:
+        return None
+    section = copy.deepcopy(dict(_AUTO))
+    _fill(ResidencyConfig, section)
+    return section
+
+
+def share_dataset_keys(config: dict[str, Any]) -> dict[str, str]:
+    """Moves the keys of datasets in `data.default` into the datasets that lack them, as NeMo-RL does.
+
+    Args:
+        config: a recipe's config, modified in place.
+
+    Returns:
+        The path in `data.default` of each moved key, by its path in a dataset.
+    """
+    data = config["data"] if isinstance(config.get("data"), dict) else {}
+    default = data["default"] if isinstance(data.get("default"), dict) else {}
+    shared = {key: default.pop(key) for key in SHARED_DATASET_KEYS if key in default}
+    written_as = {}
+    for role in ("train", "validation"):
+        for path, section in datasets_of(data, role).items():
+            for key in [key for key, value in shared.items() if value is not None and key not in section]:
+                section[key] = copy.deepcopy(shared[key])
+                written_as[f"{path}.{key}"] = f"data.default.{key}"
+    return written_as
+
+
+def resolve_absent_keys(config: dict[str, Any]) -> None:
+    """Fills in the absent keys of the sections that a recipe has, and the sections that it writes as `auto`.
+
+    Args:
+        config: a recipe's config, modified in place.
+    """
+    data, policy, grpo, environments = (
+        config[name] if isinstance(config.get(name), dict) else {} for name in ("data", "policy", "grpo", "env")
+    )
+    if data.get("default", {}) is None:
+        data["default"] = {}
+    for role in ("train", "validation"):
+        for dataset in datasets_of(data, role).values():
+            named = NAMED_DATASETS.get(str(dataset.get("dataset_name")))
+            if named is not None:
+                further = named.if_absent_in_training if role == "train" else {}
+                dataset |= named.if_absent | further | dataset
+    _resolve_environments(environments)
+    _resolve_vllm(policy)
+    # NeMo-RL reads these from the estimator alone.
+    for name in ("normalize_rewards", "use_leave_one_out_baseline"):
+        if isinstance(grpo.get("adv_estimator"), dict) and name in grpo["adv_estimator"]:
+            grpo.setdefault(name, grpo["adv_estimator"][name])
+    if (section := section_of_auto(RESIDENCY, policy.get("residency"))) is not None:
+        policy["residency"] = section
+    _fill(next((spec.schema for name, spec in ALGORITHMS.items() if name in config), GRPOMasterConfig), config)
+
+
+def _fill(annotation: Any, value: Any) -> None:
+    """Fills in the absent keys of a section with this annotation, and of the sections in it."""
+    for kind in alternatives(annotation):
+        if get_origin(kind) in (list, dict) and isinstance(value, get_origin(kind)):
+            for item in value if isinstance(value, list) else value.values():
+                _fill(get_args(kind)[-1], item)
+        elif is_typeddict(kind) and isinstance(value, dict) and is_kind(kind, value):
+            for name, hint in hints_of(kind).items():
+                absent = if_absent(hint)
+                if absent is not None:
+                    value.setdefault(name, copy.deepcopy(absent.value))
+                if name in value:
+                    _fill(hint, value[name])
+
+
+def datasets_of(data: Mapping[str, Any], role: str) -> dict[str, dict[str, Any]]:
+    """Returns the section of the training data, or the sections of the validation datasets, by their paths.
+
+    Args:
+        data: the section ``data`` of a recipe.
+        role: the key in this section, ``train`` or ``validation``.
+    """
+    found, path = data[role] if role in data else None, f"data.{role}"
+    sections = (
+        {f"{path}.{number}": item for number, item in enumerate(found)} if isinstance(found, list) else {path: found}
+    )
+    return {path: section for path, section in sections.items() if isinstance(section, dict)}
+
+
+def splits_validation_data(train: Mapping[str, Any]) -> bool:
+    """Returns whether validation data is split off the training data, including by default.
+
+    Args:
+        train: the section ``data.train``.
+    """
+    named = NAMED_DATASETS.get(train["dataset_name"])
+    is_never_split = named is not None and named.validation_share is None  # as in NeMo-RL
+    return not is_never_split and bool(train.get("split_validation_size"))  # a class of the user's may have no such key
+
+
+def _resolve_environments(environments: Mapping[str, Any]) -> None:
+    for name, environment in environments.items():
+        if not isinstance(environment, dict):
+            continue
+        if name in MATH_ENVIRONMENTS and "reward" not in environment:
+            environment.setdefault("math_verify_impl", MATH_VERIFY_IMPL)
+        if environment.get("math_verify_impl") is not None:
+            environment |= IF_ABSENT_WITH_MATH_VERIFY | environment
+        elif environment.get("reward") == "python":
+            environment |= IF_ABSENT_WITH_PYTHON | environment
+
+
+def _resolve_vllm(policy: Mapping[str, Any]) -> None:
+    generation = policy["generation"] if isinstance(policy.get("generation"), dict) else {}
+    if generation.get("backend") == "vllm" and isinstance(generation.get("vllm_kwargs") or {}, dict):
+        generation["vllm_kwargs"] = {"max_num_seqs": MAX_NUM_SEQS} | (generation.get("vllm_kwargs") or {})

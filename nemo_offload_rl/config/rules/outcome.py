@@ -3,7 +3,7 @@
 from typing import Any
 
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
-from nemo_offload_rl.config.keys.absent_keys import splits_validation_data
+from nemo_offload_rl.config.keys.tree import splits_validation_data
 from nemo_offload_rl.config.megatron import DeviceSplit, checked_split
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, SECTION, SPEC, RuleResult, note, rule

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nemo_offload_rl.config.keys.absent_keys import datasets_of
+from nemo_offload_rl.config.keys.tree import datasets_of
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.rules.base import RuleResult, rule
 from nemo_offload_rl.config.schema.value_types import is_import_path

@@ -78,7 +78,7 @@ class ResidencyConfig(TypedDict):
     table: NotRequired[Annotated[ResidencyTable | None, IfAbsent(None)]]
 
 
-# The type that a recipe may write; config.keys.absent_keys replaces auto by the section, which is what readers see.
+# The type that a recipe may write; config.keys.tree replaces auto by the section, which is what readers see.
 if TYPE_CHECKING:
     ResidencyOrAuto = ResidencyConfig
 else:

@@ -18,7 +18,7 @@ STRICT_WITH_FURTHER_FIELDS = ConfigDict(strict=True, extra="allow")
 class IfAbsent:
     """Holds the value that an optional key has in a recipe without it: the only place where this default stands.
 
-    `config.keys.absent_keys` fills it in before anybody reads the recipe. A section's own keys are filled in as well.
+    `config.keys.tree` fills it in before anybody reads the recipe. A section's own keys are filled in as well.
     """
 
     value: Any

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_offload_rl.config import RecipeError, load
-from nemo_offload_rl.config.keys.absent_keys import RESIDENCY, resolve_absent_keys
-from nemo_offload_rl.config.keys.tree import if_absent, schema_keys
+from nemo_offload_rl.config.keys.tree import RESIDENCY, if_absent, resolve_absent_keys, schema_keys
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.schema import DPOMasterConfig, GRPOMasterConfig, SFTMasterConfig
 from nemo_offload_rl.config.source.yaml_source import as_yaml
@@ -128,7 +127,7 @@ def test_absent_keys_have_nemo_rls_defaults():
         assert [data[f"add_{name}"] for name in ("bos", "eos", "generation_prompt")] == [True, True, False]
 
 
-NO_SECTION_OF_A_RECIPE = {"hf_config.py", "cli.py", "absent_keys.py", "model_config.py"}
+NO_SECTION_OF_A_RECIPE = {"hf_config.py", "cli.py", "tree.py", "model_config.py"}
 """These read a model's source, the command line, what is not filled in yet, or fields for Megatron."""
 
 

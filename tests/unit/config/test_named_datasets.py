@@ -5,7 +5,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from nemo_offload_rl.config import check_named_files, load
-from nemo_offload_rl.config.keys.absent_keys import splits_validation_data
+from nemo_offload_rl.config.keys.tree import splits_validation_data
 from nemo_offload_rl.config.problems import RecipeError
 from nemo_offload_rl.config.schema.data import NamedConversations, NamedPairs, NamedProblems
 from nemo_offload_rl.named_datasets import CONVERSATIONS, PAIRS, PROBLEMS

@@ -8,8 +8,8 @@ import pytest
 from pydantic import with_config
 
 from nemo_offload_rl.config import check_named_files, load
-from nemo_offload_rl.config.keys.absent_keys import share_dataset_keys
 from nemo_offload_rl.config.keys.schema_problems import schema_problems
+from nemo_offload_rl.config.keys.tree import share_dataset_keys
 from nemo_offload_rl.config.problems import RecipeError
 from nemo_offload_rl.config.schema.data import PreferenceDataConfig
 from nemo_offload_rl.config.schema.value_types import STRICT
