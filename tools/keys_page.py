@@ -12,9 +12,8 @@ import annotated_types
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.declared_fields import SECTIONS
-from nemo_offload_rl.config.key_table.nemo_rl import OTHER_DATASETS
 from nemo_offload_rl.config.key_table.row import PASSES, Kind
-from nemo_offload_rl.config.key_table.table import rows_of
+from nemo_offload_rl.config.key_table.table import OTHER_DATASETS, rows_of
 from nemo_offload_rl.config.keys.tree import Key, key_comments, schema_keys
 from nemo_offload_rl.config.problems import show_choices
 

@@ -3,8 +3,8 @@
 import re
 from typing import Any
 
-from nemo_offload_rl.config.key_table.nemo_rl import NEMO_RL_ROWS, NEMO_RL_SECTIONS
 from nemo_offload_rl.config.key_table.row import Kind, matches
+from nemo_offload_rl.config.key_table.table import NEMO_RL_ROWS, NEMO_RL_SECTIONS
 from nemo_offload_rl.config.problems import show
 
 _FORM = re.compile(r"(\d+):(\d+):(\d+):(\d+)")

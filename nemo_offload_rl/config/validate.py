@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS, AlgorithmSpec
-from nemo_offload_rl.config.key_table.nemo_rl import OTHER_ALGORITHMS
+from nemo_offload_rl.config.key_table.table import OTHER_ALGORITHMS
 from nemo_offload_rl.config.keys.schema_problems import (
     ABSENT,
     megatron_problems,

@@ -10,9 +10,14 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_offload_rl.config.installed.declared_fields import SECTIONS, check_field, megatron_fields
-from nemo_offload_rl.config.key_table.nemo_rl import OTHER_ALGORITHMS, OTHER_DATASETS
 from nemo_offload_rl.config.key_table.row import PASSES, Kind
-from nemo_offload_rl.config.key_table.table import accepted_paths, nemo_rl_paths, row_of
+from nemo_offload_rl.config.key_table.table import (
+    OTHER_ALGORITHMS,
+    OTHER_DATASETS,
+    accepted_paths,
+    nemo_rl_paths,
+    row_of,
+)
 from nemo_offload_rl.config.keys.tree import (
     find_key,
     key_comments,

@@ -6,9 +6,8 @@ import yaml
 from nemo_offload_rl.config import RecipeError, load, load_recipe
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.declared_fields import SECTIONS, megatron_fields
-from nemo_offload_rl.config.key_table.nemo_rl import NEMO_RL_SECTIONS
 from nemo_offload_rl.config.key_table.row import Kind
-from nemo_offload_rl.config.key_table.table import accepted_paths, nemo_rl_paths, rows_of
+from nemo_offload_rl.config.key_table.table import NEMO_RL_SECTIONS, accepted_paths, nemo_rl_paths, rows_of
 from nemo_offload_rl.config.keys.schema_problems import value_at
 from nemo_offload_rl.config.keys.tree import alternatives, find_key, nearest_key
 from tests.unit.config.conftest import CONFIGS, DATA
