@@ -153,7 +153,7 @@ def _validate(options: argparse.Namespace) -> None:
     if validated.warm_start is not None:
         notes += [f"note: warm start: {note}" for note in validated.warm_start.notes]
     if options.deep:
-        from nemo_offload_rl.config.model.model_folder import check_model_folder
+        from nemo_offload_rl.config.model.hf_check import check_model_folder
 
         for one in (validated.warm_start, validated):
             if one is not None:
@@ -226,7 +226,7 @@ def _plan(options: argparse.Namespace) -> None:
     from nemo_offload_rl.config.algorithms import ALGORITHMS
     from nemo_offload_rl.config.keys.schema_problems import ABSENT, value_at
     from nemo_offload_rl.config.megatron import split_devices
-    from nemo_offload_rl.config.model.model_folder import check_model_folder
+    from nemo_offload_rl.config.model.hf_check import check_model_folder
     from nemo_offload_rl.hf_config import hf_config
     from nemo_offload_rl.memory.units import GIB
     from nemo_offload_rl.plan.activations import limit_where_unknown

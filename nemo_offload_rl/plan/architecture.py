@@ -11,8 +11,7 @@ from typing import Any
 from nemo_offload_rl.config.key_table.row import Kind
 from nemo_offload_rl.config.key_table.table import not_allowed
 from nemo_offload_rl.config.megatron import megatron_field
-from nemo_offload_rl.config.model.families import FAMILIES, Family, family_of
-from nemo_offload_rl.config.model.model_kind import expert_layers
+from nemo_offload_rl.config.model.families import FAMILIES, Family, expert_layers, family_of
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 

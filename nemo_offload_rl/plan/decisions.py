@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_offload_rl.config import for_machine
 from nemo_offload_rl.config.megatron import is_colocated
-from nemo_offload_rl.config.model.unsupported_models import check_model
+from nemo_offload_rl.config.model.families import check_model
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import REPLAYED, PolicyConfig
 from nemo_offload_rl.memory.units import GIB

@@ -11,7 +11,7 @@ from typing import Any
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.megatron import MLP_TILES_KEY as TILES
 from nemo_offload_rl.config.megatron import split_devices
-from nemo_offload_rl.config.model.unsupported_models import check_model
+from nemo_offload_rl.config.model.families import check_model
 from nemo_offload_rl.config.rules.base import OFFLOADING
 from nemo_offload_rl.config.rules.residency import STATE_IN_TRAIN
 from nemo_offload_rl.config.schema import MasterConfig

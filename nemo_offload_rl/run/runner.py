@@ -59,7 +59,7 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
     from rich.console import Console
 
     from nemo_offload_rl.config import RecipeError
-    from nemo_offload_rl.config.model.model_folder import ModelFolderError
+    from nemo_offload_rl.config.model.hf_check import ModelFolderError
     from nemo_offload_rl.data.errors import DataError
     from nemo_offload_rl.environments import RewardError
     from nemo_offload_rl.run.folder import lock_folders
@@ -173,7 +173,7 @@ class _CommandError(ValueError):
 
 def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> ValidatedRecipe:
     from nemo_offload_rl.config import check_named_files, load
-    from nemo_offload_rl.config.model.model_folder import check_model_folder
+    from nemo_offload_rl.config.model.hf_check import check_model_folder
 
     recipe = load(recipe_path, overrides)
     if recipe.algorithm != algorithm:

@@ -4,8 +4,14 @@ from typing import Any
 
 from nemo_offload_rl.config.installed.declared_fields import bridged_architectures
 from nemo_offload_rl.config.installed.transformers_source import causal_models
-from nemo_offload_rl.config.model.model_kind import NUM_EXPERTS_KEYS, NUM_HEADS_KEYS, count_of, model_fields
-from nemo_offload_rl.config.model.unsupported_models import why_not_frozen, why_unsupported
+from nemo_offload_rl.config.model.families import (
+    NUM_EXPERTS_KEYS,
+    NUM_HEADS_KEYS,
+    count_of,
+    model_fields,
+    why_not_frozen,
+    why_unsupported,
+)
 from nemo_offload_rl.config.problems import nearest, show_choices
 from nemo_offload_rl.config.rules.base import MEGATRON, MODEL_FIELDS, RuleResult, note, rule
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from nemo_offload_rl.config.megatron import DeviceSplit, checked_split, data_parallel_size, num_interleaved
-from nemo_offload_rl.config.model.model_kind import (
+from nemo_offload_rl.config.model.families import (
     NUM_EXPERTS_KEYS,
     NUM_HEADS_KEYS,
     NUM_LAYERS_KEYS,

@@ -4,7 +4,7 @@ from typing import Any
 
 from nemo_offload_rl.config.installed.declared_fields import why_refused
 from nemo_offload_rl.config.megatron import DeviceSplit, checked_split, engine_devices, engine_replicas
-from nemo_offload_rl.config.model.model_kind import NUM_EXPERTS_KEYS, count_of, model_fields, model_kind
+from nemo_offload_rl.config.model.families import NUM_EXPERTS_KEYS, count_of, model_fields, model_kind
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, MODEL, NODES, RuleResult, rule
 

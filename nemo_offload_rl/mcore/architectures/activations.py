@@ -6,7 +6,7 @@ megatron-core's fused kernels, which have SiLU and, for GELU, only its tanh appr
 
 from typing import Any
 
-from nemo_offload_rl.config.model.unsupported_models import FUSED_ACTIVATIONS
+from nemo_offload_rl.config.model.families import FUSED_ACTIVATIONS
 
 
 def set_activation(bridge: Any, config: Any, provider: Any) -> None:

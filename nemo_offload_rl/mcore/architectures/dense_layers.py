@@ -6,7 +6,7 @@ Without this Megatron-Bridge 0.6.2 builds experts in every layer, and has no nam
 from typing import Any
 
 from nemo_offload_rl.config.megatron import megatron_field
-from nemo_offload_rl.config.model.model_kind import expert_layers
+from nemo_offload_rl.config.model.families import expert_layers
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 
 

@@ -20,8 +20,7 @@ from nemo_offload_rl.config.megatron import (
     gathers_different_rows,
     megatron_field,
 )
-from nemo_offload_rl.config.model.model_kind import has_dense_layers, has_expert_layers
-from nemo_offload_rl.config.model.unsupported_models import check_model
+from nemo_offload_rl.config.model.families import check_model, has_dense_layers, has_expert_layers
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.hf_config import hf_config, trusts_remote_code

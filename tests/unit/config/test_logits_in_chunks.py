@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.model.unsupported_models import check_model
+from nemo_offload_rl.config.model.families import check_model
 from tests.unit.config.conftest import CONFIGS
 
 FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"

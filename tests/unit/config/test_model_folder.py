@@ -5,7 +5,7 @@ import json
 import pytest
 
 from nemo_offload_rl.cli import main
-from nemo_offload_rl.config.model.model_folder import ModelFolderError, check_model_folder
+from nemo_offload_rl.config.model.hf_check import ModelFolderError, check_model_folder
 from tests.unit.config.conftest import CONFIGS
 
 

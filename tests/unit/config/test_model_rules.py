@@ -7,7 +7,7 @@ import pytest
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.installed.declared_fields import bridged_architectures
 from nemo_offload_rl.config.installed.transformers_source import causal_models
-from nemo_offload_rl.config.model.unsupported_models import check_model
+from nemo_offload_rl.config.model.families import check_model
 from nemo_offload_rl.config.rules import model
 from tests.unit.config.conftest import CONFIGS, each_of, names_of
 from tests.unit.config.test_module_rules import EXPERTS

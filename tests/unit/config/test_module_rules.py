@@ -14,7 +14,7 @@ from nemo_offload_rl.config.megatron import (
     check_graphs_fit_model,
     check_modules_fit_model,
 )
-from nemo_offload_rl.config.model.model_kind import model_kind
+from nemo_offload_rl.config.model.families import model_kind
 from nemo_offload_rl.config.rules import modules
 from tests.unit.config.conftest import CONFIGS, each_of, names_of
 
