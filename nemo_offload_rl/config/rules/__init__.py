@@ -6,17 +6,13 @@ docs/decisions/rules.md says which mistakes get a rule.
 
 from nemo_offload_rl.config.rules import (  # noqa: F401  (importing a module registers its rules)
     adaptations,
-    batches,
-    colocated,
     grpo,
     model,
     modules,
-    optimizer,
     outcome,
     pairs,
     parallel,
     residency,
-    tasks,
     vllm,
 )
 from nemo_offload_rl.config.rules.base import ADAPTATIONS, NOTES, RULES, Rule

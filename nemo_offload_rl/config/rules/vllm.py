@@ -1,4 +1,4 @@
-"""Rules for vLLM: the engine supports the settings, and its engines fit the policy."""
+"""Rules for vLLM, and for generation on its own devices."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from nemo_offload_rl.config.installed.declared_fields import why_refused
 from nemo_offload_rl.config.megatron import DeviceSplit, checked_split, engine_devices, engine_replicas
 from nemo_offload_rl.config.model.families import NUM_EXPERTS_KEYS, count_of, model_fields, model_kind
 from nemo_offload_rl.config.problems import show
-from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, MODEL, NODES, RuleResult, rule
+from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, MODEL, NODES, REFIT_TRANSPORT, RuleResult, rule
 
 GENERATION = "policy.generation"
 VLLM = f"{GENERATION}.vllm_cfg"
@@ -176,3 +176,21 @@ def vllm_kwargs(arguments: dict[str, Any], section: dict[str, Any]) -> RuleResul
         if name not in _COUNTS and (why := why_refused(name, value, {*KEY_OF_ARGUMENT, *REFUSED_ARGUMENTS})):
             return path, why
     return None
+
+
+@rule(COLOCATED, GPUS, NODES)
+def colocated_resources(colocated: dict[str, Any], gpus: int, nodes: int) -> RuleResult:
+    """Refuses a split of the cluster that leaves the policy or generation without the devices that the recipe says."""
+    split = checked_split(gpus, nodes, colocated)
+    if isinstance(split, DeviceSplit):
+        return None
+    key, message = split
+    return f"{COLOCATED.removesuffix('?')}.resources.{key}", message
+
+
+@rule(REFIT_TRANSPORT)
+def colocated_refit_transport(transport: str | None) -> RuleResult:
+    """Refuses a transport on shared GPUs, as NeMo-RL does; an adaptation has already handled separate GPUs."""
+    if transport is None:
+        return None
+    return f"is {transport}, but only non-colocated generation uses a transport; set it to null"

@@ -15,16 +15,8 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.declared_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.keys.schema_problems import value_at
 from nemo_offload_rl.config.keys.tree import find_key
-from nemo_offload_rl.config.rules import (
-    NOTES,
-    RULES,
-    batches,
-    colocated,
-    model,
-    modules,
-    pairs,
-    vllm,
-)
+from nemo_offload_rl.config.rules import NOTES, RULES, model, modules, pairs, vllm
+from nemo_offload_rl.config.rules import parallel as batches
 from nemo_offload_rl.config.rules.base import SECTION, SPEC
 from nemo_offload_rl.config.upstream import duration_s
 from tests.unit.config.conftest import CONFIGS
@@ -138,7 +130,7 @@ BROKEN = {
 OF_RECIPE = {"validation_printed_samples": "sft", "logprob_chunk_size": "sft"}
 
 # Topics that have a test file of their own.
-OWN_FILE = (colocated, model, modules, vllm)
+OWN_FILE = (model, modules, vllm)
 ELSEWHERE = tuple(topic.__name__ for topic in OWN_FILE)
 
 
