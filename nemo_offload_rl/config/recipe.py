@@ -11,9 +11,14 @@ from typing import Any
 from nemo_offload_rl.config.keys.schema_problems import ABSENT, value_at
 from nemo_offload_rl.config.keys.tree import is_valid_key, section_of_auto
 from nemo_offload_rl.config.problems import MAX_PROBLEMS, Origin, Problem, RecipeError, nearest, show, show_file
-from nemo_offload_rl.config.source.interpolation import InterpolationError, Resolver, written_interpolations
 from nemo_offload_rl.config.source.overrides import apply_overrides, merge
-from nemo_offload_rl.config.source.yaml_source import Node, read_yaml
+from nemo_offload_rl.config.source.yaml_source import (
+    InterpolationError,
+    Node,
+    Resolver,
+    read_yaml,
+    written_interpolations,
+)
 from nemo_offload_rl.storage.regular_file import UnreadableFileError
 
 # ${section.key} and ${.sibling}; \${...} is plain text.

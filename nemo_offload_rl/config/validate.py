@@ -35,7 +35,7 @@ from nemo_offload_rl.config.rules import ADAPTATIONS, NOTES, RULES, Rule
 from nemo_offload_rl.config.rules.adaptations import SEQUENCE_PARALLEL
 from nemo_offload_rl.config.rules.base import COLOCATED, CP, EP, ETP, GPUS, NODES, OPTIMIZER, PP, SECTION, SPEC, TP
 from nemo_offload_rl.config.schema import MasterConfig
-from nemo_offload_rl.config.source.interpolation import leaves
+from nemo_offload_rl.config.source.yaml_source import leaves
 from nemo_offload_rl.config.upstream import remove_upstream_keys
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
 
