@@ -30,7 +30,7 @@ from result_file import TableValue, print_rows, write_result
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.config.cpu import for_machine
+from nemo_offload_rl.config.validate import for_machine
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB

@@ -15,7 +15,7 @@ from activation_cases import batches
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.cpu import for_machine
+from nemo_offload_rl.config.validate import for_machine
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.plan.planner import worker_plan

@@ -8,7 +8,7 @@ from typing import Any
 from model_shapes import QWEN2_1_5B, QWEN3_8B, TINY_SIZES
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.cpu import for_machine
+from nemo_offload_rl.config.validate import for_machine
 
 _RECIPES = Path(__file__).parents[2] / "examples" / "configs"
 MODELS: Mapping[str, Mapping[str, Any]] = {

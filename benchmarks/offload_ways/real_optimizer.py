@@ -51,7 +51,7 @@ def model_and_optimizer(
         ImportError: megatron-core or Megatron-Bridge is not installed.
     """
     from nemo_offload_rl.config import load
-    from nemo_offload_rl.config.cpu import for_machine
+    from nemo_offload_rl.config.validate import for_machine
     from nemo_offload_rl.mcore.distributed import parallel
     from nemo_offload_rl.mcore.model import model_config
 

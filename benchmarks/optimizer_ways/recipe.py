@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.cpu import for_machine
+from nemo_offload_rl.config.validate import for_machine
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.plan.host_budget import HostMemory
 from nemo_offload_rl.plan.optimizer_ways import Host, cpu_speed, plan_ways, reason

@@ -4,12 +4,25 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_offload_rl.config.chat_template import is_template_file
 from nemo_offload_rl.config.keys.schema_problems import value_at
 from nemo_offload_rl.config.keys.tree import datasets_of
 from nemo_offload_rl.config.problems import Problem, RecipeError, nearest, show_file
 from nemo_offload_rl.config.schema.value_types import is_import_path
 from nemo_offload_rl.config.validate import ValidatedRecipe
+
+JOINED_CONTENTS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""Template that null stands for: the messages' texts, one after the other."""
+
+
+def is_default_template(value: str | None) -> bool:
+    """Returns whether the tokenizer keeps its own template."""
+    return value is not None and value.lower() == "default"
+
+
+def is_template_file(value: str) -> bool:
+    """Returns whether the value is the path of a file with the template."""
+    return value.endswith(".jinja")
+
 
 _READS = "ResponseDataset reads one JSONL file, HFDataset a folder"
 PROMPT_FILES = ("prompt_file", "system_prompt_file")

@@ -1,4 +1,4 @@
-"""Checks a recipe: upstream's other features, the schema, Megatron's fields, and the rules between keys."""
+"""Checks a recipe (upstream's other features, the schema, Megatron's fields, the rules), and resolves it for a CPU."""
 
 import copy
 import math
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS, AlgorithmSpec
-from nemo_offload_rl.config.key_table.table import OTHER_ALGORITHMS
+from nemo_offload_rl.config.key_table.row import Kind
+from nemo_offload_rl.config.key_table.table import OTHER_ALGORITHMS, not_allowed
 from nemo_offload_rl.config.keys.schema_problems import (
     ABSENT,
     megatron_problems,
@@ -363,3 +364,43 @@ def _warm_start_mismatches(warm_start: ValidatedRecipe, config: dict[str, Any]) 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
     return show(values[key]) if key in values else "absent"
+
+
+def for_machine(config: Any, *, has_gpus: bool) -> tuple[Any, list[str]]:
+    """Resolves a recipe for a machine: without GPUs, switches off every setting that needs one.
+
+    Args:
+        config: a validated recipe's config, which is not modified. Its precision is kept.
+        has_gpus: whether the ranks have GPUs.
+
+    Returns:
+        The config that ranks on this machine run with, and one line for each setting that was switched off.
+    """
+    if has_gpus:
+        return config, []
+    adapted = copy.deepcopy(config)
+    lines = []
+    for row, path, _ in not_allowed(adapted, Kind.OFF_ON_CPU):
+        section, _, name = path.rpartition(".")
+        value_at(adapted, section)[name] = row.values[0]
+        state = "off" if row.values[0] in (False, "none") else row.values[0]
+        lines.append(f"{path} is {state} on this machine: it {row.why}")
+    policy = adapted["policy"]
+    optimizer = policy["megatron_cfg"]["optimizer"]
+    if optimizer["optimizer"] == "sgd" and optimizer["use_distributed_optimizer"]:
+        optimizer["use_distributed_optimizer"] = False
+        lines.append(
+            f"{OPTIMIZER}.use_distributed_optimizer is off on this machine: it supports sgd only with the CPU optimizer"
+        )
+    if "generation" in policy and policy["generation"]["backend"] == "vllm":
+        policy["generation"]["backend"] = "transformers"
+        lines.append("policy.generation.backend is transformers on this machine: vllm needs a GPU")
+    if adapted["logger"]["monitor_gpus"]:
+        adapted["logger"]["monitor_gpus"] = False
+        lines.append("logger.monitor_gpus is off on this machine: it has no GPU")
+    profile = adapted["logger"]["profile"] or {}
+    for key in ("memory", "nvtx"):
+        if profile.get(key):
+            profile[key] = False
+            lines.append(f"logger.profile.{key} is off on this machine: it has no GPU")
+    return adapted, lines

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nemo_offload_rl.config.chat_template import JOINED_CONTENTS, is_default_template, is_template_file
 from nemo_offload_rl.config.keys.tree import datasets_of, splits_validation_data
+from nemo_offload_rl.config.named_files import JOINED_CONTENTS, is_default_template, is_template_file
 from nemo_offload_rl.config.schema.algorithm_sections import DPOConfig, GRPOConfig, SFTConfig
 from nemo_offload_rl.config.schema.data import (
     BuiltInPairDataset,
