@@ -1,6 +1,6 @@
 """The datasets that recipes may name as in NeMo-RL: where each is on the hub, and the format of its rows.
 
-To add a dataset, add a row here, and a form to ``data.named_rows`` if no existing form fits its rows.
+To add a dataset, add a row here, and a form to ``data.named`` if no existing form fits its rows.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class NamedDataset:
     Attributes:
         hub_path: the dataset's name on the hub.
         form: the conversion of a row to a problem with its answer, or to a pair of answers; a key of
-            ``data.named_rows.FORMS``.
+            ``data.named.FORMS``.
         columns: the columns to read, the prompt's first.
         splits: the splits that a recipe may name; the first is the default.
         subsets: the dataset's subsets (configurations) to read, in order; empty for a dataset without subsets.

@@ -10,8 +10,7 @@ import psutil
 import ray
 import torch
 
-from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.data.sequences import response_batch
+from nemo_offload_rl.data.batch import BatchedData, response_batch
 from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, SamplingParams
 
 WARM_UP = 10

@@ -6,8 +6,7 @@ from unittest import mock
 from colocated_ways.copies import CopyMarks
 from colocated_ways.marks import Marks, StreamMoments
 from colocated_ways.upstream_state import UpstreamEngine
-from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.data.batch import BatchedData, LossFunction
 from nemo_offload_rl.model_check.check import ModelCheck
 from nemo_offload_rl.worker import worker as worker_module
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker

@@ -14,9 +14,8 @@ from nemo_offload_rl.algorithms.advantages import informative_groups
 from nemo_offload_rl.algorithms.reward_shaping import RewardShaping
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.algorithms.saved_rollouts import ReplayedRollouts
-from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
-from nemo_offload_rl.data.problem import Conversation
+from nemo_offload_rl.data.problem import Conversation, DataError
 from nemo_offload_rl.generation.interface import SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
 

@@ -1,6 +1,6 @@
 """Defines the losses of next-token log-probs.
 
-All follow the contract of ``nemo_offload_rl.data.loss_contract``: a loss returns a micro-batch's share of a mean over
+All follow the contract of ``nemo_offload_rl.data.batch``: a loss returns a micro-batch's share of a mean over
 the global batch, so the split into micro-batches does not change the gradient.
 """
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.batch import BatchedData, response_batch, response_logprobs
 from nemo_offload_rl.data.problem import Conversation
 from nemo_offload_rl.data.prompts import PromptFormat
-from nemo_offload_rl.data.sequences import response_batch, response_logprobs
 from nemo_offload_rl.environments import Case, Judge
 from nemo_offload_rl.generation.interface import GenerationInterface, GenerationRequest, SamplingParams
 from nemo_offload_rl.metrics.timer import Timer

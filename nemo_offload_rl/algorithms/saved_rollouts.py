@@ -19,8 +19,7 @@ from nemo_offload_rl.config.keys.schema_problems import ABSENT, value_at
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.schema import GRPOMasterConfig
 from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.problem import Conversation
+from nemo_offload_rl.data.problem import Conversation, DataError
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.environments import Case
 from nemo_offload_rl.generation.interface import SamplingParams

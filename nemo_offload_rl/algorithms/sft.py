@@ -11,11 +11,10 @@ import torch
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.algorithms.validation import evaluate_batches, in_batches
-from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.batch import BatchedData, response_batch
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.problem import Conversation
 from nemo_offload_rl.data.prompts import PromptFormat
-from nemo_offload_rl.data.sequences import response_batch
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.run.algorithm import Algorithm
 from nemo_offload_rl.run.policy_interface import Policy

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
-from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.data.batch import BatchedData, GlobalCounts, LossFunction
 from nemo_offload_rl.run.policy_interface import Policy
 
 

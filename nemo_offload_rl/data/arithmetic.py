@@ -10,9 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.preferences import PreferencePair
-from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.problem import DataError, Problem
 
 MAX_NUM_DIGITS = 9  # a pair of terms still fits an int64
 MAX_NUM_PROBLEMS = 10**6  # drawn at the start, in up to a minute (pairs) and 1.6 GB (validation)

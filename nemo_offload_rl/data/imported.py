@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.data.datasets import HFRows, with_columns
-from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.fields import RowForm
+from nemo_offload_rl.data.problem import DataError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.problem import DataError
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.batch import BatchedData, response_batch
 from nemo_offload_rl.data.preferences import ROWS_OF_A_PAIR, PreferencePair
 from nemo_offload_rl.data.prompts import PromptFormat
-from nemo_offload_rl.data.sequences import response_batch
 
 _TOKENS_OF_MASKED_PART = 4  # tokens kept of the prompt, and of the answer, of a pair that is too long; as in NeMo-RL
 

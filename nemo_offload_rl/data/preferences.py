@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.fields import describe, field_of, text_of
-from nemo_offload_rl.data.problem import AnsweredContext, Message
+from nemo_offload_rl.data.problem import AnsweredContext, DataError, Message
 
 ROWS_OF_A_PAIR = 2  # rows of a pair in a batch: the chosen answer, then the rejected one
 

@@ -1,4 +1,4 @@
-"""Defines problems with answers, and the conversation interface that problems and answers of pairs implement."""
+"""Defines problems with answers and the conversations that they and pairs implement, the error and limits of data."""
 
 from __future__ import annotations
 
@@ -71,3 +71,17 @@ class AnsweredContext:
     answer: str
     where: str = field(default="", compare=False)
     trains_all_answers: bool = False
+
+
+class DataError(ValueError):
+    """Says that a dataset, a template or a tokenizer cannot be used; the message is for the user."""
+
+
+# The most characters of a line of a JSONL file; a long context of a million tokens has some 4 million.
+MAX_LINE_CHARS = 2**24
+
+# The most bytes of a prompt template or a system prompt.
+MAX_TEXT_FILE_BYTES = 2**20
+
+# Seconds for which the rows of a dataset are checked before a run: enough for some 100,000 conversations.
+CHECK_LIMIT_S = 10.0

@@ -15,8 +15,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
-from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.data.batch import BatchedData, GlobalCounts, LossFunction
 from nemo_offload_rl.mcore.batches.microbatches import MicroBatch
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.logprob.forward import LogprobOptions, microbatch_logprobs, to_device

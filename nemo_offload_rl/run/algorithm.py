@@ -9,9 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.batch import BatchedData, LossFunction
 from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
-from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.metrics.names import memory_metrics, residency_metrics, training_metrics
 from nemo_offload_rl.metrics.profile import ProfileOptions
 from nemo_offload_rl.metrics.samples import JudgedAnswer

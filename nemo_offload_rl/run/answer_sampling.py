@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from nemo_offload_rl.config.schema.generation import GenerationConfig
 from nemo_offload_rl.config.schema.policy import sampling_of
-from nemo_offload_rl.data.tokenizer import check_bad_words, check_stop_strings, check_token_ids
-from nemo_offload_rl.data.vocabulary import OutsideTokens
+from nemo_offload_rl.data.tokenizer import OutsideTokens, check_bad_words, check_stop_strings, check_token_ids
 from nemo_offload_rl.generation.interface import SamplingParams
 from nemo_offload_rl.hf_config import model_end_token_ids
 

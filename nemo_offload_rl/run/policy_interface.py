@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.data.batch import BatchedData, LossFunction
 from nemo_offload_rl.metrics.profile import ProfileOptions
 from nemo_offload_rl.plan.flops import FlopModel
 from nemo_offload_rl.run.weight_sync import WeightSource

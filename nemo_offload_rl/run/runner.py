@@ -60,7 +60,7 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
 
     from nemo_offload_rl.config import RecipeError
     from nemo_offload_rl.config.model.hf_check import ModelFolderError
-    from nemo_offload_rl.data.errors import DataError
+    from nemo_offload_rl.data.problem import DataError
     from nemo_offload_rl.environments import RewardError
     from nemo_offload_rl.run.folder import lock_folders
     from nemo_offload_rl.storage.lock import LockedError
@@ -120,7 +120,7 @@ def _attempt(
     Raises:
         WorkerError, GenerationError: a process has failed or died; the error's notes say what to do.
     """
-    from nemo_offload_rl.data.errors import DataError
+    from nemo_offload_rl.data.problem import DataError
     from nemo_offload_rl.environments import RewardError
     from nemo_offload_rl.generation.interface import GenerationError
     from nemo_offload_rl.run.failures import add_failure_summary, gcs_failure

@@ -28,21 +28,15 @@ from nemo_offload_rl.config.schema.run import CheckpointingConfig
 from nemo_offload_rl.config.schema.value_types import is_import_path
 from nemo_offload_rl.config.upstream import duration_s
 from nemo_offload_rl.data.arithmetic import Role, make_arithmetic, make_arithmetic_pairs
-from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder, load_jsonl
-from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder, load_jsonl, split_validation
 from nemo_offload_rl.data.fields import RowForm
 from nemo_offload_rl.data.imported import load_imported
-from nemo_offload_rl.data.limits import CHECK_LIMIT_S
 from nemo_offload_rl.data.loader import ProblemLoader
-from nemo_offload_rl.data.named import load_named
-from nemo_offload_rl.data.named_rows import MessagesForm
+from nemo_offload_rl.data.named import MessagesForm, load_named
 from nemo_offload_rl.data.preferences import BinaryForm, PreferencePair, RankedForm
-from nemo_offload_rl.data.problem import Conversation
-from nemo_offload_rl.data.prompt_files import PromptedSamples, PromptTexts, read_prompt_file, read_text_file
-from nemo_offload_rl.data.prompts import PromptFormat
-from nemo_offload_rl.data.split import split_validation
-from nemo_offload_rl.data.tokenizer import load_tokenizer
-from nemo_offload_rl.data.vocabulary import NONE_OUTSIDE, OutsideTokens
+from nemo_offload_rl.data.problem import CHECK_LIMIT_S, Conversation, DataError
+from nemo_offload_rl.data.prompts import PromptedSamples, PromptFormat, PromptTexts, read_prompt_file, read_text_file
+from nemo_offload_rl.data.tokenizer import NONE_OUTSIDE, OutsideTokens, load_tokenizer
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.metrics.names import logged_name, validation_name
 from nemo_offload_rl.run.algorithm import Algorithm

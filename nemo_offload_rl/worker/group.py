@@ -13,8 +13,7 @@ from ray import cloudpickle
 from ray.exceptions import RayError
 
 from nemo_offload_rl.config.schema.policy import PolicyConfig
-from nemo_offload_rl.data.batch import LOGPROB_COLUMNS, BatchedData
-from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.data.batch import LOGPROB_COLUMNS, BatchedData, LossFunction
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.metrics.memory import largest_of
 from nemo_offload_rl.metrics.profile import ProfileOptions

@@ -9,8 +9,7 @@ from typing import Any, Final
 import torch
 
 from nemo_offload_rl.config.schema.policy import PolicyConfig
-from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.data.batch import BatchedData, LossFunction
 from nemo_offload_rl.hf_config import hf_config as read_hf_config
 from nemo_offload_rl.mcore import step
 from nemo_offload_rl.mcore.aux_losses import AuxLosses

@@ -12,8 +12,7 @@ from support.fuzz_pairs import pair_lines
 from support.fuzz_run import PropertyError
 from support.fuzz_values import EXTREMES
 
-from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.problem import AnsweredContext, Problem
+from nemo_offload_rl.data.problem import AnsweredContext, DataError, Problem
 from nemo_offload_rl.run.setup import make_prompt_format, read_data, read_tokenizer
 
 _KEYS = {"input_key": "question", "output_key": "answer"}

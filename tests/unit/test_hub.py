@@ -67,7 +67,7 @@ def test_a_model_of_the_cache_is_found_and_another_is_answered_at_once(closed, t
     (cached / "refs" / "main").write_text("0f")
     (cached / "snapshots" / "0f" / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 48}))
     code = """
-from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.problem import DataError
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.hf_config import hf_config
 print(hf_config({"model_name": "some/model"}).hidden_size)

@@ -118,7 +118,7 @@ LAYERS = {
         "mcore.patches", "mcore.optimizer", "mcore.distributed", "mcore.weights", "mcore.build", "memory", "storage",
         never="ray"
     ),
-    "mcore": layer("memory", "data.batch", "data.loss_contract", never="ray"),
+    "mcore": layer("memory", "data.batch", never="ray"),
     "model_check": layer("config", "mcore", "hf_config", "data.batch", *LEAVES, never="ray"),
     "model_check.twin": layer(never=NO_LIBRARY),
     "refit": layer("data.batch", "metrics", "memory", never="megatron transformer_engine"),
@@ -129,7 +129,7 @@ LAYERS = {
     ),
     "worker": layer(
         "plan", "model_check", "mcore", "memory", "residency", "activation_offload", "placement",
-        "refit", "config", "data.batch", "data.loss_contract",
+        "refit", "config", "data.batch",
         "hf_config", *LEAVES
     ),
     "run": layer(

@@ -9,7 +9,7 @@ import transformers.dynamic_module_utils
 from support.tiny import TINY_QWEN3, tiny_policy
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.problem import DataError
 from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer, load_tokenizer
 from nemo_offload_rl.generation.hf_model import build_model
 from nemo_offload_rl.generation.vllm_arguments import engine_arguments

@@ -38,8 +38,8 @@ from nemo_offload_rl.algorithms.saved_rollouts import NoEngine, ReplayedRollouts
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import ProblemLoader
+from nemo_offload_rl.data.problem import DataError
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.environments import Judgements, Reward, RewardError, make_reward
 from nemo_offload_rl.generation import ENGINES, make_generation

@@ -5,8 +5,7 @@ from nemo_offload_rl.algorithms.grpo import _make_reward_shaping
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty, StopProperlyPenalty
 from nemo_offload_rl.algorithms.rollouts import Rollouts
 from nemo_offload_rl.config import load
-from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.data.sequences import response_batch
+from nemo_offload_rl.data.batch import BatchedData, response_batch
 from tests.unit.config.conftest import CONFIGS
 
 

@@ -13,7 +13,7 @@ import torch
 from support.toy_policy import ToyGeneration
 
 from nemo_offload_rl.algorithms import rollout_queue
-from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.problem import DataError
 from nemo_offload_rl.environments import RewardError
 from nemo_offload_rl.environments.judge_pool import JudgePool
 from nemo_offload_rl.environments.pooled_reward import PooledReward

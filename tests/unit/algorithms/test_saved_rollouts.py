@@ -10,7 +10,7 @@ from nemo_offload_rl.algorithms.grpo import prepare
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty
 from nemo_offload_rl.algorithms.saved_rollouts import HEADER_FILE, RolloutFolder, save_tensors
 from nemo_offload_rl.config import RecipeError, check_named_files, load
-from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.problem import DataError
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.run.checkpoints import CheckpointFolder, RunState
 from nemo_offload_rl.run.train_loop import StopReason

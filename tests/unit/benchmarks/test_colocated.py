@@ -18,7 +18,7 @@ from support.machine import planner_of
 
 from nemo_offload_rl import config
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.data.sequences import response_batch
+from nemo_offload_rl.data.batch import response_batch
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.plan.decisions import Resolved
 from nemo_offload_rl.plan.planner import worker_plan

@@ -1,7 +1,7 @@
 import pytest
 
 from nemo_offload_rl.data.arithmetic import make_arithmetic, make_arithmetic_pairs
-from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.problem import DataError
 
 
 @pytest.mark.parametrize("num_digits", [1, 2, 3, 6])

@@ -6,12 +6,9 @@ import datasets
 import pytest
 
 from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder, load_jsonl
-from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.limits import MAX_LINE_CHARS
 from nemo_offload_rl.data.named import load_named
-from nemo_offload_rl.data.problem import Problem
-from nemo_offload_rl.data.prompt_files import read_prompt_file, read_text_file
-from nemo_offload_rl.data.prompts import PromptFormat
+from nemo_offload_rl.data.problem import MAX_LINE_CHARS, DataError, Problem
+from nemo_offload_rl.data.prompts import PromptFormat, read_prompt_file, read_text_file
 from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
 
 GOOD = b'{"question": "1+1", "answer": "2"}\n'

@@ -4,8 +4,7 @@ import datasets
 import pytest
 
 from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder, load_jsonl
-from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.problem import DataError, Problem
 
 ROWS = [{"question": "1+1", "answer": "2"}, {"question": "2+3", "answer": 5}]
 

@@ -8,9 +8,8 @@ from nemo_offload_rl import config
 from nemo_offload_rl.algorithms import sft
 from nemo_offload_rl.config.named_files import check_named_files
 from nemo_offload_rl.config.problems import RecipeError
-from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.preferences import PreferencePair
-from nemo_offload_rl.data.problem import AnsweredContext, Message
+from nemo_offload_rl.data.problem import AnsweredContext, DataError, Message
 from nemo_offload_rl.run.setup import read_data, read_pairs
 from tests.unit.config.conftest import CONFIGS
 

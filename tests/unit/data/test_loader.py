@@ -1,8 +1,7 @@
 import pytest
 
-from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
-from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.problem import DataError, Problem
 
 PROBLEMS = [Problem(str(number), "") for number in range(10)]
 

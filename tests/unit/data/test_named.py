@@ -8,10 +8,9 @@ import pytest
 from datasets.arrow_writer import ArrowWriter
 from huggingface_hub import constants
 
-from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.named import load_named
 from nemo_offload_rl.data.preferences import PreferencePair
-from nemo_offload_rl.data.problem import AnsweredContext, Message, Problem
+from nemo_offload_rl.data.problem import AnsweredContext, DataError, Message, Problem
 from nemo_offload_rl.named_datasets import NAMED_DATASETS
 
 VERL_ROW = {

@@ -2,13 +2,11 @@ import pytest
 
 from nemo_offload_rl.data.arithmetic import make_arithmetic_pairs
 from nemo_offload_rl.data.batch import GlobalCounts
-from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
 from nemo_offload_rl.data.pair_batch import check_pairs, num_left_out, pair_batch
 from nemo_offload_rl.data.preferences import PreferencePair
-from nemo_offload_rl.data.problem import Message
-from nemo_offload_rl.data.prompt_files import PromptedSamples, PromptTexts
-from nemo_offload_rl.data.prompts import PromptFormat
+from nemo_offload_rl.data.problem import DataError, Message
+from nemo_offload_rl.data.prompts import PromptedSamples, PromptFormat, PromptTexts
 from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
 
 EOS, PAD = 12, 13

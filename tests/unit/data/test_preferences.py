@@ -4,9 +4,8 @@ import datasets
 import pytest
 
 from nemo_offload_rl.data.datasets import load_hf_folder, load_jsonl
-from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.preferences import BinaryForm, PreferencePair, RankedForm
-from nemo_offload_rl.data.problem import Message
+from nemo_offload_rl.data.problem import DataError, Message
 
 BINARY = BinaryForm("prompt", "chosen", "rejected")
 USER = {"role": "user", "content": "1+1"}

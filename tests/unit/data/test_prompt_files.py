@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.preferences import PreferencePair
-from nemo_offload_rl.data.problem import AnsweredContext, Message, Problem
-from nemo_offload_rl.data.prompt_files import PromptedSamples, PromptTexts, read_prompt_file, read_text_file
+from nemo_offload_rl.data.problem import AnsweredContext, DataError, Message, Problem
+from nemo_offload_rl.data.prompts import PromptedSamples, PromptTexts, read_prompt_file, read_text_file
 
 PROMPTS = Path(__file__).parents[3] / "examples" / "prompts"
 TEXTS = PromptTexts("What is {}?", "Be brief.")

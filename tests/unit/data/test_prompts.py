@@ -9,12 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_offload_rl.algorithms.sft import example_batch
 from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder
-from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.pair_batch import pair_batch
 from nemo_offload_rl.data.preferences import PreferencePair
-from nemo_offload_rl.data.problem import AnsweredContext, Message, Problem
-from nemo_offload_rl.data.prompt_files import PromptedSamples, PromptTexts
-from nemo_offload_rl.data.prompts import PromptFormat
+from nemo_offload_rl.data.problem import AnsweredContext, DataError, Message, Problem
+from nemo_offload_rl.data.prompts import PromptedSamples, PromptFormat, PromptTexts
 from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
 
 # A turn is its content between digits for its role: 1 system, 2 user, 3 assistant; `+` opens, `=` closes.

@@ -1,6 +1,6 @@
 import torch
 
-from nemo_offload_rl.data.sequences import response_batch, response_logprobs
+from nemo_offload_rl.data.batch import response_batch, response_logprobs
 
 PAD = 9
 

@@ -3,9 +3,8 @@ import json
 import datasets
 import pytest
 
-from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder
-from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.split import split_validation
+from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder, split_validation
+from nemo_offload_rl.data.problem import DataError
 from nemo_offload_rl.run.setup import read_data, read_pairs
 
 ROWS = [{"q": f"{number}", "a": f"{number + 1}"} for number in range(37)]

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.problem import DataError
 from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer, check_stop_strings, check_token_ids, load_tokenizer
 
 

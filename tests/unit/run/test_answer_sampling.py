@@ -11,11 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker
-from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.problem import DataError, Problem
 from nemo_offload_rl.data.prompts import PromptFormat
-from nemo_offload_rl.data.tokenizer import load_tokenizer
-from nemo_offload_rl.data.vocabulary import NONE_OUTSIDE
+from nemo_offload_rl.data.tokenizer import NONE_OUTSIDE, load_tokenizer
 from nemo_offload_rl.environments import make_reward
 from nemo_offload_rl.generation.hf_model import build_model
 from nemo_offload_rl.generation.interface import GenerationRequest

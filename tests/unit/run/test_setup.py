@@ -10,10 +10,9 @@ from nemo_offload_rl.algorithms import sft
 from nemo_offload_rl.algorithms.sft import example_batch
 from nemo_offload_rl.config.named_files import PROMPT_FILES
 from nemo_offload_rl.data.arithmetic import make_arithmetic
-from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.preferences import PreferencePair
-from nemo_offload_rl.data.problem import AnsweredContext, Message, Problem
+from nemo_offload_rl.data.problem import AnsweredContext, DataError, Message, Problem
 from nemo_offload_rl.named_datasets import NAMED_DATASETS
 from nemo_offload_rl.run import setup
 from nemo_offload_rl.run.answer_sampling import check_words

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from support.toy_policy import Recorded
 
-from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import DataPosition
+from nemo_offload_rl.data.problem import DataError
 from nemo_offload_rl.environments import RewardError
 from nemo_offload_rl.metrics.names import logged_name
 from nemo_offload_rl.metrics.samples import JudgedAnswer
