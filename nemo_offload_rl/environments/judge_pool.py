@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from nemo_offload_rl.environments.errors import RewardError
 from nemo_offload_rl.environments.math_worker import READY
+from nemo_offload_rl.environments.rewards import RewardError
 
 _START_LIMIT_S = 120.0  # imports sympy, on a machine that may be busy
 _EXIT_LIMIT_S = 10.0  # for the traceback of a process that has closed its output

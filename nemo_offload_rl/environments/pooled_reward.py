@@ -1,14 +1,22 @@
-"""Computes rewards in processes with a time limit for each answer."""
+"""Computes rewards of mathematics or of a user's Python function in processes, with a time limit for each answer."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import nemo_offload_rl
+from nemo_offload_rl.environments import math_worker
 from nemo_offload_rl.environments.judge_pool import JudgePool
-from nemo_offload_rl.environments.rewards import Case, Judgements
+from nemo_offload_rl.environments.math_worker import serve
+from nemo_offload_rl.environments.rewards import Case, Judgements, Reward, RewardError
 
 logger = logging.getLogger(__name__)
 
@@ -44,3 +52,77 @@ class PooledReward:
     def shutdown(self) -> None:
         """Ends the processes."""
         self.pool.shutdown()
+
+
+def make_math_reward(implementation: str, num_workers: int, time_limit_s: float) -> PooledReward:
+    """Makes the reward that ``env.NAME.math_verify_impl`` names; its processes start with the first answers.
+
+    Raises:
+        RewardError: the implementation is not known, or math-verify is not installed.
+    """
+    if implementation not in math_worker.LOADERS:
+        names = ", ".join(math_worker.LOADERS)
+        raise RewardError(f"env.NAME.math_verify_impl must be one of {names}, found {implementation!r}.")
+    if implementation == "hf_math_verify" and importlib.util.find_spec("math_verify") is None:
+        raise RewardError(
+            "env.NAME.math_verify_impl: hf_math_verify needs the package math-verify, which is not installed: run "
+            "`make setup`."
+        )
+    package = str(Path(nemo_offload_rl.__file__).parents[1])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    start = f"from {math_worker.__name__} import LOADERS, serve; serve(LOADERS[{implementation!r}])"
+    command = [sys.executable, "-c", start]
+    pool = JudgePool(command, num_workers, time_limit_s, environment)
+    return PooledReward(pool, lambda case: (case.response, case.answer))
+
+
+_IMPORT_LIMIT_S = 1800.0  # a module may load a model
+
+
+def make_python_reward(path: str, num_workers: int, time_limit_s: float) -> PooledReward:
+    """Makes the reward that ``env.NAME.reward_function`` names; its processes start with the first answers.
+
+    The processes have this process's import path and environment. They write to its standard error.
+
+    Args:
+        path: ``package.module:function``, found on the Python path or in the folder that the run was started from.
+        num_workers: number of processes; with one, all calls are made in the same process, one after the other.
+        time_limit_s: time limit of one call, in seconds.
+
+    Raises:
+        RewardError: the function cannot be imported.
+    """
+    import_reward(path)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}
+    # -P: the path begins as here, not with the current folder.
+    command = [sys.executable, "-P", "-c", f"from {__name__} import serve_function; serve_function({path!r})"]
+    pool = JudgePool(command, num_workers, time_limit_s, environment, shows_errors=True, start_limit_s=_IMPORT_LIMIT_S)
+    return PooledReward(pool, lambda case: (case.prompt, case.response, case.answer))
+
+
+def serve_function(path: str) -> None:
+    """Judges jobs of a prompt, a response and an answer with the function; see ``math_worker.serve``."""
+    serve(lambda: import_reward(path).judge, max_memory_bytes=None, silent=False)
+
+
+def import_reward(path: str) -> Reward:
+    """Imports a function, which takes a response and the known answer, and returns it as a reward.
+
+    Raises:
+        RewardError: it cannot be imported.
+    """
+    module_name, _, function_name = path.partition(":")
+    if not module_name or not function_name:
+        raise RewardError(f"env.NAME.reward_function must be 'package.module:function', found {path!r}.")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may raise anything
+        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise RewardError(f"env.NAME.reward_function: {module_name!r} cannot be imported: {reason}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise RewardError(f"env.NAME.reward_function: {module_name!r} has no function {function_name!r}.")
+    return Reward(f"{module_name}:{function_name}", function)

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Protocol
 
 from nemo_offload_rl.data.problem import DataError
-from nemo_offload_rl.environments.errors import RewardError
+from nemo_offload_rl.environments.rewards import RewardError
 from nemo_offload_rl.metrics.samples import JudgedAnswer
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.run.algorithm import Algorithm

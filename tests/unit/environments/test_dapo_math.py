@@ -2,7 +2,7 @@ r"""Tests DAPO's judge; the expected texts are worked out by hand from its rules
 
 import pytest
 
-from nemo_offload_rl.environments.dapo_math import dapo_math_verify, normalize_answer
+from nemo_offload_rl.environments.math_worker import dapo_math_verify, normalize_answer
 
 
 @pytest.mark.parametrize(

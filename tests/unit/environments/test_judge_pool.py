@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_offload_rl.environments.errors import RewardError
 from nemo_offload_rl.environments.judge_pool import JudgePool, Verdict
+from nemo_offload_rl.environments.rewards import RewardError
 
 # Judges by what the response asks for: a number, to hang, to die, to raise, or the number of its process.
 JUDGE = """

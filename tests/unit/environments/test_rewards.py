@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from nemo_offload_rl.environments import Case, Judgements, Reward, RewardError, make_python_reward, make_reward
-from nemo_offload_rl.environments.numbers import MAX_CHARS, MAX_EXPONENT, final_number, last_boxed
-from nemo_offload_rl.environments.python_reward import import_reward
+from nemo_offload_rl.environments.pooled_reward import import_reward
+from nemo_offload_rl.environments.rewards import MAX_CHARS, MAX_EXPONENT, final_number, last_boxed
 
 
 def judge_of(kind, reward_function=None):
