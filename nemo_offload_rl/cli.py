@@ -357,7 +357,7 @@ def _earlier_steps(options: argparse.Namespace) -> list["MetricRow"]:
 def _read_steps(folder: Path, argument: str) -> tuple[Path, list["MetricRow"]]:
     """Reads the metrics of the run in a folder, which an argument names; returns their file, too."""
     from nemo_offload_rl.metrics.logger import METRICS_FILE, read_metrics
-    from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
+    from nemo_offload_rl.storage.disk import UnreadableFileError, open_regular_file
 
     path = folder / METRICS_FILE
     try:

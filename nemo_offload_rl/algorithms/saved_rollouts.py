@@ -24,8 +24,8 @@ from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.environments import Case
 from nemo_offload_rl.generation.interface import SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
-from nemo_offload_rl.storage.checksum import HashingFile
 from nemo_offload_rl.storage.disk import DiskFullError, translate_disk_full, write_whole, writing_whole
+from nemo_offload_rl.storage.manifest import HashingFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

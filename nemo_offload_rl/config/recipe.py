@@ -19,7 +19,7 @@ from nemo_offload_rl.config.source.yaml_source import (
     read_yaml,
     written_interpolations,
 )
-from nemo_offload_rl.storage.regular_file import UnreadableFileError
+from nemo_offload_rl.storage.disk import UnreadableFileError
 
 # ${section.key} and ${.sibling}; \${...} is plain text.
 _REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{(\.*)([A-Za-z_][\w.]*)\}")

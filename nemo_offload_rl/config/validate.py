@@ -38,7 +38,7 @@ from nemo_offload_rl.config.rules.base import COLOCATED, CP, EP, ETP, GPUS, NODE
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.source.yaml_source import leaves
 from nemo_offload_rl.config.upstream import remove_upstream_keys
-from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
+from nemo_offload_rl.storage.disk import UnreadableFileError, open_regular_file
 
 _OVERRIDES = "warm_start.overrides"
 # What a warm start takes from the run beside its ranks.

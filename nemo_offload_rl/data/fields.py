@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_offload_rl.data.problem import MAX_LINE_CHARS, DataError
-from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
+from nemo_offload_rl.storage.disk import UnreadableFileError, open_regular_file
 
 
 class RowForm[Sample](Protocol):

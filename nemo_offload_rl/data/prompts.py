@@ -19,7 +19,7 @@ from nemo_offload_rl.data.problem import (
     Message,
 )
 from nemo_offload_rl.data.tokenizer import NONE_OUTSIDE, ClosedVocabulary, OutsideTokens
-from nemo_offload_rl.storage.regular_file import UnreadableFileError, read_regular_file
+from nemo_offload_rl.storage.disk import UnreadableFileError, read_regular_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

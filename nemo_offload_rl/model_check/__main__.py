@@ -22,7 +22,7 @@ from nemo_offload_rl.config import resolve_absent_keys
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.config.source.yaml_source import MAX_FILE_BYTES
 from nemo_offload_rl.model_check.process import ENVIRONMENT, REQUEST_ON_STDIN
-from nemo_offload_rl.storage.regular_file import UnreadableFileError, read_regular_file
+from nemo_offload_rl.storage.disk import UnreadableFileError, read_regular_file
 
 os.environ.update(ENVIRONMENT)  # before torch is imported
 

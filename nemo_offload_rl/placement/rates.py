@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.storage.disk import write_whole
-from nemo_offload_rl.storage.regular_file import UnreadableFileError, read_regular_file
+from nemo_offload_rl.storage.disk import UnreadableFileError, read_regular_file, write_whole
 
 logger = logging.getLogger(__name__)
 

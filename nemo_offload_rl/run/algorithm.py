@@ -18,8 +18,7 @@ from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.metrics.utilization import bf16_peak_tflops, utilization_metrics
 from nemo_offload_rl.plan.flops import TRAINING_PASSES, FlopModel
 from nemo_offload_rl.run.policy_interface import Policy
-from nemo_offload_rl.storage.checksum import FileSum
-from nemo_offload_rl.storage.manifest import Manifest
+from nemo_offload_rl.storage.manifest import FileSum, Manifest
 
 POLICY_FOLDER = "policy"
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from nemo_offload_rl.data.loader import START, DataPosition
-from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import sync, translate_disk_full, write_whole
-from nemo_offload_rl.storage.manifest import MANIFEST_FILE, CheckpointError, UnreadableError, write_manifest
+from nemo_offload_rl.storage.manifest import MANIFEST_FILE, CheckpointError, FileSum, UnreadableError, write_manifest
 
 logger = logging.getLogger(__name__)
 

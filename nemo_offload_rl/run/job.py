@@ -63,10 +63,9 @@ from nemo_offload_rl.run.resume import (
 from nemo_offload_rl.run.setup import Preparation, with_run_length
 from nemo_offload_rl.run.step_profile import step_profile
 from nemo_offload_rl.run.train_loop import Run, StopReason, TimeLimit
-from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import HF_FILES, replacing, translate_disk_full
 from nemo_offload_rl.storage.lock import LockedError
-from nemo_offload_rl.storage.manifest import read_manifest
+from nemo_offload_rl.storage.manifest import FileSum, read_manifest
 
 logger = logging.getLogger(__name__)
 

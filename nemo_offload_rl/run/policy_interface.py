@@ -15,8 +15,7 @@ from nemo_offload_rl.data.batch import BatchedData, LossFunction
 from nemo_offload_rl.metrics.profile import ProfileOptions
 from nemo_offload_rl.plan.flops import FlopModel
 from nemo_offload_rl.run.weight_sync import WeightSource
-from nemo_offload_rl.storage.checksum import FileSum
-from nemo_offload_rl.storage.manifest import Manifest
+from nemo_offload_rl.storage.manifest import FileSum, Manifest
 
 
 class Policy(WeightSource, Protocol):

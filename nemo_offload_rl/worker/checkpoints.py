@@ -15,7 +15,7 @@ from nemo_offload_rl.mcore.model.model_config import parallel_sizes
 from nemo_offload_rl.mcore.patches.object_collectives import make_group, objects_through
 from nemo_offload_rl.residency.attach import Offloader
 from nemo_offload_rl.residency.table import Placement, Target
-from nemo_offload_rl.storage.checksum import FileSum
+from nemo_offload_rl.storage.manifest import FileSum
 
 
 class PolicyCheckpoints:

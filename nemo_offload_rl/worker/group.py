@@ -24,8 +24,7 @@ from nemo_offload_rl.plan.planner import WorkerPlan, worker_plan
 from nemo_offload_rl.refit.checksum import merge_checksums
 from nemo_offload_rl.refit.interface import RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan
-from nemo_offload_rl.storage.checksum import FileSum
-from nemo_offload_rl.storage.manifest import Manifest
+from nemo_offload_rl.storage.manifest import FileSum, Manifest
 from nemo_offload_rl.worker.actor import WorkerActor, verb_of
 from nemo_offload_rl.worker.environment import worker_environment
 from nemo_offload_rl.worker.errors import WorkerError, cause_of, worker_error

@@ -33,8 +33,7 @@ from nemo_offload_rl.refit.export import WeightExport
 from nemo_offload_rl.refit.interface import RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
 from nemo_offload_rl.residency.table import Phase
-from nemo_offload_rl.storage.checksum import FileSum
-from nemo_offload_rl.storage.manifest import Manifest, find_damage
+from nemo_offload_rl.storage.manifest import FileSum, Manifest, find_damage
 from nemo_offload_rl.worker.activations import Activations
 from nemo_offload_rl.worker.batching import MicroBatcher
 from nemo_offload_rl.worker.checkpoints import PolicyCheckpoints

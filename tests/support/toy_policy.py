@@ -21,8 +21,7 @@ from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import WeightExport
 from nemo_offload_rl.refit.interface import RefitSender
 from nemo_offload_rl.refit.plan import ExportPlan
-from nemo_offload_rl.storage.checksum import FileSum, file_sum
-from nemo_offload_rl.storage.manifest import Manifest, find_damage
+from nemo_offload_rl.storage.manifest import FileSum, Manifest, file_sum, find_damage
 
 VOCABULARY = 14
 TOKENIZER = arithmetic_tokenizer()

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from nemo_offload_rl.config.problems import Origin, Problem, show, show_file
-from nemo_offload_rl.storage.regular_file import read_regular_file
+from nemo_offload_rl.storage.disk import read_regular_file
 
 # PyYAML's C loader, if available, is five times faster.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -35,7 +35,7 @@ from nemo_offload_rl.mcore.checkpoint.host_snapshot import HostSnapshot
 from nemo_offload_rl.mcore.checkpoint.save_plans import SavePlanning
 from nemo_offload_rl.mcore.distributed.parallel import ParallelSizes
 from nemo_offload_rl.memory.pinned import HostMemoryError
-from nemo_offload_rl.storage.checksum import FileSum
+from nemo_offload_rl.storage.manifest import FileSum
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from nemo_offload_rl.mcore.patches.checkpoint_writer import (
     pass_results_in_process,
     wrap_finish,
 )
-from nemo_offload_rl.storage.checksum import FileSum, HashingFile, RawFile, file_sum
 from nemo_offload_rl.storage.disk import free_bytes, require_free
+from nemo_offload_rl.storage.manifest import FileSum, HashingFile, RawFile, file_sum
 
 # Besides the tensors' bytes, each entry has a header, and the folder has metadata and configs.
 _ENTRY_HEADER_BYTES = 4096

@@ -13,9 +13,8 @@ from nemo_offload_rl.run.checkpoints import (
     WriteAtOnce,
     read_metrics_of,
 )
-from nemo_offload_rl.storage.checksum import file_sum
 from nemo_offload_rl.storage.disk import DiskFullError
-from nemo_offload_rl.storage.manifest import find_damage, read_manifest
+from nemo_offload_rl.storage.manifest import file_sum, find_damage, read_manifest
 
 ACCURACY = "validation/accuracy"
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from nemo_offload_rl.storage.checksum import PIECE_BYTES, FileSum, HashingFile, file_sum
 from nemo_offload_rl.storage.disk import (
     HF_FILES,
     DiskFullError,
@@ -24,9 +23,13 @@ from nemo_offload_rl.storage.disk import (
     write_whole,
 )
 from nemo_offload_rl.storage.manifest import (
+    PIECE_BYTES,
     DamagedCheckpointError,
     DamagedError,
+    FileSum,
+    HashingFile,
     UnreadableError,
+    file_sum,
     find_damage,
     read_manifest,
     require_whole,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_offload_rl.storage.regular_file import UnreadableFileError, read_regular_file
+from nemo_offload_rl.storage.disk import UnreadableFileError, read_regular_file
 
 MEMORY = Path("/proc/self/mem")  # a regular file whose first page cannot be read
 

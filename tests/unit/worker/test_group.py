@@ -17,9 +17,8 @@ from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import WeightExport
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
 from nemo_offload_rl.refit.plan import TensorSpec
-from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import DiskFullError
-from nemo_offload_rl.storage.manifest import Manifest
+from nemo_offload_rl.storage.manifest import FileSum, Manifest
 
 pytestmark = pytest.mark.slow
 
