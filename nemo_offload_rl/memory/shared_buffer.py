@@ -14,8 +14,7 @@ from typing import Protocol
 
 import torch
 
-from nemo_offload_rl.memory.cuda_driver import checked, device_tensor
-from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError
+from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError, checked, device_tensor
 from nemo_offload_rl.memory.units import MIB
 
 

@@ -18,8 +18,7 @@ import torch
 
 from nemo_offload_rl.memory.gpu_range import GpuRange, OutOfGpuMemoryError
 from nemo_offload_rl.memory.pinned import LOCK_CHUNK_BYTES, HostSegment, PinnedArena
-from nemo_offload_rl.memory.staging import StagingRing
-from nemo_offload_rl.memory.streams import CopyStream, Event, record_current_stream
+from nemo_offload_rl.memory.streams import CopyStream, Event, StagingRing, record_current_stream
 
 _COPIES_AHEAD = 4  # chunks that are being copied to the host while older ones are unmapped
 _SPIN_FOR_LAST = 2  # chunks whose events are polled, since a caller may be waiting for the end

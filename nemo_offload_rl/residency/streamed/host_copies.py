@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from nemo_offload_rl.memory.pinned import HostSegment, PinnedArena, cut_at_locks
-from nemo_offload_rl.memory.staging import StagingRing
-from nemo_offload_rl.memory.streams import CopyStream
+from nemo_offload_rl.memory.streams import CopyStream, StagingRing
 
 Part = tuple[slice, torch.Tensor]
 """Bytes of a host segment, and the uint8 GPU tensor of the same size that they are copied to or from."""

@@ -8,9 +8,8 @@ import torch
 from support.shared_memory import num_open_buffers, process_that_answers
 
 from nemo_offload_rl.memory import shared_range
-from nemo_offload_rl.memory.descriptors import DescriptorError, DescriptorOffer
 from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError, VirtualRange
-from nemo_offload_rl.memory.shared_range import SharedGpuRange, make_shared_range
+from nemo_offload_rl.memory.shared_range import DescriptorError, DescriptorOffer, SharedGpuRange, make_shared_range
 
 NBYTES = 5_000_000
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.memory.staging import StagingRing
+from nemo_offload_rl.memory.streams import StagingRing
 
 BUFFER = 4096
 
