@@ -8,7 +8,7 @@ from gpu_watch import GpuWatch, WatchedTimer
 
 from colocated_ways.measured import Measured
 from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest
-from nemo_offload_rl.metrics.utilization import TFLOPS_PREFIX, UTILIZATION_PREFIX
+from nemo_offload_rl.metrics.phases import TFLOPS_PREFIX, UTILIZATION_PREFIX
 
 WHOLE_STEP = "whole step"
 NUM_TOKENS = "train/num_tokens"

@@ -18,7 +18,7 @@ from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.streams import Waits
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.metrics.utilization import bf16_peak_tflops
+from nemo_offload_rl.metrics.phases import bf16_peak_tflops
 from nemo_offload_rl.placement.machine import host_facts
 from nemo_offload_rl.plan.flops import TRAINING_PASSES
 from nemo_offload_rl.plan.host_budget import HostMemory

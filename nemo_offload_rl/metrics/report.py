@@ -1,7 +1,8 @@
-"""Shows the user a run's live progress, and a table of its phases at the end."""
+"""Shows the user a run's live progress, and tables of its phases and of its peak memory at the end."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from nemo_offload_rl.metrics.phases import STEP_SECONDS, phase_seconds
+from nemo_offload_rl.metrics.phases import STEP_SECONDS, TFLOPS_PREFIX, UTILIZATION_PREFIX, mean_in_phase, phase_seconds
 from nemo_offload_rl.metrics.plot import plot_training
-from nemo_offload_rl.metrics.utilization import TFLOPS_PREFIX, UTILIZATION_PREFIX, mean_in_phase
+from nemo_offload_rl.metrics.samples import as_plain_text
 
 __all__ = ["LiveProgress", "phase_seconds", "phase_table", "plot_training"]
 
@@ -155,3 +156,70 @@ def _values_line(values: Sequence[tuple[str, str]]) -> Text:
 def _phases_line(phases: Mapping[str, float], total: float) -> Text:
     parts = [f"{name} {seconds:.2f}" for name, seconds in phases.items()]
     return Text(f"{total:.2f} s a step: {', '.join(parts)}" if parts else "", style="dim")
+
+
+logger = logging.getLogger(__name__)
+
+_POLICY, _GENERATION = "performance/memory/policy/", "performance/memory/generation/"
+# Verb of the policy, or other quantity -> its row's title.
+_VERBS = {"train": "training", "logprobs": "log-prob passes", "refit": "refit"}
+_OTHERS = {
+    f"{_GENERATION}gpu_peak_allocated_gib": "GPU: generation, by torch",
+    f"{_POLICY}host_rss_gib": "host: a process of the policy",
+    f"{_GENERATION}host_rss_gib": "host: a process of generation",
+}
+
+
+def memory_table(rows: Sequence[Mapping[str, float | None]], planned_gib: Mapping[str, float]) -> Table | None:
+    """Makes a table of the largest memory that a rank, or an engine, has taken in each phase, beside the planned.
+
+    Args:
+        rows: The steps' metrics, as `read_metrics` gives them.
+        planned_gib: The planned peak of each verb of the policy, as far as it is known.
+
+    Returns:
+        GiB of the policy's phases, if it has GPUs, then of generation and of the host; None where nothing was measured.
+    """
+    peaks = _policy_peaks(rows)
+    others = {title: gib for name, title in _OTHERS.items() if (gib := _largest(rows, name)) is not None}
+    if not peaks and not others:
+        return None
+    table = Table(title="Peak memory, GiB of the fullest process", title_justify="left")
+    table.add_column("phase")
+    for title in ("measured", "planned") if planned_gib and peaks else ("measured",):
+        table.add_column(title, justify="right")
+    for verb, gib in peaks.items():
+        planned = [f"{planned_gib[verb]:.2f}"] if verb in planned_gib else []
+        table.add_row(f"GPU: {_VERBS[verb]}", f"{gib:.2f}", *planned)
+    for title, gib in others.items():
+        table.add_row(title, f"{gib:.2f}")
+    return table
+
+
+def log_peaks(rows: Sequence[Mapping[str, float | None]], planned_gib: Mapping[str, float]) -> None:
+    """Logs the memory of a run with GPUs, and warns if a phase has taken more GPU memory than was planned."""
+    peaks = _policy_peaks(rows)
+    table = memory_table(rows, planned_gib)
+    if not peaks or table is None:
+        return
+    logger.info("%s", as_plain_text(table))
+    above = [
+        f"{_VERBS[verb]} {gib:.2f} GiB, {gib - planned_gib[verb]:.2f} more than planned"
+        for verb, gib in peaks.items()
+        if verb in planned_gib and gib > planned_gib[verb]
+    ]
+    if above:
+        logger.warning(
+            "The policy took more GPU memory than the plan gave it: %s; what the plan decided for this GPU has that "
+            "much less room than it assumed: if memory runs out, take smaller micro-batches or packed rows.",
+            "; ".join(above),
+        )
+
+
+def _policy_peaks(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    found = {verb: _largest(rows, f"{_POLICY}gpu_peak_{verb}_gib") for verb in _VERBS}
+    return {verb: gib for verb, gib in found.items() if gib is not None}
+
+
+def _largest(rows: Sequence[Mapping[str, float | None]], name: str) -> float | None:
+    return max((value for row in rows if (value := row.get(name)) is not None), default=None)

@@ -12,10 +12,9 @@ from typing import Any
 from nemo_offload_rl.data.batch import BatchedData, LossFunction
 from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
 from nemo_offload_rl.metrics.names import memory_metrics, residency_metrics, training_metrics
-from nemo_offload_rl.metrics.profile import ProfileOptions
+from nemo_offload_rl.metrics.phases import bf16_peak_tflops, utilization_metrics
 from nemo_offload_rl.metrics.samples import JudgedAnswer
-from nemo_offload_rl.metrics.timer import Timer
-from nemo_offload_rl.metrics.utilization import bf16_peak_tflops, utilization_metrics
+from nemo_offload_rl.metrics.timer import ProfileOptions, Timer
 from nemo_offload_rl.plan.flops import TRAINING_PASSES, FlopModel
 from nemo_offload_rl.run.policy_interface import Policy
 from nemo_offload_rl.storage.manifest import FileSum, Manifest

@@ -19,12 +19,11 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.run import LoggerConfig
 from nemo_offload_rl.data.tokenizer import save_tokenizer
-from nemo_offload_rl.metrics.facts import update_facts
 from nemo_offload_rl.metrics.logger import METRICS_FILE, RunLogger, read_metrics
 from nemo_offload_rl.metrics.moves import moves_table
 from nemo_offload_rl.metrics.names import logged_name
-from nemo_offload_rl.metrics.peaks import log_peaks
-from nemo_offload_rl.metrics.report import LiveProgress, phase_table
+from nemo_offload_rl.metrics.page import update_facts
+from nemo_offload_rl.metrics.report import LiveProgress, log_peaks, phase_table
 from nemo_offload_rl.metrics.samples import JudgedAnswer, as_plain_text, samples_markdown, samples_table
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.gpu_monitor import GpuMetrics, NoGpuMetrics, watch_gpus

@@ -12,11 +12,10 @@ from rich.console import Console
 from nemo_offload_rl.config import Recipe
 from nemo_offload_rl.config.problems import show_file
 from nemo_offload_rl.config.source.yaml_source import as_yaml
-from nemo_offload_rl.metrics.facts import source_version, update_facts
 from nemo_offload_rl.metrics.logger import METRICS_FILE, read_metrics
-from nemo_offload_rl.metrics.page import write_page
+from nemo_offload_rl.metrics.page import source_version, update_facts, write_page
+from nemo_offload_rl.metrics.plot import plot_step
 from nemo_offload_rl.metrics.report import plot_training
-from nemo_offload_rl.metrics.timeline import plot_step
 from nemo_offload_rl.plan.decisions import Resolved
 from nemo_offload_rl.run.folder import LOG_FILE
 from nemo_offload_rl.storage.disk import translate_disk_full

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from nemo_offload_rl.config.schema.run import ProfileConfig
-from nemo_offload_rl.metrics.profile import ProfileOptions, Recording
-from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.metrics.timer import ProfileOptions, Recording, Timer
 from nemo_offload_rl.run.algorithm import Algorithm
 from nemo_offload_rl.run.train_loop import no_profile
 
@@ -27,7 +26,7 @@ def step_profile(
 
 
 class _StepProfile:
-    """Records chosen steps; see ``metrics.profile``.
+    """Records chosen steps; see ``metrics.timer``.
 
     Args:
         options: what to record.

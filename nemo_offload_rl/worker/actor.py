@@ -13,7 +13,7 @@ import ray
 from ray import cloudpickle
 
 from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.metrics.profile import Recording
+from nemo_offload_rl.metrics.timer import Recording
 from nemo_offload_rl.placement.network import LOOPBACK, free_port
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.worker.rank_log import RankLog, Record, take_records
@@ -84,7 +84,7 @@ class WorkerActor:
         return take_records()
 
     def start_profile(self, prefix: str | None, *, trace: bool, memory: bool, nvtx: bool) -> None:
-        """Record this process, with a range for each verb; see `metrics.profile.Recording`. None records nothing."""
+        """Record this process, with a range for each verb; see `metrics.timer.Recording`. None records nothing."""
         if prefix is not None:
             self._recording = Recording(Path(prefix), trace=trace, memory=memory, nvtx=nvtx)
 

@@ -16,7 +16,7 @@ from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.data.batch import LOGPROB_COLUMNS, BatchedData, LossFunction
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.metrics.memory import largest_of
-from nemo_offload_rl.metrics.profile import ProfileOptions
+from nemo_offload_rl.metrics.timer import ProfileOptions
 from nemo_offload_rl.model_check.check import checked_model
 from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
 from nemo_offload_rl.plan.flops import FlopModel

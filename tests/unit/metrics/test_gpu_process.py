@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_offload_rl.metrics.gpu_process import process_gpu_bytes
-from nemo_offload_rl.metrics.memory import largest_of
+from nemo_offload_rl.metrics.memory import largest_of, process_gpu_bytes
 
 
 class Nvml:

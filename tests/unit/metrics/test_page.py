@@ -6,9 +6,15 @@ import pytest
 from support.html_page import Page
 from support.limits import files_of_at_most
 
-from nemo_offload_rl.metrics.facts import FACTS_FILE, read_facts, update_facts
 from nemo_offload_rl.metrics.logger import RunLogger
-from nemo_offload_rl.metrics.page import PAGE_FILE, draw_and_write_page, write_page
+from nemo_offload_rl.metrics.page import (
+    FACTS_FILE,
+    PAGE_FILE,
+    draw_and_write_page,
+    read_facts,
+    update_facts,
+    write_page,
+)
 
 STEP = {
     "train/reward": 0.5,

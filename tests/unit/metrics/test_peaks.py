@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from nemo_offload_rl.metrics.peaks import log_peaks, memory_table
+from nemo_offload_rl.metrics.report import log_peaks, memory_table
 
 POLICY = "performance/memory/policy"
 ROWS = [

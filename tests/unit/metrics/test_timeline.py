@@ -2,7 +2,7 @@ import pytest
 from matplotlib.image import imread
 
 from nemo_offload_rl.metrics.logger import RunLogger
-from nemo_offload_rl.metrics.timeline import (
+from nemo_offload_rl.metrics.plot import (
     OUTSIDE,
     copy_bars,
     memory_bars,

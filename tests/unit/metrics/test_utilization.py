@@ -3,8 +3,8 @@ import io
 import pytest
 from rich.console import Console
 
+from nemo_offload_rl.metrics.phases import bf16_peak_tflops, mean_in_phase, utilization_metrics
 from nemo_offload_rl.metrics.report import phase_table
-from nemo_offload_rl.metrics.utilization import bf16_peak_tflops, mean_in_phase, utilization_metrics
 
 
 @pytest.mark.parametrize(

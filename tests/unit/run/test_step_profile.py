@@ -10,7 +10,7 @@ import torch
 from ray import cloudpickle
 
 from nemo_offload_rl.config import RecipeError, for_machine, load
-from nemo_offload_rl.metrics.profile import Recording
+from nemo_offload_rl.metrics.timer import Recording
 from nemo_offload_rl.run.step_profile import step_profile
 from nemo_offload_rl.run.train_loop import no_profile
 from nemo_offload_rl.worker.actor import WorkerActor

@@ -11,7 +11,7 @@ import torch
 from support.toy_group import ApartCluster, pids_of, processes, toy_batch, toy_group
 
 from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.metrics.profile import ProfileOptions
+from nemo_offload_rl.metrics.timer import ProfileOptions
 from nemo_offload_rl.refit import TRANSPORTS, make_transport
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import WeightExport
