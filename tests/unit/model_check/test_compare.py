@@ -11,8 +11,7 @@ from support.tiny import tiny_policy
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore.patches import cpu_device
 from nemo_offload_rl.model_check.alone import alone
-from nemo_offload_rl.model_check.compare import compare, compare_configs, twin_config
-from nemo_offload_rl.model_check.reference import reference_of, rows
+from nemo_offload_rl.model_check.compare import compare, compare_configs, reference_of, rows, twin_config
 
 SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 6}
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4}

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from nemo_offload_rl.model_check import cache
-from nemo_offload_rl.model_check.flags import changed_flags, show_flags
+from nemo_offload_rl.model_check.check import changed_flags, show_flags
 from nemo_offload_rl.model_check.result import CheckResult, Difference, describe, refusal
 
 RIGHT = CheckResult((Difference("padded", 3e-6, 2e-6, "model.norm.weight"),), "cpu", "local", {"model": 0.5})
