@@ -20,11 +20,17 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from nemo_offload_rl.placement.gcs_watch import GcsWatch
-from nemo_offload_rl.placement.local_ray import disconnect_and_kill, handlers_kept, object_store_options
-from nemo_offload_rl.placement.node_watch import NodeLostError, NodeWatch
+from nemo_offload_rl.placement.local_ray import (
+    GcsWatch,
+    disconnect_and_kill,
+    handlers_kept,
+    join_ray,
+    object_store_options,
+)
 from nemo_offload_rl.placement.nodes import (
     Node,
+    NodeLostError,
+    NodeWatch,
     choose_nodes,
     living_nodes,
     require_gpus,
@@ -33,7 +39,6 @@ from nemo_offload_rl.placement.nodes import (
     that_answer,
     why_too_few,
 )
-from nemo_offload_rl.placement.ray_address import join_ray
 from nemo_offload_rl.placement.reaper import Reaper
 from nemo_offload_rl.placement.signals import ending_signals_blocked
 

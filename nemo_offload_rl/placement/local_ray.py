@@ -1,18 +1,27 @@
-"""Works around Ray's behaviour on this machine: object-store size, signal handlers, and slow shutdown."""
+"""Works around Ray's behaviour on this machine, joins the cluster of RAY_ADDRESS, and ends the driver with the GCS."""
+
+from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
 
 import ray
 from ray._private import auto_init_hook
+from ray._private.services import canonicalize_bootstrap_address
 
 from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.placement.nodes import answers_at
 from nemo_offload_rl.placement.signals import ENDING_SIGNALS
 
 logger = logging.getLogger(__name__)
@@ -64,3 +73,126 @@ def disconnect_and_kill() -> None:
         kill_all_processes = node.kill_all_processes
         node.kill_all_processes = lambda **options: kill_all_processes(**options | {"allow_graceful": False})
     ray.shutdown()
+
+
+_PERIOD_S = 2.0
+_CONNECT_TIMEOUT_S = 5.0
+# Without a free file descriptor, port or buffer here, a connection says nothing about the GCS.
+_OWN_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+
+
+class GcsWatch:
+    """Checks periodically, inside its `with` block, in a thread, whether the GCS takes connections.
+
+    A GCS that is only slow takes them, too: the kernel does it. Ray does not give up on it either.
+
+    Without the GCS Ray aborts the process after a minute, from C++: no error reaches Python, and calls into Ray may
+    hang meanwhile, a few of them with the interpreter's lock, so that this thread cannot run either. So this ends the
+    process, too, but sooner, and says why. The reaper then ends Ray's processes.
+
+    Args:
+        address: host and port of the GCS.
+        message: returns what to say.
+        patience_s: seconds without a connection after which the GCS is gone.
+        period_s: seconds between checks.
+        end: called with the message; does not return in a run.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        message: Callable[[], str],
+        *,
+        patience_s: float,
+        period_s: float = _PERIOD_S,
+        end: Callable[[str], None] | None = None,
+    ) -> None:
+        host, _, port = address.rpartition(":")
+        self._host, self._port = host.strip("[]"), int(port)  # an IPv6 host has brackets
+        self._message = message
+        self._patience_s = patience_s
+        self._period_s = period_s
+        self._end_process = _end if end is None else end
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gcs-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end.set()
+
+    def _run(self) -> None:
+        connected_s = time.monotonic()
+        while not self._end.wait(self._period_s):
+            start_s = time.monotonic()
+            if self._connects():
+                connected_s = start_s
+            elif time.monotonic() - connected_s >= self._patience_s and not self._end.is_set():
+                self._end_process(self._message())
+                return
+
+    def _connects(self) -> bool:
+        try:
+            socket.create_connection((self._host, self._port), timeout=_CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            return error.errno in _OWN_SHORTAGES
+        return True
+
+
+def _end(message: str) -> None:
+    os.write(2, f"{message}\n".encode())
+    os._exit(1)
+
+
+_ANSWER_TIMEOUT_S = 10.0
+_NOT_HEADS = ("auto", "local", "")
+_HOW = "it has to be the HOST:PORT that `ray start --head` prints (port 6379 unless it was given another), or auto"
+_REMEDY = "correct RAY_ADDRESS, or unset it to run on this machine alone"
+
+
+def join_ray(options: Mapping[str, Any]) -> None:
+    """Connects to the Ray cluster that RAY_ADDRESS names.
+
+    Ray itself would try for two minutes to reach a head that does not answer, and then end the process.
+
+    Args:
+        options: arguments of `ray.init`.
+
+    Raises:
+        ValueError: RAY_ADDRESS is no address of a head, or no head answers there.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    _require_head(address)
+    try:
+        ray.init(**options)
+    except ConnectionError as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(f"RAY_ADDRESS is {address}, but Ray cannot join that cluster: {reason}; {_REMEDY}.") from error
+
+
+def _require_head(address: str) -> None:
+    if "://" in address:
+        raise ValueError(
+            f"RAY_ADDRESS is {address}, but a run joins Ray as a driver, not through Ray Client (ray://) or the job "
+            f"server (http://): {_HOW}."
+        )
+    host, _, port = address.rpartition(":")
+    if address not in _NOT_HEADS and not (host and port.isdecimal() and 0 < int(port) < 65536):
+        raise ValueError(f"RAY_ADDRESS is {address}, which names no head of a Ray cluster: {_HOW}.")
+    try:
+        found = canonicalize_bootstrap_address(None)  # as ray.init reads RAY_ADDRESS
+    except ConnectionError as error:
+        raise ValueError(f"RAY_ADDRESS is {address}, but no Ray runs on this machine; start one, {_REMEDY}.") from error
+    if found is None:  # ray.init starts Ray here
+        return
+    host, _, port = found.rpartition(":")
+    if not answers_at(host.strip("[]"), int(port), _ANSWER_TIMEOUT_S):
+        meant = "" if found == address else f", which stands for {found}"
+        raise ValueError(
+            f"RAY_ADDRESS is {address}{meant}, but no head of a Ray cluster answers there within "
+            f"{_ANSWER_TIMEOUT_S:.0f} s; start it with `ray start --head --port={port}`, {_REMEDY}."
+        )

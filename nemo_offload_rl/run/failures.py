@@ -8,7 +8,7 @@ import torch
 from ray.exceptions import OutOfMemoryError, RayError
 
 from nemo_offload_rl.generation.interface import GenerationError
-from nemo_offload_rl.placement.node_watch import NodeLostError
+from nemo_offload_rl.placement.nodes import NodeLostError
 from nemo_offload_rl.run.interrupt import Progress
 from nemo_offload_rl.worker.errors import WorkerError
 

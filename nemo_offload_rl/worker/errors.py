@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
-from nemo_offload_rl.placement.node_watch import NodeLostError
+from nemo_offload_rl.placement.nodes import NodeLostError
 
 _COLOUR_CODE = re.compile(r"\x1b\[\d+m")
 

@@ -134,7 +134,7 @@ LAYERS = {
     ),
     "run": layer(
         "worker.group", "worker.environment", "worker.errors", "generation", "refit", "data", "environments",
-        "placement.cluster", "placement.node_watch",
+        "placement.cluster", "placement.nodes",
         "placement.gpu_monitor", "placement.machine", "placement.gpus", "placement.rates", "plan", "config",
         "hf_config", *LEAVES,
         never="megatron transformer_engine",

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from nemo_offload_rl.cli import main
 from nemo_offload_rl.memory.numa import NumaNode
-from nemo_offload_rl.placement.checks import Verdict, judge
-from nemo_offload_rl.placement.doctor import checks_table, facts_as_json
+from nemo_offload_rl.placement.doctor import Verdict, checks_table, facts_as_json, judge
 from nemo_offload_rl.placement.gpus import GpuFacts
 from nemo_offload_rl.placement.link import LinkBenchmark
 from nemo_offload_rl.placement.machine import HostFacts, MachineFacts

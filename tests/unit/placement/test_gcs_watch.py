@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ray._common.network_utils import build_address
 
-from nemo_offload_rl.placement.gcs_watch import GcsWatch
+from nemo_offload_rl.placement.local_ray import GcsWatch
 from nemo_offload_rl.run.failures import gcs_failure
 from nemo_offload_rl.run.interrupt import Progress
 

@@ -11,8 +11,14 @@ from support.actors import kill_and_wait
 from support.metrics_page import undocumented
 
 from nemo_offload_rl.placement import gpu_monitor
-from nemo_offload_rl.placement.gpu_monitor import GpuMonitor, NodeMonitor, watch_gpus
-from nemo_offload_rl.placement.gpu_sampler import GpuReader, GpuSampler, NoGpuReadingsError
+from nemo_offload_rl.placement.gpu_monitor import (
+    GpuMonitor,
+    GpuReader,
+    GpuSampler,
+    NodeMonitor,
+    NoGpuReadingsError,
+    watch_gpus,
+)
 
 
 class NVMLError(Exception):

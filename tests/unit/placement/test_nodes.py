@@ -5,8 +5,15 @@ from contextlib import contextmanager
 
 import pytest
 
-from nemo_offload_rl.placement.node_watch import NodeWatch
-from nemo_offload_rl.placement.nodes import Node, answers_at, choose_nodes, living_nodes, that_answer, why_too_few
+from nemo_offload_rl.placement.nodes import (
+    Node,
+    NodeWatch,
+    answers_at,
+    choose_nodes,
+    living_nodes,
+    that_answer,
+    why_too_few,
+)
 
 
 def node(number, domain=None, *, slots=1, free=None, port=0, address="10.0.0.1"):

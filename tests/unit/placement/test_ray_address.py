@@ -1,6 +1,6 @@
 import pytest
 
-from nemo_offload_rl.placement.ray_address import join_ray
+from nemo_offload_rl.placement.local_ray import join_ray
 
 
 @pytest.fixture
@@ -9,7 +9,7 @@ def joined(monkeypatch):
     calls: list[object] = []
     monkeypatch.setattr("ray.init", lambda **options: calls.append(options))
     monkeypatch.setattr(
-        "nemo_offload_rl.placement.ray_address.answers_at", lambda host, port, timeout: not calls.append((host, port))
+        "nemo_offload_rl.placement.local_ray.answers_at", lambda host, port, timeout: not calls.append((host, port))
     )
     return calls
 
@@ -38,7 +38,7 @@ def test_auto_without_a_ray_on_this_machine_is_one_sentence(joined, monkeypatch,
         join_ray({})
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.1:6379")
-    monkeypatch.setattr("nemo_offload_rl.placement.ray_address.answers_at", lambda *arguments: False)
+    monkeypatch.setattr("nemo_offload_rl.placement.local_ray.answers_at", lambda *arguments: False)
     with pytest.raises(ValueError, match=r"is auto, which stands for 10.0.0.1:6379, but no head .* answers there"):
         join_ray({})
     assert joined == []

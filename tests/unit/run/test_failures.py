@@ -3,7 +3,7 @@ import torch
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from nemo_offload_rl.generation.interface import GenerationError
-from nemo_offload_rl.placement.node_watch import NodeLostError
+from nemo_offload_rl.placement.nodes import NodeLostError
 from nemo_offload_rl.run.failures import Restarts, add_failure_summary
 from nemo_offload_rl.worker.errors import WorkerError
 
