@@ -21,7 +21,7 @@ def auto_bridge() -> Any:
     """Returns Megatron-Bridge's `AutoBridge` class, with the corrected bridges of `architectures` registered."""
     with placeholder_where_absent(), log_filters.while_importing():
         from megatron.bridge import AutoBridge
-    from nemo_offload_rl.mcore.architectures import bridges  # its imports must come after the one above
+    from nemo_offload_rl.mcore import architectures  # its imports must come after the one above
 
-    bridges.register()
+    architectures.register()
     return AutoBridge

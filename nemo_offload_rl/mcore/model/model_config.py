@@ -24,7 +24,7 @@ from nemo_offload_rl.config.model.families import check_model, has_dense_layers,
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.hf_config import hf_config, trusts_remote_code
-from nemo_offload_rl.mcore.architectures import biases, bridges, dense_layers
+from nemo_offload_rl.mcore import architectures
 from nemo_offload_rl.mcore.distributed.parallel import ParallelSizes
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge, have_transformer_engine
 from nemo_offload_rl.mcore.weights.export import hf_config_of
@@ -252,7 +252,7 @@ def _check_local_layers(provider: Any) -> None:
         default_layer_spec,
         get_gpt_decoder_block_spec,
         _ernie45_decoder_block_spec,
-        dense_layers.transformer_engine_block_spec,
+        architectures.transformer_engine_block_spec,
     )
     if (spec.func if isinstance(spec, functools.partial) else spec) not in usual or provider.softmax_type != "vanilla":
         raise ValueError(
@@ -369,9 +369,9 @@ def make_provider(policy: PolicyConfig, bridge: Any) -> Any:
     _check_named_modules_exist(policy["megatron_cfg"], provider, overrides)
     _check_packed_rows_are_not_gathered(policy, provider, overrides)
     _check_context_parallel(policy["megatron_cfg"], provider)
-    corrected = bridges.is_corrected(config)
+    corrected = architectures.is_corrected(config)
     if corrected:
-        dense_layers.check_layers(policy["megatron_cfg"], provider)
+        architectures.check_layers(policy["megatron_cfg"], provider)
     recomputes_from_host = LAYER_INPUT in (overrides.get("offload_modules") or ())
     if recomputes_from_host:  # megatron-core does not know the module, and refuses an empty list
         overrides["offload_modules"] = ["core_attn"]
@@ -379,7 +379,7 @@ def make_provider(policy: PolicyConfig, bridge: Any) -> Any:
     if recomputes_from_host:
         provider.offload_modules = []  # layers that run twice offload nothing themselves
     if corrected:
-        biases.add_biases(config, provider)
+        architectures.add_biases(config, provider)
     return provider
 
 

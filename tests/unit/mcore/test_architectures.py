@@ -9,7 +9,7 @@ from support.tiny import random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.hf_config import hf_config
-from nemo_offload_rl.mcore.architectures import bridges
+from nemo_offload_rl.mcore import architectures
 from nemo_offload_rl.mcore.build import as_in_files, load_weights
 from nemo_offload_rl.mcore.distributed import parallel
 from nemo_offload_rl.mcore.model.model_config import make_bridge, make_provider
@@ -208,9 +208,9 @@ def test_a_fused_kernel_of_another_activation_is_refused():
 
 
 def test_corrections_are_for_the_versions_that_they_were_written_for(monkeypatch):
-    monkeypatch.setitem(bridges.WRITTEN_FOR, "megatron-core", "0.18.0")
+    monkeypatch.setitem(architectures.WRITTEN_FOR, "megatron-core", "0.18.0")
     with pytest.raises(AssertionError, match=r"was written for megatron-core 0\.18\.0, but 0\.19\.2 is installed"):
-        bridges.register.__wrapped__()
+        architectures.register.__wrapped__()
 
 
 def test_frequencies_are_not_put_where_others_belong():

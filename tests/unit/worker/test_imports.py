@@ -10,7 +10,7 @@ def test_all_that_a_worker_is_built_with_is_imported_before():
         import sys
         from nemo_offload_rl.worker.actor import WorkerActor
         WorkerActor().import_worker("nemo_offload_rl.worker.worker:MegatronPolicyWorker")
-        print("megatron.bridge" in sys.modules, "nemo_offload_rl.mcore.architectures.bridges" in sys.modules)
+        print("megatron.bridge" in sys.modules, "nemo_offload_rl.mcore.architectures" in sys.modules)
         import torch
         print(torch.cuda.is_initialized())
     """
