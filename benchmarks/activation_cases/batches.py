@@ -5,7 +5,7 @@ import random
 import torch
 
 from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.mcore.batches.microbatches import pack_bins
+from nemo_offload_rl.mcore.batches import pack_bins
 from nemo_offload_rl.memory.units import round_up
 
 FEWEST, MOST = 2, 6

@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts, LossFunction
-from nemo_offload_rl.mcore.batches.microbatches import MicroBatch
+from nemo_offload_rl.mcore.batches import MicroBatch
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.logprob.forward import LogprobOptions, microbatch_logprobs, to_device
 from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL

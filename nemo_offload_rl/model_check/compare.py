@@ -19,7 +19,7 @@ from torch import Tensor
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.hf_config import hf_config
-from nemo_offload_rl.mcore.batches.microbatches import MicroBatch, packed_microbatches, padded_microbatches
+from nemo_offload_rl.mcore.batches import MicroBatch, packed_microbatches, padded_microbatches
 from nemo_offload_rl.mcore.build import as_in_files, load_weights
 from nemo_offload_rl.mcore.distributed import parallel
 from nemo_offload_rl.mcore.logprob.forward import model_logprobs

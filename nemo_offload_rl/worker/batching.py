@@ -9,7 +9,7 @@ from nemo_offload_rl.config.megatron import megatron_field, num_interleaved
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, SequencePackingConfig, row_multiple, sequence_multiple
 from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.mcore.batches.microbatches import (
+from nemo_offload_rl.mcore.batches import (
     MicroBatch,
     pack_bins,
     packed_microbatches,

@@ -19,7 +19,7 @@ from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_offload_rl.config.megatron import check_graph_environment
-from nemo_offload_rl.mcore.batches.microbatches import MicroBatch
+from nemo_offload_rl.mcore.batches import MicroBatch
 from nemo_offload_rl.mcore.graphs.graph_capture import (
     CaptureObserver,
     FrozenShapes,

@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
-from nemo_offload_rl.mcore.batches.microbatches import MicroBatch, unpack
+from nemo_offload_rl.mcore.batches import MicroBatch, unpack
 from nemo_offload_rl.mcore.context_parallel import gathered
 from nemo_offload_rl.mcore.logprob.linear_logprob import LinearLogprobs
 from nemo_offload_rl.mcore.logprob.logprob import next_token_logprobs, token_logprobs

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss, DPOLoss, NLLLoss
-from nemo_offload_rl.mcore.batches.microbatches import packed_microbatches, padded_microbatches
+from nemo_offload_rl.mcore.batches import packed_microbatches, padded_microbatches
 from nemo_offload_rl.mcore.logprob import linear_logprob, logprob_kernels
 from nemo_offload_rl.mcore.logprob.forward import LogprobOptions, _process_output
 from nemo_offload_rl.mcore.logprob.linear_logprob import LinearLogprobs

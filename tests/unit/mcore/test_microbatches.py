@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.tiny import random_batch
 
-from nemo_offload_rl.mcore.batches.microbatches import (
+from nemo_offload_rl.mcore.batches import (
     pack_bins,
     packed_microbatches,
     padded_length,

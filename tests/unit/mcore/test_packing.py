@@ -1,6 +1,6 @@
 import random
 
-from nemo_offload_rl.mcore.batches.packing import modified_first_fit_decreasing
+from nemo_offload_rl.mcore.batches import modified_first_fit_decreasing
 
 
 def first_fit_decreasing(sizes, capacity):

@@ -9,7 +9,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.batches.microbatches import packed_microbatches, padded_microbatches
+from nemo_offload_rl.mcore.batches import packed_microbatches, padded_microbatches
 
 EXPERTS, TOPK, COEFFICIENT = 4, 2, 2.0
 LOSSES: dict[str, dict[str, Any]] = {

@@ -1,1 +1,0 @@
-"""Cuts a rank's batch into micro-batches and packs sequences into rows."""
