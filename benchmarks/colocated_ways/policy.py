@@ -25,7 +25,7 @@ class MarkedWorker(MegatronPolicyWorker):
     def __init__(self, config: Any, *, rank: int, local_rank: int, **arguments: Any) -> None:
         marks = Marks(f"policy-{rank}")
         marks.watch(worker_module, {name: f"policy_build, {name}" for name in _PARTS})
-        marks.watch(worker_module.parallel, {"initialize": "policy_build, parallel.initialize"})
+        marks.watch(worker_module.distributed, {"initialize": "policy_build, distributed.initialize"})
         marks.watch(ModelCheck, {"finish": "policy_build, ModelCheck.finish"})  # runs beside the others
         with marks.span("policy_build"):
             super().__init__(config, rank=rank, local_rank=local_rank, **arguments)

@@ -52,13 +52,13 @@ def model_and_optimizer(
     """
     from nemo_offload_rl.config import load
     from nemo_offload_rl.config.validate import for_machine
-    from nemo_offload_rl.mcore.distributed import parallel
+    from nemo_offload_rl.mcore import distributed
     from nemo_offload_rl.mcore.model import model_config
 
     config = load(RECIPE, list(overrides)).config
     config, _ = for_machine(config, has_gpus=torch.cuda.is_available())
     policy = dict(config["policy"]) | {"hf_config": dict(hf_config)}
-    parallel.initialize(
+    distributed.initialize(
         model_config.parallel_sizes(policy["megatron_cfg"]),
         rank=0,
         world_size=1,
@@ -72,7 +72,7 @@ def model_and_optimizer(
     try:
         yield _build(policy)
     finally:
-        parallel.destroy()
+        distributed.destroy()
 
 
 def _build(policy: Any) -> tuple[list[torch.nn.Module], Any]:

@@ -19,9 +19,9 @@ from torch import Tensor
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.mcore import distributed
 from nemo_offload_rl.mcore.batches import MicroBatch, packed_microbatches, padded_microbatches
 from nemo_offload_rl.mcore.build import as_in_files, load_weights
-from nemo_offload_rl.mcore.distributed import parallel
 from nemo_offload_rl.mcore.logprob.forward import model_logprobs
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge, have_transformer_engine
 from nemo_offload_rl.mcore.model.model_config import (
@@ -360,10 +360,10 @@ def one_rank() -> Iterator[torch.device]:
         "nccl" if on_gpu else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     try:
-        parallel.mpu.initialize_model_parallel()
-        parallel.model_parallel_cuda_manual_seed(0, te_rng_tracker=False, force_reset_rng=True)
+        distributed.mpu.initialize_model_parallel()
+        distributed.model_parallel_cuda_manual_seed(0, te_rng_tracker=False, force_reset_rng=True)
         yield device
     finally:
-        parallel.destroy()
+        distributed.destroy()
         os.environ.clear()
         os.environ.update(environment)

@@ -9,6 +9,7 @@ from nemo_offload_rl.config.megatron import megatron_field, num_interleaved
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, SequencePackingConfig, row_multiple, sequence_multiple
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.mcore import distributed
 from nemo_offload_rl.mcore.batches import (
     MicroBatch,
     pack_bins,
@@ -18,7 +19,6 @@ from nemo_offload_rl.mcore.batches import (
     with_filler,
     with_length,
 )
-from nemo_offload_rl.mcore.distributed import parallel
 from nemo_offload_rl.mcore.model.model_config import packs
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.activation_facts import LOGPROB_TOKENS, TRAIN_TOKENS
@@ -132,10 +132,12 @@ class MicroBatcher:
 
     def _common(self, values: list[int]) -> list[int]:
         """Returns the largest of the data-parallel ranks' values, one by one."""
-        if parallel.mpu.get_data_parallel_world_size() == 1:
+        if distributed.mpu.get_data_parallel_world_size() == 1:
             return values  # reading an all-reduce's result would wait for all queued GPU work
         held = torch.tensor(values, device=self._device)
-        torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX, group=parallel.mpu.get_data_parallel_group())
+        torch.distributed.all_reduce(
+            held, torch.distributed.ReduceOp.MAX, group=distributed.mpu.get_data_parallel_group()
+        )
         return held.tolist()
 
 

@@ -11,12 +11,11 @@ import torch
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.data.batch import BatchedData, LossFunction
 from nemo_offload_rl.hf_config import hf_config as read_hf_config
-from nemo_offload_rl.mcore import step
+from nemo_offload_rl.mcore import distributed, step
 from nemo_offload_rl.mcore.aux_losses import AuxLosses
 from nemo_offload_rl.mcore.build import build
 from nemo_offload_rl.mcore.compute_stream import ComputeStream
-from nemo_offload_rl.mcore.distributed import parallel
-from nemo_offload_rl.mcore.distributed.param_gather import ParamGather
+from nemo_offload_rl.mcore.distributed import ParamGather
 from nemo_offload_rl.mcore.logprob.forward import LogprobOptions
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
 from nemo_offload_rl.mcore.model.model_config import parallel_sizes
@@ -92,7 +91,7 @@ class MegatronPolicyWorker:
         offload = plan.offload
         binding = bind_to_gpu(offload.numa, local_rank=local_rank)
         captures = config["megatron_cfg"]["cuda_graph_impl"] != "none"
-        self.device = parallel.initialize(
+        self.device = distributed.initialize(
             parallel_sizes(config["megatron_cfg"]),
             rank=rank,
             world_size=world_size,
@@ -103,14 +102,14 @@ class MegatronPolicyWorker:
             te_rng_tracker=captures,
         )
         with contextlib.ExitStack() as undo:
-            undo.callback(parallel.destroy)
+            undo.callback(distributed.destroy)
             self._stream = ComputeStream(self.device, captures=captures)
             undo.callback(self._stream.close)
             self._model_fields = hf_config.to_dict()  # before the bridge changes the config
             streamed = offload.streams_optimizer_state
             self.state: Final = build(config, hf_config, seed=seed, init_optimizer=init_optimizer, streamed=streamed)
             undo.callback(self.state.close)
-            nbytes = plan.activation_bytes[parallel.mpu.get_pipeline_model_parallel_rank()]
+            nbytes = plan.activation_bytes[distributed.mpu.get_pipeline_model_parallel_rank()]
             self.offloader: Final = make_offloader(
                 self.state,
                 offload,
@@ -150,7 +149,7 @@ class MegatronPolicyWorker:
 
     def parallel_ranks(self) -> dict[str, int]:
         """Returns this rank's coordinates: dp_rank, dp_size, tp_rank, tp_size, pp_rank, pp_size."""
-        return parallel.coordinates()
+        return distributed.coordinates()
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -177,7 +176,7 @@ class MegatronPolicyWorker:
             TooManySkippedStepsError: more than policy.max_skipped_steps steps of this run were not finite.
         """
         self.prepare_for_training()
-        local = gbs // parallel.mpu.get_data_parallel_world_size() * data.group_size
+        local = gbs // distributed.mpu.get_data_parallel_world_size() * data.group_size
         if data.size == 0 or data.size % local:
             raise ValueError(
                 f"train got {data.size} rows on a rank, which is not a multiple of the {local} rows that a rank has "
@@ -414,7 +413,7 @@ class MegatronPolicyWorker:
     def shutdown(self) -> None:
         """Release all memory and leave the process groups; the worker cannot be used afterwards."""
         with preserve_first_error(), contextlib.ExitStack() as stack:  # runs from last to first, even if some raise
-            last = (parallel.destroy, self._stream.close, self.state.close, self.offloader.context.arena.close)
+            last = (distributed.destroy, self._stream.close, self.state.close, self.offloader.context.arena.close)
             for end in (
                 *last,
                 self.offloader.close,

@@ -33,7 +33,7 @@ from nemo_offload_rl.mcore.checkpoint.checkpoint import (
 from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy
 from nemo_offload_rl.mcore.checkpoint.host_snapshot import HostSnapshot
 from nemo_offload_rl.mcore.checkpoint.save_plans import SavePlanning
-from nemo_offload_rl.mcore.distributed.parallel import ParallelSizes
+from nemo_offload_rl.mcore.distributed import ParallelSizes
 from nemo_offload_rl.memory.pinned import HostMemoryError
 from nemo_offload_rl.storage.manifest import FileSum
 

@@ -31,8 +31,7 @@ from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrate
 from nemo_offload_rl.mcore.checkpoint.hyperparameters import keep_hyperparameters, require_same_schedule
 from nemo_offload_rl.mcore.checkpoint.save_plans import PlanEverySave, SavePlanning
 from nemo_offload_rl.mcore.checkpoint.saved_masters import converting, read_as_saved
-from nemo_offload_rl.mcore.distributed.parallel import ParallelSizes
-from nemo_offload_rl.mcore.distributed.together import gather
+from nemo_offload_rl.mcore.distributed import ParallelSizes, gather
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers
 from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state, torch_adams
 from nemo_offload_rl.mcore.patches.cpu_optimizer import reload_masters

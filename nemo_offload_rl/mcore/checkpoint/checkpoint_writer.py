@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_offload_rl.mcore.checkpoint.save_plans import SavePlanning
-from nemo_offload_rl.mcore.distributed.together import gather, raise_together
+from nemo_offload_rl.mcore.distributed import gather, raise_together
 from nemo_offload_rl.mcore.patches.checkpoint_writer import (
     leave_garbage_collector_alone,
     pass_results_in_process,

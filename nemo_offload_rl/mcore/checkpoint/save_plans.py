@@ -6,7 +6,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from nemo_offload_rl.mcore.distributed.together import gather
+from nemo_offload_rl.mcore.distributed import gather
 
 _CACHED = ("cached_central_plan", "cached_local_plan", "cached_global_metadata", "validated_cache_reuse")
 """Attributes in which megatron-core's strategy keeps plans from one save to the next; none of them has tensor data."""

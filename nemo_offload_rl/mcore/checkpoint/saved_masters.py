@@ -15,7 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
-from nemo_offload_rl.mcore.distributed.together import gather
+from nemo_offload_rl.mcore.distributed import gather
 from nemo_offload_rl.memory.units import MIB
 
 _REMAINDERS = torch.int16

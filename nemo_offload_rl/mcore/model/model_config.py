@@ -25,7 +25,7 @@ from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.hf_config import hf_config, trusts_remote_code
 from nemo_offload_rl.mcore import architectures
-from nemo_offload_rl.mcore.distributed.parallel import ParallelSizes
+from nemo_offload_rl.mcore.distributed import ParallelSizes
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge, have_transformer_engine
 from nemo_offload_rl.mcore.weights.export import hf_config_of
 

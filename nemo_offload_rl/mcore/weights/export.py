@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from nemo_offload_rl.hf_config import GENERATION_CONFIG_FILE
-from nemo_offload_rl.mcore.distributed.together import gather, raise_together
+from nemo_offload_rl.mcore.distributed import gather, raise_together
 from nemo_offload_rl.storage.disk import as_by_umask, sync, system_error
 
 SHARD_BYTES = 4 * 2**30

@@ -9,9 +9,8 @@ from support.tiny import random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.hf_config import hf_config
-from nemo_offload_rl.mcore import architectures
+from nemo_offload_rl.mcore import architectures, distributed
 from nemo_offload_rl.mcore.build import as_in_files, load_weights
-from nemo_offload_rl.mcore.distributed import parallel
 from nemo_offload_rl.mcore.model.model_config import make_bridge, make_provider
 from nemo_offload_rl.mcore.patches import cpu_device, rotary_frequencies
 from nemo_offload_rl.model_check.compare import compare, one_rank
@@ -218,4 +217,4 @@ def test_frequencies_are_not_put_where_others_belong():
         rotary_frequencies.replace_frequencies(
             torch.nn.ModuleDict({"rotary_pos_emb": torch.nn.Identity()}), torch.ones(4)
         )
-    assert not parallel.mpu.is_initialized()
+    assert not distributed.mpu.is_initialized()

@@ -9,7 +9,7 @@ from support.ranks import free_port, worker_of_rank
 from support.tiny import random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.distributed import parallel
+from nemo_offload_rl.mcore import distributed
 
 
 def test_a_worker_that_has_ended_leaves_no_model_behind():
@@ -30,7 +30,7 @@ def test_groups_that_cannot_all_be_made_are_left_again(make_worker, monkeypatch)
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(parallel, "model_parallel_cuda_manual_seed", no_memory)
+        patch.setattr(distributed, "model_parallel_cuda_manual_seed", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             make_worker()
     make_worker().train(random_batch(8), NLLLoss(), gbs=8, mbs=2)

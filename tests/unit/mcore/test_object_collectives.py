@@ -4,14 +4,13 @@ import pytest
 import torch
 from support.ranks import free_port, run_ranks
 
-from nemo_offload_rl.mcore.distributed import parallel
-from nemo_offload_rl.mcore.distributed.parallel import ParallelSizes
-from nemo_offload_rl.mcore.distributed.together import gather
+from nemo_offload_rl.mcore import distributed
+from nemo_offload_rl.mcore.distributed import ParallelSizes, gather
 from nemo_offload_rl.mcore.patches.object_collectives import make_group, objects_through
 
 
 def join(rank, world_size, port):
-    parallel.initialize(
+    distributed.initialize(
         ParallelSizes(tensor=1, pipeline=1, virtual_pipeline=None, expert=1, expert_tensor=1),
         rank=rank,
         world_size=world_size,
@@ -34,7 +33,7 @@ def exchange(rank, world_size, ports):
         told = ["told"] if rank == 0 else [None]
         torch.distributed.broadcast_object_list(told, src=0)
         found += [got, mine, told]
-    parallel.destroy()
+    distributed.destroy()
     return found
 
 
@@ -47,7 +46,7 @@ def test_every_collective_of_objects_gives_what_it_gives_without():
 def alone():
     join(0, 1, free_port())
     yield
-    parallel.destroy()
+    distributed.destroy()
 
 
 def fail_in_the_middle(group, another):

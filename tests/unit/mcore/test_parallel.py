@@ -11,13 +11,13 @@ def listen(rank: int, world_size: int, ports: list[int]) -> list[Any]:
     import psutil
     import torch
 
-    from nemo_offload_rl.mcore.distributed import parallel
+    from nemo_offload_rl.mcore import distributed
 
     keep_devices_apart()  # a shared device keeps listening
     seen = []
     for port in ports:
-        sizes = parallel.ParallelSizes(tensor=2, pipeline=1, virtual_pipeline=None, expert=1, expert_tensor=1)
-        parallel.initialize(
+        sizes = distributed.ParallelSizes(tensor=2, pipeline=1, virtual_pipeline=None, expert=1, expert_tensor=1)
+        distributed.initialize(
             sizes,
             rank=rank,
             world_size=world_size,
@@ -31,7 +31,7 @@ def listen(rank: int, world_size: int, ports: list[int]) -> list[Any]:
         torch.distributed.all_reduce(total)
         connections = psutil.Process().net_connections("inet")
         seen.append((total.item(), {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}))
-        parallel.destroy()
+        distributed.destroy()
         connections = psutil.Process().net_connections("inet")
         assert not [c.laddr for c in connections if c.status == psutil.CONN_LISTEN], "groups or their store are left"
     return seen

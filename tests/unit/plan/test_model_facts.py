@@ -101,10 +101,10 @@ def optimizer_bytes(optimizer: Any, model: list[Any]) -> int:
 
 
 def join(policy: dict[str, Any], rank: int, world_size: int, port: int) -> None:
-    from nemo_offload_rl.mcore.distributed import parallel
+    from nemo_offload_rl.mcore import distributed
     from nemo_offload_rl.mcore.model.model_config import parallel_sizes
 
-    parallel.initialize(
+    distributed.initialize(
         parallel_sizes(policy["megatron_cfg"]),
         rank=rank,
         world_size=world_size,
@@ -121,8 +121,8 @@ def build_and_count(layout: str, rank: int, world_size: int, port: int) -> dict[
     from megatron.core import parallel_state
 
     from nemo_offload_rl.hf_config import hf_config
+    from nemo_offload_rl.mcore import distributed
     from nemo_offload_rl.mcore.build import build
-    from nemo_offload_rl.mcore.distributed import parallel
 
     policy: Any = policy_of(layout)
     join(policy, rank, world_size, port)
@@ -139,7 +139,7 @@ def build_and_count(layout: str, rank: int, world_size: int, port: int) -> dict[
         "optimizer_bytes": optimizer_bytes(optimizer, state.model),
         "hf_config": hf_config(policy).to_dict(),
     }
-    parallel.destroy()
+    distributed.destroy()
     for kind in ("FLASH", "FUSED", "UNFUSED"):  # set by megatron-core for this model's attention, and refused by others
         os.environ.pop(f"NVTE_{kind}_ATTN", None)
     return counted

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_offload_rl.mcore.distributed import parallel
+from nemo_offload_rl.mcore import distributed
 from nemo_offload_rl.worker.batching import MicroBatcher
 from tests.support.tiny import batch_of_lengths, packed_rows, random_batch, tiny_policy
 
@@ -22,7 +22,7 @@ def test_a_worker_takes_no_number_that_is_left_open(key):
 
 def packing_batcher(monkeypatch, **packing):
     """Returns the micro-batcher of a rank without data-parallel peers, which packs rows of at most 28 tokens."""
-    monkeypatch.setattr(parallel.mpu, "get_data_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(distributed.mpu, "get_data_parallel_world_size", lambda: 1)
     policy = tiny_policy()
     sizes = {"train_mb_tokens": 28, "logprob_mb_tokens": 24, "sequence_length_round": 2}
     policy["sequence_packing"] = {"enabled": True} | sizes | packing
@@ -70,7 +70,7 @@ STAGES = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_si
 
 def batcher(monkeypatch, *, packs, group_size=None, stages=STAGES):
     """Returns the micro-batcher of a rank without data-parallel peers, with two virtual stages on each of two."""
-    monkeypatch.setattr(parallel.mpu, "get_data_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(distributed.mpu, "get_data_parallel_world_size", lambda: 1)
     policy = tiny_policy(**stages)
     policy["megatron_cfg"]["microbatch_group_size_per_vp_stage"] = group_size
     sizes = {"train_mb_tokens": 32, "logprob_mb_tokens": 64, "sequence_length_round": 2}

@@ -1,1 +1,0 @@
-"""Sets up a rank's process groups, and runs collectives over all ranks."""
