@@ -32,7 +32,7 @@ from nemo_offload_rl.mcore.patches.cpu_optimizer import build_optimizer
 from nemo_offload_rl.mcore.patches.gradient_nodes import add_gradients_on_this_stream
 from nemo_offload_rl.mcore.patches.optimizer_masters import masters_without_memory
 from nemo_offload_rl.mcore.patches.router_losses import weigh_by_tokens
-from nemo_offload_rl.mcore.weights.weight_names import check_weights
+from nemo_offload_rl.mcore.weights import check_weights
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from nemo_offload_rl.config import for_machine
 from nemo_offload_rl.config.megatron import on_one_rank
 from nemo_offload_rl.hf_config import GENERATION_CONFIG_FILE, hf_config
-from nemo_offload_rl.mcore.weights.export import HF_CONFIG_DIR
+from nemo_offload_rl.mcore.weights import HF_CONFIG_DIR
 from nemo_offload_rl.plan.planner import worker_plan
 from nemo_offload_rl.storage.disk import HF_FILES, replacing, translate_disk_full
 from nemo_offload_rl.storage.manifest import require_whole

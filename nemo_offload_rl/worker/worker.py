@@ -11,7 +11,7 @@ import torch
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.data.batch import BatchedData, LossFunction
 from nemo_offload_rl.hf_config import hf_config as read_hf_config
-from nemo_offload_rl.mcore import distributed, step
+from nemo_offload_rl.mcore import distributed, step, weights
 from nemo_offload_rl.mcore.aux_losses import AuxLosses
 from nemo_offload_rl.mcore.build import build
 from nemo_offload_rl.mcore.compute_stream import ComputeStream
@@ -21,8 +21,7 @@ from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
 from nemo_offload_rl.mcore.model.model_config import parallel_sizes
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import metrics
 from nemo_offload_rl.mcore.patches.saved_state import wait_for_reductions
-from nemo_offload_rl.mcore.weights import export
-from nemo_offload_rl.mcore.weights.hf_weights import HfWeights
+from nemo_offload_rl.mcore.weights import HfWeights
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.flops import FlopModel, flop_model_if_known
@@ -337,7 +336,7 @@ class MegatronPolicyWorker:
         """Write the policy as a Hugging Face folder (safetensors shards, configs); collective."""
         self.offload_before_refit()
         state, write = self.state, self._rank == 0
-        export.write_hf_folder(self.hf_weights(), state.bridge, state.generation_config, Path(folder), write=write)
+        weights.write_hf_folder(self.hf_weights(), state.bridge, state.generation_config, Path(folder), write=write)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

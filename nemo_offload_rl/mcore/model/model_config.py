@@ -27,7 +27,7 @@ from nemo_offload_rl.hf_config import hf_config, trusts_remote_code
 from nemo_offload_rl.mcore import architectures
 from nemo_offload_rl.mcore.distributed import ParallelSizes
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge, have_transformer_engine
-from nemo_offload_rl.mcore.weights.export import hf_config_of
+from nemo_offload_rl.mcore.weights import hf_config_of
 
 # Settings that megatron-core's local layers support.
 _WITHOUT_TRANSFORMER_ENGINE: Mapping[str, Any] = {

@@ -6,7 +6,7 @@ from support.tiny import TINY_QWEN3, logprobs_in_transformers, random_batch, tin
 from support.toy_policy import LocalTransport
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.weights import export
+from nemo_offload_rl.mcore import weights
 from nemo_offload_rl.refit.plan import TensorSpec
 
 
@@ -62,7 +62,7 @@ def test_a_refit_sends_what_was_planned_before_the_first_one(make_worker):
 
 
 def test_untied_embeddings_in_several_shards(make_worker, tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "SHARD_BYTES", 50_000)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 50_000)
     worker = make_worker(tiny_policy(TINY_QWEN3 | {"tie_word_embeddings": False}))
     worker.export_hf(str(tmp_path / "hf"))
     shards = sorted(tmp_path.glob("hf/model-*.safetensors"))

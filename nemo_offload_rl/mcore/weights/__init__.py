@@ -1,1 +1,0 @@
-"""Exports weights under Hugging Face names, and checks the names before weights are loaded."""
