@@ -1,4 +1,4 @@
-"""Runs a training step, and forward-only passes, with megatron-core's own schedules."""
+"""Runs a training step, and forward-only passes, with megatron-core's own schedules, on the stream it computes on."""
 
 import contextlib
 import dataclasses
@@ -10,19 +10,51 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts, LossFunction
 from nemo_offload_rl.mcore.batches import MicroBatch
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.logprob.forward import LogprobOptions, microbatch_logprobs, to_device
-from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL
+from nemo_offload_rl.mcore.logprob.logprob import KEEP_ALL
 from nemo_offload_rl.mcore.patches.router_losses import divided_by_trained_tokens
 from nemo_offload_rl.mcore.patches.saved_state import clear_saved_state_on_failure
-from nemo_offload_rl.mcore.router_updates import router_updates
+from nemo_offload_rl.memory.errors import preserve_first_error
+
+
+@contextlib.contextmanager
+def router_updates(model: Sequence[torch.nn.Module], config: Any) -> Iterator[Callable[[], None]]:
+    """Run a step inside; undo its updates of router biases if it fails or calls the yielded function.
+
+    The schedule itself, in `finalize_model_grads`, updates the biases by the counts of tokens per expert before it is
+    known whether the step's gradients are finite; and the next step would add to the counts of a failed schedule.
+
+    Args:
+        model: the chunks.
+        config: their TransformerConfig.
+    """
+    has_routers = config.num_moe_experts is not None  # searching for them takes the CPU a millisecond
+    modules = (module for chunk in model for module in chunk.modules()) if has_routers else ()
+    routers = [module for module in modules if isinstance(module, TopKRouter)]
+    biases = [bias for router in routers for bias in (router.expert_bias, router.qb_beta) if bias is not None]
+    before = [bias.clone() for bias in biases]
+
+    def undo() -> None:
+        for bias, value in zip(biases, before, strict=True):
+            bias.copy_(value)
+        reset_model_temporary_tensors(config, list(model))  # the counts
+
+    try:
+        yield undo
+    except BaseException:
+        with preserve_first_error():  # a failed GPU raises again
+            undo()
+        raise
 
 
 class Skip(Enum):
@@ -289,3 +321,34 @@ def forward_logprobs(
                 output, src=mpu.get_pipeline_model_parallel_last_rank(), group=mpu.get_pipeline_model_parallel_group()
             )
     return [output.cpu() for output in outputs]
+
+
+class ComputeStream:
+    """Moves a thread's work from the default stream to one of its own, if CUDA graphs will be captured.
+
+    A captured backward pass that touches the default stream fails with cudaErrorStreamCaptureInvalidated, and
+    autograd's gradient-accumulation nodes run on the stream that they were created on. megatron-core's training has a
+    stream for these nodes alone; here everything runs on one stream (docs/decisions/compute-stream.md).
+
+    Args:
+        device: the device that this rank computes on; a CPU has no streams.
+        captures: whether CUDA graphs will be captured.
+    """
+
+    def __init__(self, device: torch.device, *, captures: bool) -> None:
+        self._replaced: torch.cuda.Stream | None = None
+        if device.type != "cuda" or not captures:
+            return
+        current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+        if current == default:
+            self._replaced = default
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(default)
+            torch.cuda.set_stream(stream)
+
+    def close(self) -> None:
+        """Make the default stream current again if it was replaced; it waits for the work queued so far."""
+        if self._replaced is not None:
+            self._replaced.wait_stream(torch.cuda.current_stream(self._replaced.device))
+            torch.cuda.set_stream(self._replaced)
+            self._replaced = None

@@ -8,9 +8,8 @@ import torch
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.checkpoint import checkpoint
-from nemo_offload_rl.mcore.checkpoint.background_save import BackgroundSave, start_save
-from nemo_offload_rl.mcore.checkpoint.host_snapshot import HostSnapshot
-from nemo_offload_rl.mcore.checkpoint.save_plans import PlanEverySave, ReusePlans, SavePlanning
+from nemo_offload_rl.mcore.checkpoint.background_save import BackgroundSave, HostSnapshot, start_save
+from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import PlanEverySave, ReusePlans, SavePlanning
 from nemo_offload_rl.mcore.model.model_config import parallel_sizes
 from nemo_offload_rl.mcore.patches.object_collectives import make_group, objects_through
 from nemo_offload_rl.residency.attach import Offloader

@@ -1,7 +1,7 @@
 """Reads from the recipe the distribution that generation samples from, which the policy's log-probs must match."""
 
 from nemo_offload_rl.config.schema.policy import PolicyConfig, filters_logprobs, sampling_of
-from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL, SamplingFilter
+from nemo_offload_rl.mcore.logprob.logprob import KEEP_ALL, SamplingFilter
 
 
 def sampling_temperature(policy: PolicyConfig) -> float:

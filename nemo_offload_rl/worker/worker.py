@@ -14,13 +14,13 @@ from nemo_offload_rl.hf_config import hf_config as read_hf_config
 from nemo_offload_rl.mcore import distributed, step, weights
 from nemo_offload_rl.mcore.aux_losses import AuxLosses
 from nemo_offload_rl.mcore.build import build
-from nemo_offload_rl.mcore.compute_stream import ComputeStream
 from nemo_offload_rl.mcore.distributed import ParamGather
 from nemo_offload_rl.mcore.logprob.forward import LogprobOptions
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
 from nemo_offload_rl.mcore.model.model_config import parallel_sizes
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import metrics
 from nemo_offload_rl.mcore.patches.saved_state import wait_for_reductions
+from nemo_offload_rl.mcore.step import ComputeStream
 from nemo_offload_rl.mcore.weights import HfWeights
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.units import GIB

@@ -86,7 +86,6 @@ LAYERS = {
     "adapters": layer("memory", "residency", "placement.gpus", *LEAVES),
     "data": layer("hub", "named_datasets", *LEAVES, never="ray megatron transformer_engine"),
     "environments": layer("data", *LEAVES, never="megatron transformer_engine"),
-    "mcore.compute_stream": layer(never="ray"),
     "mcore.context_parallel": layer(never="ray"),
     "mcore.log_filters": layer(never="ray"),
     "mcore.optimizer": layer("memory", "residency", never="ray"),

@@ -27,10 +27,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
 from nemo_offload_rl.mcore.build import TrainingState
-from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy
-from nemo_offload_rl.mcore.checkpoint.hyperparameters import keep_hyperparameters, require_same_schedule
-from nemo_offload_rl.mcore.checkpoint.save_plans import PlanEverySave, SavePlanning
-from nemo_offload_rl.mcore.checkpoint.saved_masters import converting, read_as_saved
+from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy, PlanEverySave, SavePlanning
+from nemo_offload_rl.mcore.checkpoint.optimizer_loading import (
+    converting,
+    keep_hyperparameters,
+    read_as_saved,
+    require_same_schedule,
+)
 from nemo_offload_rl.mcore.distributed import ParallelSizes, gather
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers
 from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state, torch_adams

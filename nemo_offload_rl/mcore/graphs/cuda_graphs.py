@@ -23,6 +23,7 @@ from nemo_offload_rl.mcore.batches import MicroBatch
 from nemo_offload_rl.mcore.graphs.graph_capture import (
     CaptureObserver,
     FrozenShapes,
+    GraphSpeedCheck,
     NoObserver,
     addresses,
     forget_replayed_routing,
@@ -31,7 +32,6 @@ from nemo_offload_rl.mcore.graphs.graph_capture import (
     reserved_bytes,
     undone_on_failure,
 )
-from nemo_offload_rl.mcore.graphs.graph_speed_check import GraphSpeedCheck
 from nemo_offload_rl.mcore.patches.graph_inputs import captured_inputs, replay_as_before, replay_with_inputs
 from nemo_offload_rl.memory.streams import record_current_stream
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from nemo_offload_rl.mcore.batches import MicroBatch, unpack
 from nemo_offload_rl.mcore.context_parallel import gathered
 from nemo_offload_rl.mcore.logprob.linear_logprob import LinearLogprobs
-from nemo_offload_rl.mcore.logprob.logprob import next_token_logprobs, token_logprobs
-from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL, SamplingFilter
+from nemo_offload_rl.mcore.logprob.logprob import KEEP_ALL, SamplingFilter, next_token_logprobs, token_logprobs
 from nemo_offload_rl.mcore.patches import output_layer as patch
 
 

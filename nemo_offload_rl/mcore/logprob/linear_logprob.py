@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from nemo_offload_rl.mcore.logprob import logprob_kernels
-from nemo_offload_rl.mcore.logprob.logprob import filtered, scale, slices
-from nemo_offload_rl.mcore.logprob.sampling_filter import SamplingFilter
+from nemo_offload_rl.mcore.logprob.logprob import SamplingFilter, filtered, scale, slices
 from nemo_offload_rl.memory.units import round_up
 
 # A part of the vocabulary has a multiple of this many columns, which suits the GPU's matrix product.

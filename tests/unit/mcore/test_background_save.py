@@ -15,9 +15,9 @@ from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.checkpoint import background_save, checkpoint_writer, host_snapshot
+from nemo_offload_rl.mcore.checkpoint import background_save, checkpoint_writer
+from nemo_offload_rl.mcore.checkpoint.background_save import HostSnapshot
 from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy
-from nemo_offload_rl.mcore.checkpoint.host_snapshot import HostSnapshot
 from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
 from nemo_offload_rl.memory.streams import CopyStream
@@ -138,7 +138,7 @@ def load_and_train_on(worker, folder):
 
 def late_copies(monkeypatch, snapshot_s, state_s):
     """Delays the snapshot's copies, and copies of optimizer state to and from the host."""
-    copy_all = host_snapshot.copy_all
+    copy_all = background_save.copy_all
 
     def late(stream, pairs, ready):
         if stream.stream is None:
@@ -148,7 +148,7 @@ def late_copies(monkeypatch, snapshot_s, state_s):
                 torch.cuda._sleep(int(snapshot_s * 1.5e9))  # cycles
         copy_all(stream, pairs, ready)
 
-    monkeypatch.setattr(host_snapshot, "copy_all", late)
+    monkeypatch.setattr(background_save, "copy_all", late)
     if torch.cuda.is_available():
         delay_moves(monkeypatch, state_s)
         return
@@ -210,13 +210,13 @@ def test_state_that_a_step_changes_on_the_host_is_written_as_it_was(make_worker,
 @on_both
 def test_a_missing_wait_for_copies_would_show(make_worker, make_policy, tmp_path, monkeypatch):
     worker = make_worker(with_state(make_policy(), "resident"))
-    trained, copy_all = threading.Event(), host_snapshot.copy_all
+    trained, copy_all = threading.Event(), background_save.copy_all
 
     def late(*arguments):
         assert trained.wait(60)
         copy_all(*arguments)
 
-    monkeypatch.setattr(host_snapshot, "copy_all", late)
+    monkeypatch.setattr(background_save, "copy_all", late)
     monkeypatch.setattr(HostSnapshot, "wait", lambda self: None)
     want, _ = start_and_train_on(worker, tmp_path / "policy")
     trained.set()
@@ -230,7 +230,7 @@ def test_copies_are_under_way_while_it_is_planned(make_worker, make_policy, tmp_
     worker = make_worker(with_state(make_policy(), kind))
     train(worker, [0])
     planned, held = threading.Event(), []
-    space, copy_all, move = checkpoint_writer.require_free, host_snapshot.copy_all, CopyStream.copy_all
+    space, copy_all, move = checkpoint_writer.require_free, background_save.copy_all, CopyStream.copy_all
 
     def after_planning(*arguments):
         planned.set()
@@ -245,7 +245,7 @@ def test_copies_are_under_way_while_it_is_planned(make_worker, make_policy, tmp_
         return held_back
 
     monkeypatch.setattr(checkpoint_writer, "require_free", after_planning)
-    monkeypatch.setattr(host_snapshot, "copy_all", hold("snapshot", copy_all))
+    monkeypatch.setattr(background_save, "copy_all", hold("snapshot", copy_all))
     monkeypatch.setattr(CopyStream, "copy_all", hold("state", move))
     worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
     assert set(held) == ({"snapshot", "state"} if kind == "leaves" else {"snapshot"})

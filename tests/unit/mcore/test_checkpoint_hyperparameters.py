@@ -10,7 +10,7 @@ from support.phases import run_steps
 from support.tiny import tiny_policy
 
 from nemo_offload_rl.mcore.build import make_scheduler
-from nemo_offload_rl.mcore.checkpoint.hyperparameters import require_same_schedule
+from nemo_offload_rl.mcore.checkpoint.optimizer_loading import require_same_schedule
 from nemo_offload_rl.residency.streamed import host_copies
 from tests.unit.mcore import test_cpu_optimizer as on_cpu
 from tests.unit.mcore import test_streamed_state as streamed

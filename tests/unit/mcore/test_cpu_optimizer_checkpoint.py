@@ -5,7 +5,7 @@ import torch
 from support.phases import checkpoint_entries, differing, run_steps
 from torch.distributed.checkpoint import FileSystemReader
 
-from nemo_offload_rl.mcore.checkpoint.saved_masters import split_masters
+from nemo_offload_rl.mcore.checkpoint.optimizer_loading import split_masters
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers
 from nemo_offload_rl.residency.table import Phase
 from tests.unit.mcore.test_cpu_optimizer import offloading, policy_of

@@ -25,8 +25,7 @@ from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.config.megatron import check_graph_environment
 from nemo_offload_rl.mcore import step
 from nemo_offload_rl.mcore.graphs.cuda_graphs import CudaGraphs, NoCudaGraphs, StepShape, step_shape
-from nemo_offload_rl.mcore.graphs.graph_capture import FrozenShapes, NoObserver
-from nemo_offload_rl.mcore.graphs.graph_speed_check import slower_than_eager
+from nemo_offload_rl.mcore.graphs.graph_capture import FrozenShapes, NoObserver, slower_than_eager
 
 LAYERS = 4
 WARMUP_STEPS = 2

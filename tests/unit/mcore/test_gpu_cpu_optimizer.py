@@ -8,7 +8,7 @@ from support.phases import checksums, delay_moves, run_steps
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.checkpoint.saved_masters import join_masters
+from nemo_offload_rl.mcore.checkpoint.optimizer_loading import join_masters
 from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers
 from nemo_offload_rl.mcore.patches.cpu_optimizer import reload_masters

@@ -5,7 +5,7 @@ import logging
 import pytest
 from support.events import At
 
-from nemo_offload_rl.mcore.graphs.graph_speed_check import GraphSpeedCheck, slower_than_eager
+from nemo_offload_rl.mcore.graphs.graph_capture import GraphSpeedCheck, slower_than_eager
 from nemo_offload_rl.memory.streams import Event
 
 SHAPE, OTHER = (4, 2, 128), (3, 2, 128)

@@ -18,8 +18,7 @@ from nemo_offload_rl.mcore.batches import packed_microbatches, padded_microbatch
 from nemo_offload_rl.mcore.logprob import linear_logprob, logprob_kernels
 from nemo_offload_rl.mcore.logprob.forward import LogprobOptions, _process_output
 from nemo_offload_rl.mcore.logprob.linear_logprob import LinearLogprobs
-from nemo_offload_rl.mcore.logprob.logprob import token_logprobs
-from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL, SamplingFilter
+from nemo_offload_rl.mcore.logprob.logprob import KEEP_ALL, SamplingFilter, token_logprobs
 from nemo_offload_rl.mcore.patches import cpu_device
 from nemo_offload_rl.mcore.patches.output_layer import call_with, check_is_plain
 
@@ -127,7 +126,7 @@ IN_TRITONS_INTERPRETER = """
 import torch
 from nemo_offload_rl.mcore.logprob import linear_logprob
 from nemo_offload_rl.mcore.logprob import logprob_kernels
-from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL
+from nemo_offload_rl.mcore.logprob.logprob import KEEP_ALL
 
 linear_logprob._COLUMNS = 8
 logprob_kernels._STATISTICS_BLOCK = logprob_kernels._GRADIENT_BLOCK = 32

@@ -4,8 +4,7 @@ from support.ranks import run_ranks
 
 from nemo_offload_rl.generation.sampling import choose_tokens
 from nemo_offload_rl.mcore.logprob import logprob
-from nemo_offload_rl.mcore.logprob.logprob import next_token_logprobs, token_logprobs
-from nemo_offload_rl.mcore.logprob.sampling_filter import SamplingFilter
+from nemo_offload_rl.mcore.logprob.logprob import SamplingFilter, next_token_logprobs, token_logprobs
 from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 
 

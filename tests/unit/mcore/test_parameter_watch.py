@@ -5,7 +5,7 @@ import torch
 from support.tiny import random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.optimizer.parameter_watch import UnchangedParametersError
+from nemo_offload_rl.mcore.build import UnchangedParametersError
 
 
 def train(worker, count):

@@ -2,8 +2,8 @@
 
 import torch
 
-from nemo_offload_rl.mcore.checkpoint import saved_masters
-from nemo_offload_rl.mcore.checkpoint.saved_masters import join_masters, split_masters
+from nemo_offload_rl.mcore.checkpoint import optimizer_loading
+from nemo_offload_rl.mcore.checkpoint.optimizer_loading import join_masters, split_masters
 
 
 def every_upper_half():
@@ -15,7 +15,7 @@ def every_upper_half():
 
 
 def test_remainders_and_parameters_give_back_every_bit(monkeypatch):
-    monkeypatch.setattr(saved_masters, "_PIECE", 100_000)
+    monkeypatch.setattr(optimizer_loading, "_PIECE", 100_000)
     masters = every_upper_half()
     params = torch.empty(masters.shape, dtype=torch.bfloat16)
     remainders = split_masters(masters, params)
