@@ -50,7 +50,7 @@ from torch import Tensor
 from nemo_offload_rl.config.megatron import megatron_field
 from nemo_offload_rl.config.model.families import CORRECTED_FAMILIES, FAMILIES, FUSED_ACTIVATIONS, expert_layers
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
-from nemo_offload_rl.mcore.patches.rotary_frequencies import build_with_frequencies
+from nemo_offload_rl.mcore.patches.rotary import build_with_frequencies
 
 
 def set_activation(bridge: Any, config: Any, provider: Any) -> None:

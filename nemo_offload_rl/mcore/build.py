@@ -30,10 +30,12 @@ from nemo_offload_rl.mcore.model.model_config import (
 )
 from nemo_offload_rl.mcore.model.tiled_mlp import tile_mlps
 from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state
-from nemo_offload_rl.mcore.patches.cpu_optimizer import build_optimizer
-from nemo_offload_rl.mcore.patches.gradient_nodes import add_gradients_on_this_stream
-from nemo_offload_rl.mcore.patches.optimizer_masters import masters_without_memory
-from nemo_offload_rl.mcore.patches.router_losses import weigh_by_tokens
+from nemo_offload_rl.mcore.patches.layer_state import weigh_by_tokens
+from nemo_offload_rl.mcore.patches.optimizers import (
+    add_gradients_on_this_stream,
+    build_optimizer,
+    masters_without_memory,
+)
 from nemo_offload_rl.mcore.weights import check_weights
 
 _NUM_STEPS = 10

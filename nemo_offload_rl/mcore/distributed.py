@@ -17,7 +17,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from nemo_offload_rl.config.megatron import data_parallel_size
-from nemo_offload_rl.mcore.patches.process_groups import clear_globals, shut_down_groups_at_once
+from nemo_offload_rl.mcore.patches.torch_distributed import clear_globals, shut_down_groups_at_once
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.placement.network import choose_interface, rendezvous_store
 from nemo_offload_rl.storage.disk import disk_full, is_disk_full

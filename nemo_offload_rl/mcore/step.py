@@ -22,8 +22,7 @@ from nemo_offload_rl.mcore.batches import MicroBatch
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.logprob.forward import LogprobOptions, microbatch_logprobs, to_device
 from nemo_offload_rl.mcore.logprob.logprob import KEEP_ALL
-from nemo_offload_rl.mcore.patches.router_losses import divided_by_trained_tokens
-from nemo_offload_rl.mcore.patches.saved_state import clear_saved_state_on_failure
+from nemo_offload_rl.mcore.patches.layer_state import clear_saved_state_on_failure, divided_by_trained_tokens
 from nemo_offload_rl.memory.errors import preserve_first_error
 
 

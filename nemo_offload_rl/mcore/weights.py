@@ -27,7 +27,7 @@ from torch import Tensor
 
 from nemo_offload_rl.hf_config import GENERATION_CONFIG_FILE
 from nemo_offload_rl.mcore.distributed import gather, raise_together
-from nemo_offload_rl.mcore.patches.weight_export import make_exports_fast
+from nemo_offload_rl.mcore.patches.bridge import make_exports_fast
 from nemo_offload_rl.storage.disk import as_by_umask, sync, system_error
 
 SHARD_BYTES = 4 * 2**30

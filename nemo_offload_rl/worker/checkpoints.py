@@ -11,7 +11,7 @@ from nemo_offload_rl.mcore.checkpoint import checkpoint
 from nemo_offload_rl.mcore.checkpoint.background_save import BackgroundSave, HostSnapshot, start_save
 from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import PlanEverySave, ReusePlans, SavePlanning
 from nemo_offload_rl.mcore.model.model_config import parallel_sizes
-from nemo_offload_rl.mcore.patches.object_collectives import make_group, objects_through
+from nemo_offload_rl.mcore.patches.torch_distributed import make_group, objects_through
 from nemo_offload_rl.residency.attach import Offloader
 from nemo_offload_rl.residency.table import Placement, Target
 from nemo_offload_rl.storage.manifest import FileSum

@@ -6,7 +6,7 @@ from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.logprob.forward import LogprobOptions
 from nemo_offload_rl.mcore.logprob.logprob import KEEP_ALL
-from nemo_offload_rl.mcore.patches.output_layer import check_is_plain
+from nemo_offload_rl.mcore.patches.layer_state import check_is_plain
 from nemo_offload_rl.worker.sampling import sampling_filter, sampling_temperature
 
 

@@ -19,7 +19,7 @@ from nemo_offload_rl.mcore.logprob.forward import LogprobOptions
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
 from nemo_offload_rl.mcore.model.model_config import parallel_sizes
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import metrics
-from nemo_offload_rl.mcore.patches.saved_state import wait_for_reductions
+from nemo_offload_rl.mcore.patches.layer_state import wait_for_reductions
 from nemo_offload_rl.mcore.step import ComputeStream
 from nemo_offload_rl.mcore.weights import HfWeights
 from nemo_offload_rl.memory.errors import preserve_first_error

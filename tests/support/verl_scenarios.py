@@ -17,7 +17,7 @@ from megatron.core.utils import unwrap_model
 from support.phases import checkpoint_entries, delay_moves, differing
 from support.tiny_megatron import TinyMegatron, one_rank, tiny_megatron
 
-from nemo_offload_rl.mcore.patches.checkpoint_writer import pass_results_in_process
+from nemo_offload_rl.mcore.patches.torch_distributed import pass_results_in_process
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.table import Placement, Target
 

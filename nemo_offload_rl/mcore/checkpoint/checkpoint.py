@@ -37,7 +37,7 @@ from nemo_offload_rl.mcore.checkpoint.optimizer_loading import (
 from nemo_offload_rl.mcore.distributed import ParallelSizes, gather
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers
 from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state, torch_adams
-from nemo_offload_rl.mcore.patches.cpu_optimizer import reload_masters
+from nemo_offload_rl.mcore.patches.optimizers import reload_masters
 from nemo_offload_rl.mcore.weights import HF_CONFIG_DIR, hf_config_of, save_hf_config
 from nemo_offload_rl.storage.disk import write_whole
 from nemo_offload_rl.storage.manifest import CheckpointError, FileSum

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_offload_rl.mcore.distributed import gather, raise_together
-from nemo_offload_rl.mcore.patches.checkpoint_writer import (
+from nemo_offload_rl.mcore.patches.torch_distributed import (
     leave_garbage_collector_alone,
     pass_results_in_process,
     wrap_finish,

@@ -16,7 +16,7 @@ from nemo_offload_rl.mcore.batches import MicroBatch, unpack
 from nemo_offload_rl.mcore.context_parallel import gathered
 from nemo_offload_rl.mcore.logprob.linear_logprob import LinearLogprobs
 from nemo_offload_rl.mcore.logprob.logprob import KEEP_ALL, SamplingFilter, next_token_logprobs, token_logprobs
-from nemo_offload_rl.mcore.patches import output_layer as patch
+from nemo_offload_rl.mcore.patches import layer_state as patch
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nemo_offload_rl.mcore import log_filters
-from nemo_offload_rl.mcore.patches.transformer_engine_placeholder import placeholder_where_absent
+from nemo_offload_rl.mcore.patches.bridge import placeholder_where_absent
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from nemo_offload_rl.mcore.context_parallel import gathered, positions_of_ranks
-from nemo_offload_rl.mcore.patches import packed_rotary
+from nemo_offload_rl.mcore.patches import rotary
 
 
 class SdpaCoreAttention(MegatronModule):
@@ -170,7 +170,7 @@ def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlo
         config: a `GPTModelProvider`.
         vp_stage: index of the virtual pipeline stage.
     """
-    packed_rotary.install()
+    rotary.install()
     with_experts, dense = _layer_spec(config, config.num_moe_experts), _layer_spec(config, None)
     has_experts = _expert_layers(config)
     layers = [with_experts if has_experts[layer] else dense for layer in _layers_of_stage(config, vp_stage)]

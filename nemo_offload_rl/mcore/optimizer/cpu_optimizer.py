@@ -1,6 +1,6 @@
 """Steps a share of the parameters on the CPU, with their optimizer state in host memory, where it stays.
 
-`CpuOptimizer` replaces megatron-core's `HybridDeviceOptimizer` (mcore/patches/cpu_optimizer.py) and keeps its
+`CpuOptimizer` replaces megatron-core's `HybridDeviceOptimizer` (mcore/patches/optimizers.py) and keeps its
 interface. docs/optimizer-offload.md says what it does differently, and why.
 """
 

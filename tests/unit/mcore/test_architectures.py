@@ -12,7 +12,7 @@ from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore import architectures, distributed
 from nemo_offload_rl.mcore.build import as_in_files, load_weights
 from nemo_offload_rl.mcore.model.model_config import make_bridge, make_provider
-from nemo_offload_rl.mcore.patches import cpu_device, rotary_frequencies
+from nemo_offload_rl.mcore.patches import cpu_device, rotary
 from nemo_offload_rl.model_check.compare import compare, one_rank
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
@@ -214,7 +214,5 @@ def test_corrections_are_for_the_versions_that_they_were_written_for(monkeypatch
 
 def test_frequencies_are_not_put_where_others_belong():
     with pytest.raises(AssertionError, match="is not the class that this patch was written for"):
-        rotary_frequencies.replace_frequencies(
-            torch.nn.ModuleDict({"rotary_pos_emb": torch.nn.Identity()}), torch.ones(4)
-        )
+        rotary.replace_frequencies(torch.nn.ModuleDict({"rotary_pos_emb": torch.nn.Identity()}), torch.ones(4))
     assert not distributed.mpu.is_initialized()

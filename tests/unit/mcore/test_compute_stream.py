@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tiny import tiny_policy
 
-from nemo_offload_rl.mcore.patches.gradient_nodes import add_gradients_on_this_stream
+from nemo_offload_rl.mcore.patches.optimizers import add_gradients_on_this_stream
 from nemo_offload_rl.mcore.step import ComputeStream
 from nemo_offload_rl.worker import worker
 

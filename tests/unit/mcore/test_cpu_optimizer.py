@@ -13,7 +13,7 @@ from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import CpuOptimizer, cpu_optimizers, take_host_memory
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer_state import largest_within
-from nemo_offload_rl.mcore.patches.cpu_optimizer import build_optimizer, reload_masters
+from nemo_offload_rl.mcore.patches.optimizers import build_optimizer, reload_masters
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.residency.table import Target

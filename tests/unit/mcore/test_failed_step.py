@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.patches import activation_offload
-from nemo_offload_rl.mcore.patches.saved_state import clear_saved_state_on_failure
+from nemo_offload_rl.mcore.patches.layer_state import clear_saved_state_on_failure
 
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
 

@@ -11,7 +11,7 @@ from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.checkpoint.optimizer_loading import join_masters
 from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers
-from nemo_offload_rl.mcore.patches.cpu_optimizer import reload_masters
+from nemo_offload_rl.mcore.patches.optimizers import reload_masters
 from nemo_offload_rl.memory.host_pages import CudaPageLocker, PageLockError
 from nemo_offload_rl.residency.table import Target
 

@@ -10,7 +10,7 @@ from support.tiny import TINY_QWEN3, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
-from nemo_offload_rl.mcore.patches import weight_export
+from nemo_offload_rl.mcore.patches import bridge
 
 QWEN2 = TINY_QWEN3 | {"model_type": "qwen2"}
 
@@ -19,7 +19,7 @@ QWEN2 = TINY_QWEN3 | {"model_type": "qwen2"}
 def originals():
     """Returns Megatron-Bridge's functions, by name."""
     auto_bridge()
-    weight_export.make_exports_fast()
+    bridge.make_exports_fast()
     from megatron.bridge.models.conversion import param_mapping
 
     names = ("split_qkv_weights", "split_qkv_biases", "remove_non_pickleables")
@@ -34,9 +34,9 @@ def test_query_key_and_value_are_split_as_megatron_bridge_does(originals, heads,
     )
     rows = 3 * (heads * (2 if gate else 1) + groups * 2)
     for ours, original, *arguments in (
-        (weight_export.split_weights, originals["split_qkv_weights"], torch.randn(rows, 5)),
-        (weight_export.split_weights, originals["split_qkv_weights"], torch.randn(rows, 5), 5),
-        (weight_export.split_biases, originals["split_qkv_biases"], torch.randn(rows)),
+        (bridge.split_weights, originals["split_qkv_weights"], torch.randn(rows, 5)),
+        (bridge.split_weights, originals["split_qkv_weights"], torch.randn(rows, 5), 5),
+        (bridge.split_biases, originals["split_qkv_biases"], torch.randn(rows)),
     ):
         found, expected = ours(original, config, *arguments), original(config, *arguments)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -57,15 +57,15 @@ def test_a_config_is_stripped_once_and_forgotten_with_its_model(originals):
     class Config:
         pass
 
-    config, strip = Config(), functools.partial(weight_export.strip_once, originals["remove_non_pickleables"])
+    config, strip = Config(), functools.partial(bridge.strip_once, originals["remove_non_pickleables"])
     config.loss, config.width = (lambda: None), 5
-    before = len(weight_export._stripped)
+    before = len(bridge._stripped)
     stripped = strip(config)
     assert (stripped.loss, stripped.width) == (None, 5)
     assert strip(config) is stripped
     assert strip(copy.copy(config)) is not stripped
     del config
-    assert len(weight_export._stripped) == before
+    assert len(bridge._stripped) == before
 
 
 def test_a_tied_output_layer_is_the_embedding_and_takes_no_memory(make_worker):

@@ -20,7 +20,7 @@ from nemo_offload_rl.mcore.logprob.forward import LogprobOptions, _process_outpu
 from nemo_offload_rl.mcore.logprob.linear_logprob import LinearLogprobs
 from nemo_offload_rl.mcore.logprob.logprob import KEEP_ALL, SamplingFilter, token_logprobs
 from nemo_offload_rl.mcore.patches import cpu_device
-from nemo_offload_rl.mcore.patches.output_layer import call_with, check_is_plain
+from nemo_offload_rl.mcore.patches.layer_state import call_with, check_is_plain
 
 VOCABULARY, PADDED, HIDDEN = 301, 304, 16
 FILTERED = (SamplingFilter(top_k=40, top_p=0.9), KEEP_ALL)

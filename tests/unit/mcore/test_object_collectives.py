@@ -6,7 +6,7 @@ from support.ranks import free_port, run_ranks
 
 from nemo_offload_rl.mcore import distributed
 from nemo_offload_rl.mcore.distributed import ParallelSizes, gather
-from nemo_offload_rl.mcore.patches.object_collectives import make_group, objects_through
+from nemo_offload_rl.mcore.patches.torch_distributed import make_group, objects_through
 
 
 def join(rank, world_size, port):

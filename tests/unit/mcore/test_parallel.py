@@ -53,7 +53,7 @@ def end_twice(rank: int, world_size: int, ports: list[int]) -> list[float | bool
     """Returns a sum in a group of its own, and whether groups remain after both ways to destroy them."""
     import torch
 
-    from nemo_offload_rl.mcore.patches.process_groups import shut_down_groups_at_once
+    from nemo_offload_rl.mcore.patches.torch_distributed import shut_down_groups_at_once
 
     address = f"tcp://127.0.0.1:{ports[0]}"
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)

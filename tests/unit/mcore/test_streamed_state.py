@@ -13,7 +13,7 @@ from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, ran
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.patches import activation_offload
-from nemo_offload_rl.mcore.patches.optimizer_masters import masters_without_memory
+from nemo_offload_rl.mcore.patches.optimizers import masters_without_memory
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.streamed import host_copies
 from nemo_offload_rl.residency.streamed.chain import HalfUpdatedError

@@ -1,9 +1,12 @@
-"""Rotates all sequences of a packed row at once, where Transformer Engine's kernel is not installed.
+"""Changes rotary embeddings: their frequencies, and how packed rows are rotated without Transformer Engine.
 
-megatron-core then rotates one sequence after another, and the backward pass copies the gradient of the whole row for
-each of them: with 512 sequences of 10 tokens a training step took twice as long on a CPU.
+Rotates all sequences of a packed row at once, where Transformer Engine's kernel is not installed. megatron-core then
+rotates one sequence after another, and the backward pass copies the gradient of the whole row for each of them: with
+512 sequences of 10 tokens a training step took twice as long on a CPU.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,3 +44,28 @@ def _of_this_rank(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:
     """Returns the angles of this rank's positions; megatron-core makes their index in page-locked memory."""
     whole = torch.tensor([0, pos_emb.shape[seq_dim]], device=pos_emb.device)
     return pos_emb.index_select(seq_dim, positions_of_ranks(whole, cp_group.size())[cp_group.rank()])
+
+
+def build_with_frequencies(provider: Any, inverse: Tensor) -> None:
+    """Make a Megatron-Bridge provider build models with these inverse frequencies, float32 [head_dim / 2].
+
+    A provider of a subclass could not be sent to other pipeline stages, as exports do.
+    """
+    provider.provide = functools.partial(_provide, provider.provide, inverse)
+
+
+def _provide(provide: Callable[..., Any], inverse: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Build a model chunk as `provide` does, with these frequencies."""
+    model = provide(*args, **kwargs)
+    replace_frequencies(model, inverse)
+    return model
+
+
+def replace_frequencies(model: Any, inverse: Tensor) -> None:
+    """Replace the frequencies of a newly built model chunk, of any pipeline stage, which has not used its own yet."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    rotary = model.rotary_pos_emb
+    assert type(rotary) is RotaryEmbedding, f"{type(rotary)} is not the class that this patch was written for"
+    assert rotary.inv_freq.shape == inverse.shape and rotary.inv_freq.dtype == inverse.dtype
+    rotary.inv_freq = inverse.to(rotary.inv_freq.device)
