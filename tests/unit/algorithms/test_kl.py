@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from nemo_offload_rl.algorithms.kl import estimate_kl, kl_penalty
+from nemo_offload_rl.algorithms.losses import estimate_kl, kl_penalty
 
 
 @pytest.mark.parametrize(
