@@ -17,8 +17,8 @@ import torch
 
 from nemo_offload_rl.activation_offload.copies import CopyEngine, CopyHandle, Span
 from nemo_offload_rl.activation_offload.groups import Chunk, InflightOffloads
-from nemo_offload_rl.activation_offload.host_pool import HostRegions, OffloadPath, PinnedHostPool, Region
 from nemo_offload_rl.activation_offload.report import ModuleReport
+from nemo_offload_rl.activation_offload.storage import HostRegions, OffloadPath, PinnedHostPool, Region
 
 
 class CapturedRegions(HostRegions):

@@ -10,11 +10,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 from nemo_offload_rl.activation_offload.copies import CopyEngine, CopyHandle
-from nemo_offload_rl.activation_offload.host_pool import OffloadPath, Region
 from nemo_offload_rl.activation_offload.report import ModuleReport
 from nemo_offload_rl.activation_offload.schedule import Pace
 from nemo_offload_rl.activation_offload.storage import (
     InPlaceError,
+    OffloadPath,
+    Region,
     ResidentTensor,
     SavedStorage,
     changed_in_place,

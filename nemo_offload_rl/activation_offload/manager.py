@@ -37,11 +37,12 @@ from nemo_offload_rl.activation_offload.groups import (
     PendingOffload,
     Saved,
 )
-from nemo_offload_rl.activation_offload.host_pool import OffloadPath, PinnedHostPool
 from nemo_offload_rl.activation_offload.report import StepReport, Tally
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions, Profile
 from nemo_offload_rl.activation_offload.storage import (
     ExcludedStorages,
+    OffloadPath,
+    PinnedHostPool,
     SavedStorage,
     as_resident,
     may_move,

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from nemo_offload_rl.activation_offload.host_pool import ALIGNMENT_BYTES, PinnedHostPool, Region
+from nemo_offload_rl.activation_offload.storage import ALIGNMENT_BYTES, PinnedHostPool, Region
 
 PAGE = ALIGNMENT_BYTES
 

@@ -19,10 +19,9 @@ from support.marked_layers import LAYERS, MODULES, WIDTH, Model, batches, lack_o
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.activation_offload.groups import Chunk, Group, GroupListener, PackedTensor
-from nemo_offload_rl.activation_offload.host_pool import OffloadPath, PinnedHostPool
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions, Profile, choose_in_first_pass
-from nemo_offload_rl.activation_offload.storage import InPlaceError
+from nemo_offload_rl.activation_offload.storage import InPlaceError, OffloadPath, PinnedHostPool
 from nemo_offload_rl.mcore.patches import activation_offload
 
 
