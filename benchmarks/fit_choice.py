@@ -35,12 +35,11 @@ from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.machine import host_facts, rates_here
-from nemo_offload_rl.plan.activation_facts import activation_facts
+from nemo_offload_rl.plan.activations import activation_facts
 from nemo_offload_rl.plan.fit import cheapest_fit, missing_gpu_bytes
-from nemo_offload_rl.plan.flops import read_flop_model
 from nemo_offload_rl.plan.optimizer_ways import optimizer_wait_s
 from nemo_offload_rl.plan.planner import Planner
-from nemo_offload_rl.plan.step_time import optimizer_seconds, training_seconds
+from nemo_offload_rl.plan.step_time import optimizer_seconds, read_flop_model, training_seconds
 
 RECIPE = Path(__file__).parents[1] / "examples" / "configs" / "sft.yaml"
 SAMPLES_OF_ROW, ROWS = 4, 2

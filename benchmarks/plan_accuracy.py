@@ -41,12 +41,11 @@ from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.machine import rates_here
 from nemo_offload_rl.placement.rates import H200_RATES, Rates
-from nemo_offload_rl.plan.activation_facts import activation_facts
-from nemo_offload_rl.plan.flops import read_flop_model
+from nemo_offload_rl.plan.activations import activation_facts
 from nemo_offload_rl.plan.optimizer_ways import optimizer_wait_s
 from nemo_offload_rl.plan.planner import Planner
 from nemo_offload_rl.plan.row_tokens import logprob_bytes, training_bytes
-from nemo_offload_rl.plan.step_time import logprob_seconds, optimizer_seconds, training_seconds
+from nemo_offload_rl.plan.step_time import logprob_seconds, optimizer_seconds, read_flop_model, training_seconds
 from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.run.setup import fields_from
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker

@@ -20,10 +20,10 @@ from nemo_offload_rl.memory.streams import Waits
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.phases import bf16_peak_tflops
 from nemo_offload_rl.placement.machine import host_facts
-from nemo_offload_rl.plan.flops import TRAINING_PASSES
 from nemo_offload_rl.plan.host_budget import HostMemory
 from nemo_offload_rl.plan.planner import Planner
 from nemo_offload_rl.plan.row_tokens import training_bytes
+from nemo_offload_rl.plan.step_time import TRAINING_PASSES
 from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.run.setup import fields_from
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker

@@ -17,14 +17,14 @@ from nemo_offload_rl.config.rules.residency import STATE_IN_TRAIN
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import has_generation
 from nemo_offload_rl.memory.units import show_gib
-from nemo_offload_rl.plan.activation_facts import (
+from nemo_offload_rl.plan.activations import (
     AUTO,
     LOGPROB_TOKENS,
     TRAIN_TOKENS,
     RowTokensKey,
     activation_facts,
+    slab_bytes,
 )
-from nemo_offload_rl.plan.activations import slab_bytes
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.colocation import with_kv_cache_bytes, with_resident_state
 from nemo_offload_rl.plan.decisions import Machine, Resolved, check_fits, decide, without_replayed_engine
@@ -41,14 +41,13 @@ from nemo_offload_rl.plan.fit_options import (
     value_at,
     with_values,
 )
-from nemo_offload_rl.plan.flops import read_flop_model
 from nemo_offload_rl.plan.host_budget import HostBudgetError, usable_bytes
 from nemo_offload_rl.plan.optimizer_ways import Host, PlannedWay, Way, plan_way, ways
 from nemo_offload_rl.plan.plan import activation_settings
 from nemo_offload_rl.plan.planner import PlannedRun, Planner, plan_run
 from nemo_offload_rl.plan.row_tokens import MARGIN, logprob_bytes, open_keys, row_limits, training_bytes
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
-from nemo_offload_rl.plan.step_time import logprob_seconds, optimizer_seconds, training_seconds
+from nemo_offload_rl.plan.step_time import logprob_seconds, optimizer_seconds, read_flop_model, training_seconds
 from nemo_offload_rl.residency.table import Phase
 
 # `policy.activation_memory: auto` adds nothing to a recipe that fits for fewer seconds than this share of a step, since

@@ -14,7 +14,7 @@ from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.policy import has_logprob_batches
 from nemo_offload_rl.memory.units import round_up
-from nemo_offload_rl.plan.activation_facts import TRAIN_TOKENS, RowTokensKey, stated_row_tokens
+from nemo_offload_rl.plan.activations import TRAIN_TOKENS, RowTokensKey, stated_row_tokens
 from nemo_offload_rl.plan.row_tokens import row_limits
 
 CHUNKS = f"{MEGATRON}.use_fused_linear_logprobs"

@@ -19,7 +19,7 @@ from nemo_offload_rl.config.rules.parallel import (
 from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronDDPConfig, MegatronOptimizerConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.memory.units import round_up
-from nemo_offload_rl.plan import cpu_optimizer
+from nemo_offload_rl.plan import host_budget
 from nemo_offload_rl.plan.architecture import Architecture, read_architecture
 from nemo_offload_rl.residency.table import ShardFacts
 
@@ -98,8 +98,8 @@ def shard_facts(
                 num_optimizer_params=num_optimizer_params,
                 optimizer_size=optimizer_size(policy),
                 has_reference=has_reference,
-                num_cpu_optimizer_params=int(cpu_optimizer.fraction(cfg["optimizer"]) * num_optimizer_params),
-                cpu_optimizer_gpu_size=cpu_optimizer.gpu_size(policy),
+                num_cpu_optimizer_params=int(host_budget.fraction(cfg["optimizer"]) * num_optimizer_params),
+                cpu_optimizer_gpu_size=host_budget.gpu_size(policy),
             )
         )
     return tuple(stages)
@@ -139,8 +139,8 @@ def optimizer_size(policy: PolicyConfig) -> int:
     section = policy["megatron_cfg"]["optimizer"]
     has_masters = policy["precision"] == "bfloat16"
     # Parameters that the CPU optimizer leaves to the GPU have float32 state and masters, whatever the recipe says.
-    if cpu_optimizer.fraction(section):
-        return cpu_optimizer.moments_size(section) + 4 * has_masters
+    if host_budget.fraction(section):
+        return host_budget.moments_size(section) + 4 * has_masters
     if section["optimizer"] == "sgd":
         return 4 * (section["sgd_momentum"] > 0) + 4 * has_masters
     if not section["use_precision_aware_optimizer"]:
@@ -189,7 +189,7 @@ def fp32_grad_bytes(policy: PolicyConfig, facts: ShardFacts) -> int:
         return 0
     if not section["use_precision_aware_optimizer"]:
         return 4 * facts.num_optimizer_params
-    if cpu_optimizer.fraction(section):
+    if host_budget.fraction(section):
         return 4 * (facts.num_optimizer_params - facts.num_cpu_optimizer_params)
     return 0
 

@@ -11,7 +11,7 @@ from nemo_offload_rl.config.rules.residency import FOR_REFIT
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.placement.rates import H200_RATES
-from nemo_offload_rl.plan import cpu_optimizer
+from nemo_offload_rl.plan import host_budget
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory, asleep_bytes
 from nemo_offload_rl.plan.host_budget import HostMemory, usable_bytes
 from nemo_offload_rl.plan.plan import GENERATION_WEIGHTS_KEY, TWO_WAY_SHARE, RankPlan
@@ -176,7 +176,7 @@ def measured_cpu_params_per_s(steps: Sequence[Mapping[str, float | None]]) -> fl
         step_s, waited_s, copied_gib = (metrics.get(f"{_CPU_METRICS}/{name}") for name in _CPU_QUANTITIES)
         if step_s is not None and waited_s is not None and copied_gib is not None and step_s > waited_s:
             kernels_s = min(step_s - waited_s, step_s / OVERLAPPED_FACTOR)
-            speeds.append(copied_gib * GIB / cpu_optimizer.COPIED_SIZE / kernels_s)
+            speeds.append(copied_gib * GIB / host_budget.COPIED_SIZE / kernels_s)
     return statistics.median(speeds) if speeds else None
 
 
@@ -187,7 +187,7 @@ def ways(policy: PolicyConfig) -> tuple[Way, ...]:
         policy: the recipe's `policy` section, validated.
     """
     optimizer = policy["megatron_cfg"]["optimizer"]
-    fractions = sorted({0.5, 1.0, cpu_optimizer.fraction(optimizer) or 1.0})
+    fractions = sorted({0.5, 1.0, host_budget.fraction(optimizer) or 1.0})
     off = {f"{_OPTIMIZER}.optimizer_cpu_offload": "false", f"{_OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d": "false"}
     on = {
         f"{_OPTIMIZER}.optimizer_cpu_offload": "true",
@@ -339,7 +339,7 @@ def optimizer_wait_s(rank: RankPlan, link_bytes_per_s: float, cpu_params_per_s: 
 
 def _cpu_copies_s(rank: RankPlan, link_bytes_per_s: float) -> float:
     """Returns the seconds that copy gradients to the host and then parameters back, one direction after the other."""
-    return 2 * rank.facts.num_cpu_optimizer_params * cpu_optimizer.COPIED_SIZE / link_bytes_per_s
+    return 2 * rank.facts.num_cpu_optimizer_params * host_budget.COPIED_SIZE / link_bytes_per_s
 
 
 def _flags(*, refit: bool) -> dict[str, str]:

@@ -12,9 +12,14 @@ from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
 from nemo_offload_rl.placement.rates import H200_RATES, Rates
-from nemo_offload_rl.plan import cpu_optimizer
-from nemo_offload_rl.plan.activation_facts import activation_facts
-from nemo_offload_rl.plan.activations import limit_where_unknown, module_bytes, needed_slab_bytes, slab_bytes
+from nemo_offload_rl.plan import host_budget
+from nemo_offload_rl.plan.activations import (
+    activation_facts,
+    limit_where_unknown,
+    module_bytes,
+    needed_slab_bytes,
+    slab_bytes,
+)
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.generation import EngineMemory, engine_memory, free_bytes_for_refit
 from nemo_offload_rl.plan.host_budget import (
@@ -233,7 +238,7 @@ def plan_run(
     for rank, of_stage in zip(plan.ranks, activations, strict=True):
         offloaded = None if plan.activations is None else _offloaded(of_stage, plan.activations)
         fixed_bytes = {
-            **cpu_optimizer.host_bytes(policy, rank.facts),
+            **host_budget.host_bytes(policy, rank.facts),
             **_snapshot_bytes(config, rank.facts, plan.table),
             **in_host,
             **({} if offloaded is None else {ACTIVATIONS: offloaded.slab_bytes}),
@@ -406,7 +411,7 @@ def _optimizer_bytes(policy: PolicyConfig, facts: ShardFacts, table: Table) -> i
     section = policy["megatron_cfg"]["optimizer"]
     num_on_gpu = facts.num_optimizer_params - facts.num_cpu_optimizer_params
     # The CPU optimizer's state changes in the next step, wherever it is; its gradients are not saved.
-    nbytes = facts.num_cpu_optimizer_params * (_FLOAT + cpu_optimizer.moments_size(section))
+    nbytes = facts.num_cpu_optimizer_params * (_FLOAT + host_budget.moments_size(section))
     if policy["precision"] == "float32":
         nbytes += num_on_gpu * _FLOAT  # a float32 model's master weights are its parameters; a save writes both
     if _is_converted(section):
@@ -416,6 +421,6 @@ def _optimizer_bytes(policy: PolicyConfig, facts: ShardFacts, table: Table) -> i
 
 
 def _is_converted(optimizer: MegatronOptimizerConfig) -> bool:
-    if not optimizer["use_precision_aware_optimizer"] or cpu_optimizer.fraction(optimizer):
+    if not optimizer["use_precision_aware_optimizer"] or host_budget.fraction(optimizer):
         return False
     return any(megatron_field(optimizer, name) != "float32" for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))

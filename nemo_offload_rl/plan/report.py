@@ -14,9 +14,8 @@ from rich.text import Text
 from nemo_offload_rl.config.schema.policy import SequencePackingConfig
 from nemo_offload_rl.memory.units import KIB, MIB, show_gib
 from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
-from nemo_offload_rl.plan.cpu_optimizer import COPIED_SIZE
 from nemo_offload_rl.plan.generation import EngineMemory
-from nemo_offload_rl.plan.host_budget import margin_bytes
+from nemo_offload_rl.plan.host_budget import COPIED_SIZE, margin_bytes
 from nemo_offload_rl.plan.optimizer_ways import (
     OVERLAPPED_FACTOR,
     CpuSpeed,

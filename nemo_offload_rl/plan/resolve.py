@@ -12,7 +12,7 @@ from nemo_offload_rl.config import check_rules
 from nemo_offload_rl.config.megatron import split_devices
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.memory.units import show_gib
-from nemo_offload_rl.plan.activation_facts import AUTO
+from nemo_offload_rl.plan.activations import AUTO
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.decisions import Machine, Resolved, decide
 from nemo_offload_rl.plan.fit import Fit, cheapest_fit

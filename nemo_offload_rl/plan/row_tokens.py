@@ -11,8 +11,9 @@ from nemo_offload_rl.config.megatron import data_parallel_size, split_devices
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import has_logprob_batches, row_multiple, sequence_multiple
 from nemo_offload_rl.memory.units import round_up, show_gib
-from nemo_offload_rl.plan.activation_facts import (
+from nemo_offload_rl.plan.activations import (
     AUTO,
+    EXPERT_LOAD_FACTOR,
     LOGPROB_TOKENS,
     TRAIN_TOKENS,
     RowTokensKey,
@@ -20,7 +21,6 @@ from nemo_offload_rl.plan.activation_facts import (
     stated_row_tokens,
     with_tokens,
 )
-from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, engine_bytes_beside_policy
 from nemo_offload_rl.plan.host_budget import HostBudgetError

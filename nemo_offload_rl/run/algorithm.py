@@ -15,7 +15,7 @@ from nemo_offload_rl.metrics.names import memory_metrics, residency_metrics, tra
 from nemo_offload_rl.metrics.phases import bf16_peak_tflops, utilization_metrics
 from nemo_offload_rl.metrics.samples import JudgedAnswer
 from nemo_offload_rl.metrics.timer import ProfileOptions, Timer
-from nemo_offload_rl.plan.flops import TRAINING_PASSES, FlopModel
+from nemo_offload_rl.plan.step_time import TRAINING_PASSES, FlopModel
 from nemo_offload_rl.run.policy_interface import Policy
 from nemo_offload_rl.storage.manifest import FileSum, Manifest
 

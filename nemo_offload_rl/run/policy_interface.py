@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from nemo_offload_rl.data.batch import BatchedData, LossFunction
 from nemo_offload_rl.metrics.timer import ProfileOptions
-from nemo_offload_rl.plan.flops import FlopModel
+from nemo_offload_rl.plan.step_time import FlopModel
 from nemo_offload_rl.run.weight_sync import WeightSource
 from nemo_offload_rl.storage.manifest import FileSum, Manifest
 

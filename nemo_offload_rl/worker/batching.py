@@ -21,7 +21,7 @@ from nemo_offload_rl.mcore.batches import (
 )
 from nemo_offload_rl.mcore.model.model_config import packs
 from nemo_offload_rl.memory.units import round_up
-from nemo_offload_rl.plan.activation_facts import LOGPROB_TOKENS, TRAIN_TOKENS
+from nemo_offload_rl.plan.activations import LOGPROB_TOKENS, TRAIN_TOKENS
 
 
 class MicroBatcher:

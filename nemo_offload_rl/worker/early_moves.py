@@ -3,7 +3,7 @@
 from nemo_offload_rl.config.schema.policy import PolicyConfig, has_logprob_batches, sequence_multiple
 from nemo_offload_rl.mcore.model.model_config import packs
 from nemo_offload_rl.memory.units import GIB, round_up
-from nemo_offload_rl.plan.activation_facts import LOGPROB_TOKENS
+from nemo_offload_rl.plan.activations import LOGPROB_TOKENS
 from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.residency.residency import Residency
 from nemo_offload_rl.residency.table import Phase, Placement, Target

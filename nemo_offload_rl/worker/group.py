@@ -19,8 +19,8 @@ from nemo_offload_rl.metrics.memory import largest_of
 from nemo_offload_rl.metrics.timer import ProfileOptions
 from nemo_offload_rl.model_check.check import checked_model
 from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
-from nemo_offload_rl.plan.flops import FlopModel
 from nemo_offload_rl.plan.planner import WorkerPlan, worker_plan
+from nemo_offload_rl.plan.step_time import FlopModel
 from nemo_offload_rl.refit.checksum import merge_checksums
 from nemo_offload_rl.refit.interface import RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan

@@ -24,9 +24,9 @@ from nemo_offload_rl.mcore.step import ComputeStream
 from nemo_offload_rl.mcore.weights import HfWeights
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.flops import FlopModel, flop_model_if_known
 from nemo_offload_rl.plan.host_budget import ACTIVATIONS
 from nemo_offload_rl.plan.planner import WorkerPlan
+from nemo_offload_rl.plan.step_time import FlopModel, flop_model_if_known
 from nemo_offload_rl.refit.export import WeightExport
 from nemo_offload_rl.refit.interface import RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor

@@ -15,11 +15,11 @@ from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.megatron import ACTIVATION_MODULES
 from nemo_offload_rl.memory.units import GIB, MIB
-from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import (
     EXPERT_LOAD_FACTOR,
     SLAB_ALIGNMENT_BYTES,
     ActivationOptions,
+    activation_facts,
     chunks_in_flight,
     module_bytes,
     needed_slab_bytes,

@@ -13,15 +13,14 @@ from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.machine import HostFacts
 from nemo_offload_rl.placement.rates import H200_RATES
 from nemo_offload_rl.plan import fit as fitting
-from nemo_offload_rl.plan.activation_facts import activation_facts
+from nemo_offload_rl.plan.activations import activation_facts
 from nemo_offload_rl.plan.decisions import Machine, check_fits
 from nemo_offload_rl.plan.fit import Fit, cheapest_fit, missing_gpu_bytes
-from nemo_offload_rl.plan.flops import read_flop_model
 from nemo_offload_rl.plan.optimizer_ways import Host
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import Planner
 from nemo_offload_rl.plan.resolve import resolve
-from nemo_offload_rl.plan.step_time import logprob_seconds, optimizer_seconds, training_seconds
+from nemo_offload_rl.plan.step_time import logprob_seconds, optimizer_seconds, read_flop_model, training_seconds
 from tests.unit.config.conftest import CONFIGS
 
 ROOT = CONFIGS.parents[1]

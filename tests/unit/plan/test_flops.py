@@ -6,7 +6,7 @@ from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nemo_offload_rl.plan.flops import TRAINING_PASSES, attention_pairs, flop_model_if_known, read_flop_model
+from nemo_offload_rl.plan.step_time import TRAINING_PASSES, attention_pairs, flop_model_if_known, read_flop_model
 
 LENGTH = 24
 POLICY = {"precision": "float32", "megatron_cfg": {}}

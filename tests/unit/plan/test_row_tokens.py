@@ -9,7 +9,7 @@ from benchmarks.model_shapes import QWEN2_1_5B, QWEN3_30B_A3B
 from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB, MIB
-from nemo_offload_rl.plan.activation_facts import activation_facts
+from nemo_offload_rl.plan.activations import activation_facts
 from nemo_offload_rl.plan.decisions import without_replayed_engine
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import Planner

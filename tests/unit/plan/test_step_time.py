@@ -10,8 +10,7 @@ from benchmarks.model_shapes import QWEN2_1_5B, QWEN3_8B, QWEN3_EXPERTS
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.placement.rates import H200_RATES, AttentionRates, Curve
-from nemo_offload_rl.plan.activation_facts import activation_facts
-from nemo_offload_rl.plan.flops import read_flop_model
+from nemo_offload_rl.plan.activations import activation_facts
 from nemo_offload_rl.plan.optimizer_ways import optimizer_wait_s
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import plan_run
@@ -25,6 +24,7 @@ from nemo_offload_rl.plan.step_time import (
     STEP_LAUNCHES,
     logprob_seconds,
     optimizer_seconds,
+    read_flop_model,
     training_seconds,
 )
 from tests.unit.config.conftest import CONFIGS

@@ -2,7 +2,7 @@ import pytest
 from support.tiny import TINY_QWEN3
 from transformers import AutoConfig
 
-from nemo_offload_rl.plan.flops import read_flop_model
+from nemo_offload_rl.plan.step_time import read_flop_model
 from nemo_offload_rl.run.algorithm import ModelFlops
 
 
