@@ -16,11 +16,11 @@ import torch
 
 from nemo_offload_rl.memory.shared_buffer import BufferHandle, SharedBuffer, make_shared_buffer
 from nemo_offload_rl.memory.units import MIB
-from nemo_offload_rl.refit.bucket_memory import explain_refit_oom
 from nemo_offload_rl.refit.export import NullSender
-from nemo_offload_rl.refit.filling import ExportedTensors, OpenBucket, send_buckets
+from nemo_offload_rl.refit.fixed_buckets import explain_refit_oom
 from nemo_offload_rl.refit.graphs import MIN_GAIN_S, GraphSender
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
+from nemo_offload_rl.refit.loads import ExportedTensors, OpenBucket, send_buckets
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor, buffer_sizes
 from nemo_offload_rl.refit.recorder import CudaRecorder
 

@@ -10,13 +10,33 @@ from typing import overload
 
 import torch
 
+from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError
 from nemo_offload_rl.memory.shared_buffer import SharedBufferError
 from nemo_offload_rl.memory.shared_range import PeerRange, RangeHandle, SharedRange, make_shared_range
-from nemo_offload_rl.refit.bucket_memory import explain_refit_oom
-from nemo_offload_rl.refit.filling import OpenBucket
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.refit.interface import Receiver
-from nemo_offload_rl.refit.loads import Loads
+from nemo_offload_rl.refit.loads import Loads, OpenBucket
 from nemo_offload_rl.refit.plan import BucketLayout, NamedTensor, buffer_sizes
+
+
+@contextlib.contextmanager
+def explain_refit_oom(nbytes: int) -> Iterator[None]:
+    """Adds the keys to lower to an out-of-memory error of the allocation inside this context.
+
+    Args:
+        nbytes: the size of all buckets' buffers in bytes.
+
+    Raises:
+        OutOfGpuMemoryError: The GPU does not have that much memory.
+    """
+    try:
+        yield
+    except OutOfGpuMemoryError as error:
+        raise OutOfGpuMemoryError(
+            f"Cannot allocate {nbytes / GIB:.2f} GiB of GPU memory for the refit's buckets beside the policy's and "
+            "the engine's weights; lower policy.refit_buffer_size_gb or "
+            "policy.generation.vllm_cfg.gpu_memory_utilization."
+        ) from error
 
 
 @dataclass(frozen=True, eq=False)

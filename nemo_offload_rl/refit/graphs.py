@@ -15,9 +15,9 @@ import torch
 from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.refit.checksum import tensor_checksum
-from nemo_offload_rl.refit.filling import ExportedTensors, send_buckets
 from nemo_offload_rl.refit.fixed_buckets import FixedBuckets
 from nemo_offload_rl.refit.interface import Export, Receiver, RefitSender
+from nemo_offload_rl.refit.loads import ExportedTensors, send_buckets
 from nemo_offload_rl.refit.plan import BucketLayout, NamedTensor
 from nemo_offload_rl.refit.recorder import CaptureError, Recorder, Replay
 

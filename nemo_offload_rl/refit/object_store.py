@@ -11,9 +11,8 @@ import ray
 import torch
 
 from nemo_offload_rl.refit.export import NullSender
-from nemo_offload_rl.refit.filling import ExportedTensors
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
-from nemo_offload_rl.refit.loads import Loads
+from nemo_offload_rl.refit.loads import ExportedTensors, Loads
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
 
 MAX_BUCKETS_IN_FLIGHT = 2

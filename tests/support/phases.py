@@ -17,8 +17,8 @@ from nemo_offload_rl.activation_offload.copies import Span, SpanCopyStream
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.memory.gpu_range import HostRange
 from nemo_offload_rl.memory.streams import CopyStream
-from nemo_offload_rl.refit.filling import ExportedTensors
 from nemo_offload_rl.refit.graphs import _RecordedExport
+from nemo_offload_rl.refit.loads import ExportedTensors
 from nemo_offload_rl.residency.streamed.window import Window
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.residency.transfer import Mover

@@ -14,8 +14,7 @@ from support.mixed_weights import MIXED
 from support.weight_loader import WeightLoader, take
 
 from nemo_offload_rl.refit import broadcast, make_transport
-from nemo_offload_rl.refit.broadcast import BroadcastTransport, RefitTimeoutError
-from nemo_offload_rl.refit.broadcast_group import announcement
+from nemo_offload_rl.refit.broadcast import BroadcastTransport, RefitTimeoutError, announcement
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.loads import EngineLostError
