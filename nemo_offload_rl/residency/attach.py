@@ -1,6 +1,7 @@
-"""Attaches the offloader to a megatron-core model and optimizer; needs no Ray, no recipe and no worker."""
+"""Attaches the offloader to a megatron-core model and optimizer, whose uses then wait for moves under way."""
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +15,8 @@ from nemo_offload_rl.memory.gpu_range import RangeMaker, make_range
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.residency.context import DEFAULT_OPTIONS, Options, TargetContext
-from nemo_offload_rl.residency.guards import guard
 from nemo_offload_rl.residency.metrics import Meter
-from nemo_offload_rl.residency.optimizer_state import OptimizerState
+from nemo_offload_rl.residency.optimizer_state import OptimizerState, stepped_optimizers, torch_optimizers
 from nemo_offload_rl.residency.params_and_grads import Params
 from nemo_offload_rl.residency.reference_weights import ReferenceWeights
 from nemo_offload_rl.residency.residency import Residency
@@ -24,6 +24,88 @@ from nemo_offload_rl.residency.streamed.target import StreamedState
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Table, Target
 from nemo_offload_rl.residency.target import OffloadTarget
 from nemo_offload_rl.residency.targets import TARGETS
+
+Undo = Callable[[], None]
+
+_UNHOOKED_METHODS = (
+    "save_parameter_state",
+    "load_parameter_state",
+    "get_parameter_state_dp_zero",
+    "load_parameter_state_from_dp_zero",
+    "reload_model_params",
+)
+"""Methods of megatron-core's optimizers that access masters and moments without running a torch optimizer's hooks."""
+
+
+def guard(residency: Residency, model: Sequence[torch.nn.Module], optimizer: Any | None) -> list[Undo]:
+    """Make forward passes, steps, `state_dict` and `load_state_dict` require the state that they use.
+
+    A use in the wrong phase raises an error instead of an illegal memory access, zeros or NaN. Trainers save and load
+    right after the call that brings state back, which does not wait for the copies: they would overwrite values that
+    were loaded before they end.
+
+    Args:
+        residency: knows where the state is.
+        model: the model's chunks.
+        optimizer: a megatron-core or torch optimizer; None if nothing is trained.
+
+    Returns:
+        Functions that remove the guards again.
+    """
+    guards = list(_guard_model(residency, model))
+    if optimizer is not None:
+        guards += [*_guard_torch_optimizers(residency, optimizer), *_guard_methods(residency, optimizer)]
+    return guards
+
+
+def _guard_model(residency: Residency, model: Sequence[torch.nn.Module]) -> Iterator[Undo]:
+    def before_forward(*_: object) -> None:
+        residency.require(Target.PARAMS)
+
+    def before_access(*_: object) -> None:
+        residency.require_contents(Target.PARAMS)
+
+    for chunk in model:
+        yield chunk.register_forward_pre_hook(before_forward).remove
+        for module in chunk.modules():  # megatron-core's wrappers call the `state_dict` of a module in them
+            yield module.register_state_dict_pre_hook(before_access).remove
+            yield module.register_load_state_dict_pre_hook(before_access).remove
+
+
+def _guard_torch_optimizers(residency: Residency, optimizer: Any) -> Iterator[Undo]:
+    def before_step(*_: object) -> None:
+        residency.require(Target.OPTIMIZER_STATE)
+
+    def before_access(*_: object) -> None:
+        residency.require_contents(Target.OPTIMIZER_STATE)
+
+    stepped = list(stepped_optimizers(optimizer))
+    for one in stepped:
+        yield one.register_step_pre_hook(before_step).remove
+    for one in {id(one): one for one in [*stepped, *torch_optimizers(optimizer)]}.values():
+        yield one.register_state_dict_pre_hook(before_access, prepend=True).remove
+        yield one.register_load_state_dict_pre_hook(before_access, prepend=True).remove
+
+
+def _guard_methods(residency: Residency, optimizer: Any) -> Iterator[Undo]:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return
+    for part in [optimizer, *getattr(optimizer, "chained_optimizers", [])]:
+        for name in _UNHOOKED_METHODS:
+            if hasattr(part, name):
+                setattr(part, name, _requiring(residency, getattr(part, name)))
+                yield functools.partial(vars(part).pop, name, None)
+
+
+def _requiring(residency: Residency, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        residency.require_contents(Target.PARAMS)  # an fp32 parameter is its own master
+        residency.require_contents(Target.OPTIMIZER_STATE)
+        return method(*args, **kwargs)
+
+    return guarded
+
 
 logger = logging.getLogger(__name__)
 

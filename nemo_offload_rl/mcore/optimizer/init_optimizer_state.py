@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-from nemo_offload_rl.residency.new_state import make_state
-from nemo_offload_rl.residency.optimizer_state import torch_optimizers
+from nemo_offload_rl.residency.optimizer_state import make_state, torch_optimizers
 
 
 def torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:

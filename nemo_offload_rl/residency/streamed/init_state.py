@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.residency.new_state import make_state
+from nemo_offload_rl.residency.optimizer_state import make_state
 from nemo_offload_rl.residency.streamed.layout import MASTER, Field, FlatLayout
 from nemo_offload_rl.residency.streamed.masters import model_shards
 from nemo_offload_rl.residency.streamed.pieces import (
