@@ -73,7 +73,7 @@ def run_part(
     """
     from support.late_streams import LateStream
 
-    from nemo_offload_rl.residency.streamed import host_copies
+    from nemo_offload_rl.residency.streamed import window
 
     keys = (KINDS | TWO_RANKS)[kind]
     hf_config = (TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3) | {"num_hidden_layers": 2}
@@ -84,7 +84,7 @@ def run_part(
     policy["residency"] |= {"huge_pages": False, "stream_window_mib": 1, "table": keys.get("table")}
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
-            patch.setattr(host_copies, "CopyStream", LateStream)
+            patch.setattr(window, "CopyStream", LateStream)
         worker = worker_of_rank(policy, rank, world_size, port)
     torch.set_num_threads(1)
     if first:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import CpuOptimizer
-from nemo_offload_rl.residency.streamed.placeholder import placeholder
+from nemo_offload_rl.residency.streamed.init_state import placeholder
 
 logger = logging.getLogger(__name__)
 

@@ -1,14 +1,12 @@
 """Makes masters and moments in host memory, chunk by chunk through the window; the GPU never holds all of them."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.optimizer_state import make_state
-from nemo_offload_rl.residency.streamed.layout import MASTER, Field, FlatLayout
-from nemo_offload_rl.residency.streamed.masters import model_shards
 from nemo_offload_rl.residency.streamed.pieces import (
     ParameterArrays,
     PlacedPiece,
@@ -17,9 +15,61 @@ from nemo_offload_rl.residency.streamed.pieces import (
     placed_pieces,
     twin_of,
 )
-from nemo_offload_rl.residency.streamed.placeholder import has_no_memory
-from nemo_offload_rl.residency.streamed.window import Window
+from nemo_offload_rl.residency.streamed.window import MASTER, Field, FlatLayout, Window
 from nemo_offload_rl.residency.table import Target
+
+_GROUPS = (
+    ("shard_fp32_from_float16_groups", "shard_float16_groups"),  # DistributedOptimizer
+    ("fp32_from_float16_groups", "float16_groups"),  # Float16OptimizerWithFloat16Params
+)
+
+
+def model_shards(part: Any) -> dict[int, torch.Tensor]:
+    """Returns the model shard that each master is a copy of, by the master's id; empty for a plain torch optimizer.
+
+    Args:
+        part: one of megatron-core's optimizers.
+    """
+    for masters, shards in _GROUPS:
+        if hasattr(part, masters):
+            return {
+                id(master): shard
+                for group, shard_group in zip(getattr(part, masters), getattr(part, shards), strict=True)
+                for master, shard in zip(group, shard_group, strict=True)
+                if master is not None and shard is not None
+            }
+    return {}
+
+
+def disable_master_copies(part: Any) -> Callable[[], None]:
+    """Keep an optimizer of megatron-core from copying masters to the model, which the streamed step has done.
+
+    Returns:
+        A function that undoes this.
+    """
+    name = "_copy_main_params_to_model_params"
+    if not hasattr(part, name):
+        return lambda: None
+    setattr(part, name, lambda: None)
+    return lambda: vars(part).pop(name, None)
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is a placeholder, which has one element's memory for all of its elements.
+
+    One element is all that a 0-dim tensor has anyway; such a tensor is a placeholder if it is NaN.
+    """
+    has_one = tensor.untyped_storage().nbytes() == tensor.element_size() and tensor.stride() == (0,) * tensor.dim()
+    return has_one and (tensor.dim() > 0 or bool(tensor.isnan()))
+
+
+def placeholder(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Makes a tensor with the memory of only one element, for state that is on the host; floats read as NaN.
+
+    torch refuses to write to it. It has the device and shape of `like`, so that gradients can be assigned to it.
+    """
+    value = float("nan") if dtype.is_floating_point else -1
+    return torch.full((1,), value, dtype=dtype, device=like.device).as_strided(like.shape, (0,) * like.dim())
 
 
 def parameters_to_stream(

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from nemo_offload_rl.residency.streamed.layout import MASTER, Chunk, Piece
-from nemo_offload_rl.residency.streamed.window import HostArrays, Slot
+from nemo_offload_rl.residency.streamed.window import MASTER, Chunk, HostArrays, Piece, Slot
 
 
 @dataclass(frozen=True, eq=False)

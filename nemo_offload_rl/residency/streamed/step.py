@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import types
 from collections import deque
@@ -12,15 +13,172 @@ from typing import Any
 import torch
 
 from nemo_offload_rl.memory.streams import Event, record_current_stream
-from nemo_offload_rl.residency.streamed.chain import ChainStep
-from nemo_offload_rl.residency.streamed.init_state import state_or_sample
-from nemo_offload_rl.residency.streamed.layout import MASTER, Chunk
+from nemo_offload_rl.residency.flat_buffer import CorruptedTransferError
+from nemo_offload_rl.residency.streamed.init_state import placeholder, state_or_sample
 from nemo_offload_rl.residency.streamed.pieces import ParameterArrays, PieceStepper, placed_pieces
-from nemo_offload_rl.residency.streamed.placeholder import placeholder
-from nemo_offload_rl.residency.streamed.report import StepTransfer
-from nemo_offload_rl.residency.streamed.verify import ChunkSums
-from nemo_offload_rl.residency.streamed.window import NUM_SLOTS, Slot, Window
+from nemo_offload_rl.residency.streamed.window import MASTER, NUM_SLOTS, Chunk, HostArrays, Slot, Window
 from nemo_offload_rl.residency.target import ResidencyError
+
+
+class HalfUpdatedError(ResidencyError):
+    """Raised when a step ended in the middle: some of the model and its state has been updated, and some has not."""
+
+
+class ChainStep:
+    """Tracks a step through the optimizers of a chain, which share a model.
+
+    From the first update until the last optimizer is done, the model is half updated. An error is final then, even from
+    an optimizer that has not updated anything itself.
+
+    Args:
+        num_optimizers: how many optimizers take part in each step.
+    """
+
+    def __init__(self, num_optimizers: int) -> None:
+        self._num_optimizers = num_optimizers
+        self._finished: set[object] = set()
+        self._is_running = False
+        self._has_updated = False
+        self._ended: str | None = None
+
+    def run(self, optimizer: object, step: Callable[[], Any], where: Callable[[], str]) -> Any:
+        """Run one optimizer's part of the step.
+
+        Args:
+            optimizer: any hashable object that identifies it.
+            step: makes its updates, and calls its hooks.
+            where: returns how far it has come, for an error's message.
+
+        Returns:
+            The result of `step`.
+
+        Raises:
+            HalfUpdatedError: this step, or an earlier one, has ended in the middle.
+        """
+        if self._ended is not None or optimizer in self._finished:
+            self.check()
+        self._is_running = True
+        try:  # not a generator-based context manager: its frame would keep the error, and so host memory
+            return step()
+        except BaseException as error:
+            if not self._has_updated:
+                raise
+            self._ended = f"{where()}{self._of_chain()} ({type(error).__name__}: {error})"
+            if not isinstance(error, Exception):
+                raise
+            raise HalfUpdatedError(self._message()) from error
+        finally:
+            self._is_running = False
+
+    def begin_update(self) -> None:
+        """Record that the running optimizer is about to update something."""
+        self._has_updated = True
+
+    def end_update(self, optimizer: object) -> None:
+        """Record that an optimizer has made all its updates; the last one of the chain ends the step."""
+        self._finished.add(optimizer)
+        if len(self._finished) == self._num_optimizers:
+            self._finished.clear()
+            self._has_updated = False
+
+    def check(self) -> None:
+        """Check that no step has ended in the middle.
+
+        Raises:
+            HalfUpdatedError: one has.
+        """
+        if self._has_updated and not self._is_running:
+            raise HalfUpdatedError(self._message())
+
+    def _of_chain(self) -> str:
+        if self._num_optimizers == 1:
+            return ""
+        return f" of optimizer {len(self._finished) + 1} of {self._num_optimizers}"
+
+    def _message(self) -> str:
+        ended = self._ended or f"after {len(self._finished)} of {self._num_optimizers} optimizers"
+        return (
+            f"The optimizer's streamed step stopped {ended}: the model and its optimizer state are half updated. "
+            "This process cannot continue; restart from the newest checkpoint."
+        )
+
+
+class ChunkSums:
+    """Keeps the checksums of chunks that are on the host."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[HostArrays, int], torch.Tensor] = {}
+
+    def remember(self, arrays: HostArrays, chunk: Chunk, slot: Slot) -> None:
+        """Record the checksum of a chunk that is about to leave the window."""
+        self._sums[arrays, chunk.begin] = _checksum(arrays, chunk, slot)
+
+    def compare(self, arrays: HostArrays, chunk: Chunk, slot: Slot) -> None:
+        """Compare the checksum of a chunk that has come in with that of its last leaving, if any; waits for the GPU.
+
+        Raises:
+            CorruptedTransferError: they differ.
+        """
+        if (arrays, chunk.begin) in self._sums and not torch.equal(
+            self._sums[arrays, chunk.begin], _checksum(arrays, chunk, slot)
+        ):
+            raise CorruptedTransferError(
+                "The checksums of optimizer_state differ after it was copied to the host and back, in elements "
+                f"{chunk.begin} to {chunk.end} of its arrays; training cannot continue: restart from the last "
+                "checkpoint."
+            )
+
+    def clear(self) -> None:
+        """Forget all checksums: the host memory is about to be written."""
+        self._sums.clear()
+
+
+def _checksum(arrays: HostArrays, chunk: Chunk, slot: Slot) -> torch.Tensor:
+    """Sums the 8-byte words of each field of a chunk, int64 [fields] modulo 2**64, on the device."""
+    layout, length = arrays.layout, chunk.end - chunk.begin
+    fields = range(len(layout.fields))
+    return torch.stack([slot.memory[layout.in_slot(field, 0, length)].view(torch.int64).sum() for field in fields])
+
+
+@dataclasses.dataclass(eq=False)
+class StepTransfer:
+    """Measures the copies of one step, both ways; implements `residency.target.Move`.
+
+    Attributes:
+        nbytes: bytes that crossed the link, in both directions together.
+        begin: the first copy's beginning.
+        end: the last copy's end.
+        filled: the end of the last copy into the window before the step.
+        asked: the point at which the compute stream began the step.
+        updated: the point at which the compute stream had made the last update.
+    """
+
+    nbytes: int
+    begin: Event
+    end: Event
+    filled: Event
+    asked: Event
+    updated: Event
+
+    is_queued = True
+    has_failed = False
+
+    def wait(self) -> None:
+        """Does nothing: the next step's copies follow those of this step."""
+
+    def wait_on_current_stream(self) -> None:
+        """Makes later work of the current stream wait for all copies to the host."""
+        self.end.wait_on_current_stream()
+
+    def copy_seconds(self) -> float:
+        """Returns the seconds from the first byte on the link to the last, less the wait of the full window."""
+        self.end.wait()
+        return self.end.seconds_since(self.begin) - max(0.0, self.asked.seconds_since(self.filled))
+
+    def exposed_seconds(self) -> float:
+        """Returns the seconds of the step on the compute stream; the last copies out overlap with later work."""
+        self.updated.wait()
+        return max(0.0, self.updated.seconds_since(self.asked))
 
 
 class StreamedStep:

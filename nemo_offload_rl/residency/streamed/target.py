@@ -13,15 +13,15 @@ from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.residency.context import TargetContext
 from nemo_offload_rl.residency.metrics import Started
 from nemo_offload_rl.residency.optimizer_state import model_storages, optimizer_parts
-from nemo_offload_rl.residency.streamed.chain import ChainStep
-from nemo_offload_rl.residency.streamed.host_copies import HostCopies
-from nemo_offload_rl.residency.streamed.init_state import init_host_state, layouts, parameters_to_stream
-from nemo_offload_rl.residency.streamed.masters import disable_master_copies
+from nemo_offload_rl.residency.streamed.init_state import (
+    disable_master_copies,
+    init_host_state,
+    layouts,
+    parameters_to_stream,
+)
 from nemo_offload_rl.residency.streamed.pieces import ParameterArrays
-from nemo_offload_rl.residency.streamed.report import StepTransfer
-from nemo_offload_rl.residency.streamed.step import StreamedStep
-from nemo_offload_rl.residency.streamed.verify import ChunkSums
-from nemo_offload_rl.residency.streamed.window import Window, slot_bytes
+from nemo_offload_rl.residency.streamed.step import ChainStep, ChunkSums, StepTransfer, StreamedStep
+from nemo_offload_rl.residency.streamed.window import HostCopies, Window, slot_bytes
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.residency.target import Move
 from nemo_offload_rl.residency.transfer import ChunkError, Mover

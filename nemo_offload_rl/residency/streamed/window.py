@@ -1,17 +1,200 @@
-"""Provides the window: a ring of slots of GPU memory that chunks of optimizer state pass through."""
+"""Provides the window, a ring of slots of GPU memory that chunks of optimizer state pass through, and its copies.
 
-from collections.abc import Callable
+Lays out optimizer state in flat arrays of host memory, and cuts these into chunks that each fill a window's slot. There
+is one array for each kind of state (masters, exp_avg, ...), with all parameters one after another. A chunk is the same
+range of elements of every array, and so takes a few large copies, wherever it cuts a parameter.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nemo_offload_rl.memory.gpu_range import RangeMaker
-from nemo_offload_rl.memory.pinned import HostSegment
-from nemo_offload_rl.memory.streams import Event
+from nemo_offload_rl.memory.pinned import HostSegment, PinnedArena, cut_at_locks
+from nemo_offload_rl.memory.streams import CopyStream, Event, StagingRing
 from nemo_offload_rl.memory.units import MIB, round_up
-from nemo_offload_rl.residency.streamed.host_copies import HostCopies
-from nemo_offload_rl.residency.streamed.layout import Chunk, FlatLayout
 from nemo_offload_rl.residency.transfer import BackedRange
+
+ALIGNMENT = 256
+"""In elements. Parameters begin, and are cut, at multiples of it, so that kernels process each element as in the whole
+parameter: in vectors on a CPU, and with aligned loads on a GPU."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """Describes a kind of state that every parameter of a layout has."""
+
+    key: str
+    """The key in `optimizer.state[parameter]`; `MASTER` for the parameter itself."""
+    dtype: torch.dtype
+
+
+MASTER = "master"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Describes the part of a parameter that is in a chunk."""
+
+    index: int
+    """The parameter's index in the layout."""
+    start: int
+    stop: int
+    """The piece is elements `start` up to `stop` of the parameter."""
+    offset: int
+    """Where the piece begins in the chunk, in elements."""
+
+    @property
+    def length(self) -> int:
+        """Returns the number of its elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Describes a range of elements of the arrays, and the pieces of parameters in it."""
+
+    begin: int
+    end: int
+    pieces: tuple[Piece, ...]
+
+
+class FlatLayout:
+    """Locates the state of each parameter in host memory, and in a slot of the window.
+
+    Args:
+        fields: the kinds of state that each parameter has.
+        numels: number of elements of each parameter, none of them 0.
+        slot_bytes: the most bytes that a chunk may take in the window.
+
+    Raises:
+        ValueError: a slot cannot hold `ALIGNMENT` elements.
+    """
+
+    def __init__(self, fields: Sequence[Field], numels: Sequence[int], slot_bytes: int) -> None:
+        self.fields = tuple(fields)
+        self._numels = tuple(numels)
+        *starts, total = itertools.accumulate((round_up(numel, ALIGNMENT) for numel in numels), initial=0)
+        self._starts = starts
+        self._length = total
+        *offsets, self.nbytes = itertools.accumulate((field.dtype.itemsize * total for field in fields), initial=0)
+        self._offsets = offsets
+        element_bytes = sum(field.dtype.itemsize for field in fields)
+        self._chunk_length = slot_bytes // element_bytes // ALIGNMENT * ALIGNMENT
+        if not self._chunk_length:
+            raise ValueError(
+                f"A slot of {slot_bytes} bytes is too small for {ALIGNMENT} elements of {element_bytes} bytes each."
+            )
+        self.chunks = tuple(self._cut())
+
+    def in_host(self, field: int, begin: int, length: int) -> slice:
+        """Returns the byte range of host memory with `length` elements of a field's array."""
+        size = self.fields[field].dtype.itemsize
+        start = self._offsets[field] + begin * size
+        return slice(start, start + length * size)
+
+    def of_parameter(self, field: int, index: int) -> slice:
+        """Returns the byte range of host memory with a field of a parameter."""
+        return self.in_host(field, self._starts[index], self._numels[index])
+
+    def in_slot(self, field: int, begin: int, length: int) -> slice:
+        """Returns the byte range of a slot with `length` elements of a chunk's field."""
+        size = self.fields[field].dtype.itemsize
+        start = sum(other.dtype.itemsize for other in self.fields[:field]) * self._chunk_length + begin * size
+        return slice(start, start + length * size)
+
+    def _cut(self) -> Iterator[Chunk]:
+        first = 0
+        for begin in range(0, self._length, self._chunk_length):
+            end = min(begin + self._chunk_length, self._length)
+            pieces = []
+            while first < len(self._numels) and self._starts[first] + self._numels[first] <= begin:
+                first += 1
+            for index in range(first, len(self._numels)):
+                start, stop = self._starts[index], self._starts[index] + self._numels[index]
+                if start >= end:
+                    break
+                low, high = max(start, begin), min(stop, end)
+                if low < high:
+                    pieces.append(Piece(index, low - start, high - start, low - begin))
+            yield Chunk(begin, end, tuple(pieces))
+
+
+Part = tuple[slice, torch.Tensor]
+"""Bytes of a host segment, and the uint8 GPU tensor of the same size that they are copied to or from."""
+
+
+class HostCopies:
+    """Copies between the window and host memory, on a stream for each direction.
+
+    Without a GPU the calling thread makes the copies. Those of a segment that is not page-locked go through the staging
+    ring, and are done when the call returns.
+
+    Args:
+        device: the GPU.
+        arena: provides the staging buffers.
+
+    Attributes:
+        out: the stream to the host.
+        back: the stream to the GPU.
+    """
+
+    def __init__(self, device: torch.device, arena: PinnedArena) -> None:
+        self.out, self.back = CopyStream(device), CopyStream(device)
+        self._device = device
+        self._arena = arena
+        self._staging: StagingRing | None = None
+
+    def to_gpu(self, segment: HostSegment, parts: list[Part]) -> None:
+        """Queue copies of a segment's bytes into GPU memory, after the work queued on `back`."""
+        if self._is_staged(segment):
+            with self._ring(self.back) as ring:
+                for where, gpu in parts:
+                    ring.to_gpu(segment.tensor[where], gpu, self.back.stream)
+        else:
+            self.back.copy_all((gpu, host) for host, gpu in _cut(segment, parts))
+
+    def to_host(self, segment: HostSegment, parts: list[Part]) -> None:
+        """Queue copies of GPU memory into a segment's bytes, after the work queued on `out`."""
+        if self._is_staged(segment):
+            with self._ring(self.out) as ring:
+                for where, gpu in parts:
+                    ring.to_host(gpu, segment.tensor[where], self.out.stream)
+        else:
+            self.out.copy_all(_cut(segment, parts))
+
+    def close(self) -> None:
+        """Free the staging buffers; a second call does nothing."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.close()
+
+    @contextlib.contextmanager
+    def _ring(self, stream: CopyStream) -> Iterator[StagingRing]:
+        """Yields the staging ring; after a failure, waits for copies through its buffers."""
+        if self._staging is None:
+            self._staging = StagingRing(self._arena)
+        try:
+            yield self._staging
+        except BaseException:
+            stream.mark().wait()
+            raise
+
+    def _is_staged(self, segment: HostSegment) -> bool:
+        return self._device.type == "cuda" and not segment.pinned
+
+
+def _cut(segment: HostSegment, parts: list[Part]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Cuts parts into pairs of host and GPU memory that do not span two page-locked ranges."""
+    pairs = []
+    for where, gpu in parts:
+        for begin, end in cut_at_locks(where.start, where.stop - where.start):
+            pairs.append((segment.tensor[begin:end], gpu[begin - where.start : end - where.start]))
+    return pairs
+
 
 NUM_SLOTS = 4
 """One slot is copied into, one is computed on, and one is copied out of; one more keeps copies from waiting for the

@@ -21,7 +21,7 @@ from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrate
 from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
 from nemo_offload_rl.memory.streams import CopyStream
-from nemo_offload_rl.residency.streamed import host_copies
+from nemo_offload_rl.residency.streamed import window
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import read_manifest, write_manifest
@@ -183,7 +183,7 @@ def test_training_goes_on_once_all_copies_are_made_however_late_they_are(
 @pytest.mark.parametrize("way", ["streamed", 0.5, 1.0])
 def test_state_that_a_step_changes_on_the_host_is_written_as_it_was(make_worker, tmp_path, monkeypatch, gate, way):
     """With streamed state the next step waits for the files; what the CPU optimizer has (a share) is copied before."""
-    monkeypatch.setattr(host_copies, "CopyStream", LateStream)
+    monkeypatch.setattr(window, "CopyStream", LateStream)
     worker, later = make_worker(policy_of(way)), []
     train(worker, [0])
     late_copies(monkeypatch, 0.2, 0.0)

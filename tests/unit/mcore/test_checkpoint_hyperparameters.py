@@ -11,7 +11,7 @@ from support.tiny import tiny_policy
 
 from nemo_offload_rl.mcore.build import make_scheduler
 from nemo_offload_rl.mcore.checkpoint.optimizer_loading import require_same_schedule
-from nemo_offload_rl.residency.streamed import host_copies
+from nemo_offload_rl.residency.streamed import window
 from tests.unit.mcore import test_cpu_optimizer as on_cpu
 from tests.unit.mcore import test_streamed_state as streamed
 
@@ -30,7 +30,7 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def _late_copies(monkeypatch):
-    monkeypatch.setattr(host_copies, "CopyStream", LateStream)
+    monkeypatch.setattr(window, "CopyStream", LateStream)
 
 
 def changed(policy, schedule=None, **optimizer):

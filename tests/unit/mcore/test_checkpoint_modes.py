@@ -7,7 +7,7 @@ import pytest
 from support.late_streams import LateStream
 from support.phases import checkpoint_entries, differing, run_steps
 
-from nemo_offload_rl.residency.streamed import host_copies
+from nemo_offload_rl.residency.streamed import window
 from nemo_offload_rl.residency.table import Phase
 from tests.unit.mcore import test_cpu_optimizer as on_cpu
 from tests.unit.mcore import test_streamed_state as streamed
@@ -19,7 +19,7 @@ STAYS = {"offload_optimizer_for_refit": False}
 
 @pytest.fixture(autouse=True)
 def _late_copies(monkeypatch):
-    monkeypatch.setattr(host_copies, "CopyStream", LateStream)
+    monkeypatch.setattr(window, "CopyStream", LateStream)
 
 
 def policy_of(way, kind="bfloat16"):

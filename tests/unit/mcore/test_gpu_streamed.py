@@ -13,8 +13,8 @@ from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError
 from nemo_offload_rl.memory.host_pages import CudaPageLocker, PageLockError
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.residency.streamed.chain import HalfUpdatedError
-from nemo_offload_rl.residency.streamed.placeholder import has_no_memory
+from nemo_offload_rl.residency.streamed.init_state import has_no_memory
+from nemo_offload_rl.residency.streamed.step import HalfUpdatedError
 from nemo_offload_rl.residency.streamed.window import Window
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 

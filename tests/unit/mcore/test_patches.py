@@ -115,7 +115,7 @@ SIGNATURES = {
     f"{CORE}.tensor_parallel.random:_get_all_rng_states": "()",
     f"{CORE}.tensor_parallel.random:_set_all_rng_states": ("(cpu_rng_state, cuda_rng_state, cuda_rng_state_tracker)"),
     f"{CORE}.tensor_parallel.random:_fork_rng": "()",
-    # residency.streamed.masters
+    # residency.streamed.init_state
     f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params": "(self)",
     f"{CORE}.optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params": "(self)",
     # object_collectives: a group that is given by name
@@ -178,7 +178,7 @@ ATTRIBUTES = {
     f"{CORE}.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup": {
         "per_param_grad_ready_counts", "grad_reduce_handle",
     },
-    # cpu_optimizer, and residency.streamed.masters
+    # cpu_optimizer, and residency.streamed.init_state
     f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer": {
         "model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups",
     },

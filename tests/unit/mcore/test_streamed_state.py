@@ -15,9 +15,9 @@ from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.mcore.patches.optimizers import masters_without_memory
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.residency.streamed import host_copies
-from nemo_offload_rl.residency.streamed.chain import HalfUpdatedError
-from nemo_offload_rl.residency.streamed.placeholder import has_no_memory
+from nemo_offload_rl.residency.streamed import window
+from nemo_offload_rl.residency.streamed.init_state import has_no_memory
+from nemo_offload_rl.residency.streamed.step import HalfUpdatedError
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 
 STREAMED = {"train": {"optimizer_state": "streamed"}}
@@ -25,7 +25,7 @@ STREAMED = {"train": {"optimizer_state": "streamed"}}
 
 @pytest.fixture(autouse=True)
 def _late_copies(monkeypatch):
-    monkeypatch.setattr(host_copies, "CopyStream", LateStream)
+    monkeypatch.setattr(window, "CopyStream", LateStream)
 
 
 def policy_of(kind, *, streamed=True, **keys):

@@ -15,7 +15,7 @@ def run(layout: str, rank: int, world_size: int, port: int, *, streamed: bool) -
     from support.late_streams import LateStream
     from support.phases import run_steps
 
-    from nemo_offload_rl.residency.streamed import host_copies
+    from nemo_offload_rl.residency.streamed import window
     from nemo_offload_rl.residency.table import Target
 
     config = TINY_QWEN3_MOE if layout.startswith("moe") else TINY_QWEN3
@@ -24,7 +24,7 @@ def run(layout: str, rank: int, world_size: int, port: int, *, streamed: bool) -
     if streamed:
         policy["residency"]["table"] = {"train": {"optimizer_state": "streamed"}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_copies, "CopyStream", LateStream)
+        patch.setattr(window, "CopyStream", LateStream)
         worker = worker_of_rank(policy, rank, world_size, port)
     torch.set_num_threads(1)
     reports = run_steps(worker, 3, visit_phases=streamed)

@@ -11,7 +11,7 @@ from support.ranges import small_chunks
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.attach import Offloader, attach
 from nemo_offload_rl.residency.context import Options
-from nemo_offload_rl.residency.streamed import host_copies
+from nemo_offload_rl.residency.streamed import window
 from nemo_offload_rl.residency.table import STREAMED_TABLE
 
 WINDOW_BYTES = 4 * 12 * 50_000  # a job's weight, 262,144 elements, takes six chunks
@@ -20,7 +20,7 @@ WINDOW_BYTES = 4 * 12 * 50_000  # a job's weight, 262,144 elements, takes six ch
 @pytest.fixture
 def late_copies(monkeypatch) -> None:
     """Makes every copy of a streamed step as late as the waits for it allow."""
-    monkeypatch.setattr(host_copies, "CopyStream", LateStream)
+    monkeypatch.setattr(window, "CopyStream", LateStream)
 
 
 @pytest.fixture

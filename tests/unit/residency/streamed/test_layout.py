@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from nemo_offload_rl.residency.streamed.layout import ALIGNMENT, MASTER, Field, FlatLayout, Piece
+from nemo_offload_rl.residency.streamed.window import ALIGNMENT, MASTER, Field, FlatLayout, Piece
 
 FIELDS = [Field(MASTER, torch.int16), Field("exp_avg", torch.float32), Field("exp_avg_sq", torch.float32)]  # 10 bytes
 

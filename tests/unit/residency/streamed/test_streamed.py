@@ -14,9 +14,9 @@ from nemo_offload_rl.residency.attach import attach, needed_host_bytes
 from nemo_offload_rl.residency.context import Options
 from nemo_offload_rl.residency.flat_buffer import CorruptedTransferError
 from nemo_offload_rl.residency.optimizer_state import state_tensors
-from nemo_offload_rl.residency.streamed import host_copies
-from nemo_offload_rl.residency.streamed.chain import HalfUpdatedError
-from nemo_offload_rl.residency.streamed.placeholder import has_no_memory
+from nemo_offload_rl.residency.streamed import window
+from nemo_offload_rl.residency.streamed.init_state import has_no_memory
+from nemo_offload_rl.residency.streamed.step import HalfUpdatedError
 from nemo_offload_rl.residency.table import STREAMED_TABLE, Phase, Placement, Target
 from nemo_offload_rl.residency.target import NoRoomError, ResidencyError
 
@@ -151,7 +151,7 @@ def test_a_window_that_does_not_come_back_harms_nothing(streaming):
 
 def test_copies_through_staging_buffers_give_the_same_numbers(streaming, monkeypatch):
     """Copies as on a GPU whose host memory could not be page-locked."""
-    monkeypatch.setattr(host_copies.HostCopies, "_is_staged", lambda self, segment: True)
+    monkeypatch.setattr(window.HostCopies, "_is_staged", lambda self, segment: True)
     plain, job = make_job(), make_job()
     offloader = streaming(job, pinned_optimizer_state=False, verify=True)
     assert run_steps(job, 2, offloader) == run_steps(plain, 2)
@@ -187,7 +187,7 @@ def assert_refused(job, offloader, why="half updated"):
 
 @pytest.fixture
 def failing(monkeypatch):
-    monkeypatch.setattr(host_copies, "CopyStream", FailingStream)
+    monkeypatch.setattr(window, "CopyStream", FailingStream)
     yield FailingStream
     FailingStream.left = None
 

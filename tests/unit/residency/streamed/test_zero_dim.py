@@ -10,7 +10,7 @@ from torch import nn
 from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.attach import attach
-from nemo_offload_rl.residency.streamed.placeholder import has_no_memory, placeholder
+from nemo_offload_rl.residency.streamed.init_state import has_no_memory, placeholder
 from nemo_offload_rl.residency.table import STREAMED_TABLE
 
 pytestmark = pytest.mark.usefixtures("no_leak")
