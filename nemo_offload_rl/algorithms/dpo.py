@@ -16,8 +16,7 @@ from nemo_offload_rl.data.pair_batch import check_pairs, num_left_out, pair_batc
 from nemo_offload_rl.data.preferences import PreferencePair
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.metrics.timer import Timer
-from nemo_offload_rl.run.algorithm import Algorithm
-from nemo_offload_rl.run.policy_interface import Policy
+from nemo_offload_rl.run.algorithm import Algorithm, Policy
 from nemo_offload_rl.run.setup import (
     Preparation,
     check_rows,

@@ -31,9 +31,8 @@ from nemo_offload_rl.generation.interface import GenerationInterface, SamplingPa
 from nemo_offload_rl.metrics.names import memory_metrics
 from nemo_offload_rl.metrics.samples import JudgedAnswer, best_and_worst
 from nemo_offload_rl.metrics.timer import Timer
-from nemo_offload_rl.run.algorithm import Algorithm
+from nemo_offload_rl.run.algorithm import Algorithm, Policy
 from nemo_offload_rl.run.answer_sampling import check_words, make_sampling
-from nemo_offload_rl.run.policy_interface import Policy
 from nemo_offload_rl.run.setup import (
     Preparation,
     check_rows,

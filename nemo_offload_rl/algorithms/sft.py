@@ -16,8 +16,7 @@ from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.problem import Conversation
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.metrics.timer import Timer
-from nemo_offload_rl.run.algorithm import Algorithm
-from nemo_offload_rl.run.policy_interface import Policy
+from nemo_offload_rl.run.algorithm import Algorithm, Policy
 from nemo_offload_rl.run.setup import (
     Preparation,
     check_rows,

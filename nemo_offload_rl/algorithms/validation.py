@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts, LossFunction
-from nemo_offload_rl.run.policy_interface import Policy
+from nemo_offload_rl.run.algorithm import Policy
 
 
 def in_batches[Sample](samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:

@@ -199,7 +199,7 @@ class GenerationInterface(Protocol):
         """Starts to free the engine's GPU memory; `finish_generation` waits for it, and raises its errors.
 
         Returns:
-            References that `run.policy_interface.Policy.start_return` waits for.
+            References that `run.algorithm.Policy.start_return` waits for.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Makes and locks a run's folders, and writes their recipe and log. Imports neither torch nor Ray."""
+"""Makes and locks a run's folders, writes their recipe and log, and at the end the pictures and the page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,16 @@ import yaml
 from rich.console import Console
 from rich.logging import RichHandler
 
-from nemo_offload_rl.config import ValidatedRecipe, resolve_absent_keys
+from nemo_offload_rl.config import Recipe, ValidatedRecipe, resolve_absent_keys
+from nemo_offload_rl.config.problems import show_file
 from nemo_offload_rl.config.schema import MasterConfig
-from nemo_offload_rl.storage.disk import disk_full, is_disk_full, write_whole
+from nemo_offload_rl.config.source.yaml_source import as_yaml
+from nemo_offload_rl.metrics.logger import METRICS_FILE, read_metrics
+from nemo_offload_rl.metrics.page import source_version, update_facts, write_page
+from nemo_offload_rl.metrics.plot import plot_step
+from nemo_offload_rl.metrics.report import plot_training
+from nemo_offload_rl.plan.decisions import Resolved
+from nemo_offload_rl.storage.disk import disk_full, is_disk_full, translate_disk_full, write_whole
 from nemo_offload_rl.storage.lock import FolderLock
 from nemo_offload_rl.storage.manifest import UnreadableError
 
@@ -170,3 +178,58 @@ def lock_run_folder(folder: Path, console: Console) -> FolderLock:
 def _locked(folder: Path, what: str, console: Console, *, is_beside: bool = False) -> FolderLock:
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     return FolderLock(folder, what, say, is_beside=is_beside)
+
+
+def write_start(run_dir: Path, algorithm: str, recipe: Recipe, resolved: Resolved) -> None:
+    """Writes the facts of a run that begins; answers of an earlier command in the folder stay."""
+    update_facts(
+        run_dir,
+        algorithm=algorithm,
+        recipe=show_file(recipe.path),
+        settings=recipe.own_settings(),
+        config=as_yaml(dict(resolved.config)),
+        version=source_version(),
+        planned_peak_gib=resolved.peaks_gib,
+        started=_now(),
+        ended=None,
+        ending=None,
+    )
+
+
+def write_end(run_dir: Path, ending: str) -> None:
+    """Writes how a run has ended."""
+    update_facts(run_dir, ending=ending, ended=_now())
+
+
+def draw_results(run_dir: Path, algorithm: str, console: Console) -> dict[str, Path]:
+    """Draws pictures and page of a run that has done a step; returns the run's files, by what they are."""
+    places = {"metrics": run_dir / METRICS_FILE, "log": run_dir / LOG_FILE}
+    if any(name.startswith("train/") for row in read_metrics(run_dir / METRICS_FILE) for name in row):
+        drawings = {
+            "curves": partial(plot_training, run_dir, algorithm),
+            "timeline": partial(plot_step, run_dir),
+            "report": partial(write_page, run_dir),  # last: it contains the pictures
+        }
+        places |= _draw(run_dir, drawings, console)
+    return places
+
+
+def _draw(run_dir: Path, drawings: Mapping[str, Callable[[], Path]], console: Console) -> dict[str, Path]:
+    """Draws pictures and the page, and returns their files; tells the user of one that cannot be drawn."""
+    drawn = {}
+    for what, draw in drawings.items():
+        try:
+            with translate_disk_full(run_dir):
+                drawn[what] = draw()
+        except Exception as error:  # noqa: BLE001 - a run that has done its work does not fail for a picture
+            tell(console, f"The {what} could not be drawn: {error}.")
+    return drawn
+
+
+def tell(console: Console, text: str, style: str | None = None) -> None:
+    """Prints a line as it is written."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(" ", "seconds")

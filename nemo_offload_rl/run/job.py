@@ -42,15 +42,18 @@ from nemo_offload_rl.run.folder import (
     HF_FOLDER,
     PROFILE_FOLDER,
     changed_keys,
+    draw_results,
     lock_run_folder,
     logged_to,
     new_run_folder,
     read_recipe,
+    tell,
+    write_end,
     write_recipe,
+    write_start,
 )
 from nemo_offload_rl.run.interrupt import Interrupt, Progress
 from nemo_offload_rl.run.preflight import resolve_for
-from nemo_offload_rl.run.results import draw_results, tell, write_end, write_start
 from nemo_offload_rl.run.resume import (
     OnDamaged,
     branch_run_folder,

@@ -7,9 +7,8 @@ from typing import Any
 
 from nemo_offload_rl.config.megatron import on_one_rank
 from nemo_offload_rl.run.checkpoints import NoCheckpoints
-from nemo_offload_rl.run.folder import HF_FOLDER, changed_keys, read_recipe, write_recipe
+from nemo_offload_rl.run.folder import HF_FOLDER, changed_keys, read_recipe, tell, write_recipe
 from nemo_offload_rl.run.job import Job, Session
-from nemo_offload_rl.run.results import tell
 from nemo_offload_rl.run.train_loop import StopReason
 from nemo_offload_rl.storage.disk import replace_folder, unfinished
 

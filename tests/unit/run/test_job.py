@@ -28,7 +28,7 @@ from nemo_offload_rl.metrics.logger import METRICS_FILE
 from nemo_offload_rl.metrics.names import MEASUREMENTS
 from nemo_offload_rl.metrics.samples import JudgedAnswer
 from nemo_offload_rl.plan.decisions import Machine
-from nemo_offload_rl.run import results
+from nemo_offload_rl.run import folder as results
 from nemo_offload_rl.run.checkpoints import RunState
 from nemo_offload_rl.run.interrupt import Interrupt, Stopped
 from nemo_offload_rl.run.job import Ending, Job, Session
