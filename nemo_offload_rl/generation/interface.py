@@ -90,7 +90,7 @@ class GenerationOutput:
         output_ids: New tokens, including the stop token, or the whole token that completes a stop string.
         logprobs: Log-prob of each new token under the temperature-scaled distribution (temperature 1 if greedy) of the
             tokens that complete no bad word. Those of `transformers` are before top_k and top_p, those of `vllm` after
-            them; training's own log-probs follow the engine (`worker.sampling`), but for bad words.
+            them; training's own log-probs follow the engine (`worker.logprob_passes`), but for bad words.
         finish_reasons: "stop" after a stop token or a stop string, even at the limit; otherwise "length".
         num_updates: For each new token, how often its engine's weights had changed since the call began when its
             log-prob was computed; None from engines whose weights never change meanwhile.

@@ -1,13 +1,29 @@
-"""Chooses which log-probs each kind of pass of a worker computes, and how many logits at a time."""
+"""Chooses which log-probs each kind of pass of a worker computes, for the distribution that answers come from."""
 
 from dataclasses import dataclass
 
-from nemo_offload_rl.config.schema.policy import PolicyConfig
+from nemo_offload_rl.config.schema.policy import PolicyConfig, filters_logprobs, sampling_of
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.logprob.forward import LogprobOptions
-from nemo_offload_rl.mcore.logprob.logprob import KEEP_ALL
+from nemo_offload_rl.mcore.logprob.logprob import KEEP_ALL, SamplingFilter
 from nemo_offload_rl.mcore.patches.layer_state import check_is_plain
-from nemo_offload_rl.worker.sampling import sampling_filter, sampling_temperature
+
+
+def sampling_temperature(policy: PolicyConfig) -> float:
+    """Returns the sampling temperature, by which logits are divided for log-probs.
+
+    A greedy sampler (0) reports log-probs at temperature 1. Only some algorithms' policies have a generation section.
+    """
+    section = sampling_of(policy)
+    return 1.0 if section is None else section["temperature"] or 1.0
+
+
+def sampling_filter(policy: PolicyConfig) -> SamplingFilter:
+    """Returns the filter behind the sampler's log-probs; it keeps all tokens if they are reported before filtering."""
+    section = sampling_of(policy)
+    if section is None or not filters_logprobs(policy):
+        return KEEP_ALL
+    return SamplingFilter(section["top_k"], section["top_p"])
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,32 @@
-"""Sets up the residency offloader of one rank: NUMA binding, host-memory budget, pinned memory, then the offloader."""
+"""Sets up one rank's residency offloader, starts its moves early, and measures the GPU memory of each verb."""
 
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from nemo_offload_rl.config.schema.policy import PolicyConfig, has_logprob_batches, sequence_multiple
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.graphs.cuda_graphs import CudaGraphs, NoCudaGraphs, StepGraphs
 from nemo_offload_rl.mcore.graphs.graph_capture import CaptureObserver
+from nemo_offload_rl.mcore.model.model_config import packs
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers, take_host_memory
 from nemo_offload_rl.memory.numa import Binding, bind_process
 from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.memory.units import GIB, round_up
+from nemo_offload_rl.metrics.memory import gpu_allocated, memory_stats, reset_gpu_peak
 from nemo_offload_rl.placement.gpus import torch_pci_bus_id
 from nemo_offload_rl.placement.machine import HostFacts, host_facts
+from nemo_offload_rl.plan.activations import LOGPROB_TOKENS
 from nemo_offload_rl.plan.host_budget import CPU_OPTIMIZER, RankNeed, check_host_budget, usable_bytes
 from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.residency.attach import Offloader, attach, needed_host_bytes
 from nemo_offload_rl.residency.context import Options
-from nemo_offload_rl.residency.table import Target
+from nemo_offload_rl.residency.residency import Residency
+from nemo_offload_rl.residency.table import Phase, Placement, Target
 
 logger = logging.getLogger(__name__)
 
@@ -141,3 +148,105 @@ def check_ranks(
     # Use the least memory that any rank of a host sees: containers of one host may have limits of their own.
     most_first = sorted(range(len(ranks)), key=lambda rank: -usable_bytes(ranks[rank][2]))
     check_host_budget(needs, {machines[rank]: ranks[rank][2] for rank in most_first}, limit_bytes)
+
+
+_MARGIN = 1.1
+"""Memory reserved for a log-prob pass, relative to the most that any earlier pass took per token."""
+
+
+class EarlyMoves:
+    """Starts moves before the phase that needs them, if they leave enough memory for a log-prob pass.
+
+    This changes only when copies begin, not where state is once a phase has been entered.
+
+    Args:
+        residency: moves the state.
+        config: the recipe's policy section, validated.
+        plan: where everything lives in each phase.
+    """
+
+    def __init__(self, residency: Residency, config: PolicyConfig, plan: OffloadPlan) -> None:
+        self._residency = residency
+        self._refit_follows = "generation" in config
+        self._state_may_return = plan.table[Phase.LOGPROB][Target.OPTIMIZER_STATE] is Placement.UNCHANGED
+        self._most_tokens = _most_tokens(config)
+        self._gib_per_token = 0.0  # of a log-prob micro-batch; the largest of all passes so far
+
+    def after_training(self) -> None:
+        """Start to move gradients and optimizer state off the GPU, if a refit comes next."""
+        if self._refit_follows:
+            self._residency.start_leaving(Phase.REFIT)
+
+    def after_generation(self, *, logprobs: bool) -> None:
+        """Start to bring parameters back to the GPU, and optimizer state after them, as far as memory allows.
+
+        If training comes next, gradients get their memory before optimizer state is copied.
+
+        Args:
+            logprobs: whether log-prob passes come before training.
+        """
+        if logprobs:
+            self._residency.prefetch(Phase.LOGPROB)
+            self.beside_logprobs(self._most_tokens)
+        else:
+            self._residency.prefetch(Phase.TRAIN, with_dropped=True)
+
+    def beside_logprobs(self, num_tokens: int) -> None:
+        """Start to bring optimizer state back, if the GPU has memory for it and for a log-prob pass.
+
+        The memory of a pass is known once one has run; before that nothing is started.
+
+        Args:
+            num_tokens: tokens of the largest micro-batch, padding included.
+        """
+        if self._state_may_return and self._gib_per_token:
+            reserve = _MARGIN * self._gib_per_token * num_tokens
+            self._residency.prefetch(Phase.TRAIN, reserve_bytes=int(reserve * GIB))
+
+    def note_logprobs(self, num_tokens: int, gib: float) -> None:
+        """Record the GPU memory that a log-prob pass of `num_tokens` tokens took."""
+        self._gib_per_token = max(self._gib_per_token, gib / num_tokens)
+
+
+def _most_tokens(config: PolicyConfig) -> int:
+    """Returns the most tokens of a log-prob micro-batch, padding included; 0 without policy.logprob_batch_size."""
+    if not has_logprob_batches(config):
+        return 0
+    if packs(config):
+        return int(config["sequence_packing"][LOGPROB_TOKENS])
+    longest = round_up(config["max_total_sequence_length"], sequence_multiple(config))
+    return int(config["logprob_batch_size"]) * longest
+
+
+class GpuPeaks:
+    """Records the peak GPU memory of each verb's last call; records nothing without a GPU.
+
+    Args:
+        mapped_bytes: Returns the bytes that are mapped in ranges now, which torch's allocator does not count.
+    """
+
+    def __init__(self, mapped_bytes: Callable[[], int]) -> None:
+        self._mapped_bytes = mapped_bytes
+        self._peaks: dict[str, float] = {}
+        self._taken_gib: dict[str, float] = {}
+        self._peak_mapped_bytes = 0  # since the last verb began
+
+    @contextmanager
+    def of(self, verb: str) -> Iterator[None]:
+        """Measures the work inside and records it under a verb's name."""
+        reset_gpu_peak()
+        before, mapped = gpu_allocated(), self._mapped_bytes()
+        yield
+        now = gpu_allocated()
+        if before is not None and now is not None:
+            self._peak_mapped_bytes = max(mapped, self._mapped_bytes())
+            self._peaks[f"gpu_peak_{verb}_gib"] = (now.peak_bytes + self._peak_mapped_bytes) / GIB
+            self._taken_gib[verb] = (now.peak_bytes - before.nbytes) / GIB
+
+    def taken_gib(self, verb: str) -> float | None:
+        """Returns the verb's peak in GiB above what was allocated before its last call; None without a GPU."""
+        return self._taken_gib.get(verb)
+
+    def memory_stats(self) -> dict[str, float]:
+        """Returns this process's memory in GiB: now, and `gpu_peak_VERB_gib`, the peak of each verb's last call."""
+        return memory_stats(self._mapped_bytes(), self._peak_mapped_bytes) | self._peaks

@@ -35,10 +35,8 @@ from nemo_offload_rl.storage.manifest import FileSum, Manifest, find_damage
 from nemo_offload_rl.worker.activations import Activations
 from nemo_offload_rl.worker.batching import MicroBatcher
 from nemo_offload_rl.worker.checkpoints import PolicyCheckpoints
-from nemo_offload_rl.worker.early_moves import EarlyMoves
-from nemo_offload_rl.worker.gpu_peaks import GpuPeaks
 from nemo_offload_rl.worker.logprob_passes import logprob_passes
-from nemo_offload_rl.worker.offloader import bind_to_gpu, make_graphs, make_offloader
+from nemo_offload_rl.worker.offloader import EarlyMoves, GpuPeaks, bind_to_gpu, make_graphs, make_offloader
 from nemo_offload_rl.worker.rank_metrics import mean
 from nemo_offload_rl.worker.skipped_steps import SkippedSteps
 

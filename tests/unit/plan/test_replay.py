@@ -4,7 +4,7 @@ from support.machine import resolved_for
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.residency.table import Phase
-from nemo_offload_rl.worker.sampling import sampling_filter, sampling_temperature
+from nemo_offload_rl.worker.logprob_passes import sampling_filter, sampling_temperature
 
 RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"
 SAMPLING = ["policy.generation.backend=vllm", "policy.generation.temperature=0.7", "policy.generation.top_k=5"]

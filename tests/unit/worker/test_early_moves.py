@@ -4,7 +4,7 @@ import pytest
 
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
-from nemo_offload_rl.worker.early_moves import EarlyMoves
+from nemo_offload_rl.worker.offloader import EarlyMoves
 
 PADDED = {
     "logprob_batch_size": 4, "max_total_sequence_length": 30, "make_sequence_length_divisible_by": 8, "generation": {},

@@ -2,8 +2,8 @@
 
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.memory import GpuAllocated
-from nemo_offload_rl.worker import gpu_peaks
-from nemo_offload_rl.worker.gpu_peaks import GpuPeaks
+from nemo_offload_rl.worker import offloader
+from nemo_offload_rl.worker.offloader import GpuPeaks
 
 
 def test_a_verbs_peak_counts_the_most_that_was_mapped_and_what_it_took_does_not(monkeypatch):
@@ -13,8 +13,8 @@ def test_a_verbs_peak_counts_the_most_that_was_mapped_and_what_it_took_does_not(
         given.append(beside_torch)
         return {"host_rss_gib": 1.0}
 
-    monkeypatch.setattr(gpu_peaks, "memory_stats", memory_stats)
-    monkeypatch.setattr(gpu_peaks, "gpu_allocated", lambda: GpuAllocated(2 * GIB, int(peak * GIB)))
+    monkeypatch.setattr(offloader, "memory_stats", memory_stats)
+    monkeypatch.setattr(offloader, "gpu_allocated", lambda: GpuAllocated(2 * GIB, int(peak * GIB)))
     mapped = 3 * GIB
     peaks = GpuPeaks(lambda: mapped)
     assert peaks.taken_gib("train") is None
@@ -32,8 +32,8 @@ def test_a_verbs_peak_counts_the_most_that_was_mapped_and_what_it_took_does_not(
 
 
 def test_without_a_gpu_there_are_no_peaks(monkeypatch):
-    monkeypatch.setattr(gpu_peaks, "memory_stats", lambda *_: {"host_rss_gib": 1.0})
-    monkeypatch.setattr(gpu_peaks, "gpu_allocated", lambda: None)
+    monkeypatch.setattr(offloader, "memory_stats", lambda *_: {"host_rss_gib": 1.0})
+    monkeypatch.setattr(offloader, "gpu_allocated", lambda: None)
     peaks = GpuPeaks(lambda: 0)
     with peaks.of("train"):
         pass
