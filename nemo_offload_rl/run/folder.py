@@ -1,4 +1,7 @@
-"""Makes and locks a run's folders, writes their recipe and log, and at the end the pictures and the page."""
+"""Makes and locks a run's folders, writes their recipe and log, and at the end the pictures and the page.
+
+Imports neither torch nor Ray.
+"""
 
 from __future__ import annotations
 
