@@ -116,8 +116,9 @@ from nemo_offload_rl.environments.math_worker import serve
 def judge(response, answer):
     child = subprocess.Popen(["sleep", "600"])
     pathlib.Path({str(tmp_path / "pids")!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
-    os.kill(os.getppid(), signal.SIGINT)
-    time.sleep(600)
+    while True:  # Python drops a KeyboardInterrupt that comes while it collects garbage
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(5)
 
 serve(lambda: judge)
 """
