@@ -24,7 +24,7 @@ from nemo_offload_rl.run.preflight import check_environment, machine_here, machi
 from nemo_offload_rl.run.runner import EXIT_WRONG_RECIPE, run
 
 ROOT = Path(__file__).parents[3]
-DENSE = ROOT / "benchmarks" / "activation_cases" / "recipes" / "dense.yaml"
+DENSE = ROOT / "benchmarks" / "activation_cases" / "dense.yaml"
 GRPO_1_5B = ROOT / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml"
 TINY = ROOT / "examples" / "configs" / "grpo_tiny_cpu.yaml"
 MEGATRON = "policy.megatron_cfg"
