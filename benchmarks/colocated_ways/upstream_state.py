@@ -5,11 +5,12 @@ MegatronPolicyWorkerImpl) at NeMo-RL's commit 001759a9acf020907d76e61ffd27baa9c8
 """
 
 import contextlib
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
-from adapter_ways.nemo_rl_moves import move_model, move_optimizer, release
 
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.memory.pinned import PinnedArena
@@ -168,3 +169,34 @@ class UpstreamEngine:
     def close(self) -> None:
         """Does nothing: the engine holds no memory."""
         self.context.arena.close()
+
+
+def move_model(model: Sequence[Any], device: str, *, move_params: bool, move_grads: bool) -> None:
+    """Moves buffers to "cpu", which drops gradients, or to "cuda", where gradients come back as zeros.
+
+    Without a GPU parameters stay: megatron-core would ask for page-locked memory.
+    """
+    for buffer in _buffers(model):
+        move = buffer.offload_to_cpu if device == "cpu" else buffer.reload_from_cpu
+        move(move_params=move_params and torch.cuda.is_available(), move_grads=move_grads)
+
+
+def _buffers(model: Sequence[Any]) -> Iterator[Any]:
+    for chunk in model:
+        yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+
+def move_optimizer(optimizer: Any, device: str) -> None:
+    """Moves moments to "cpu" or "cuda", synchronously and through pageable memory; fp32 masters stay, as in NeMo-RL."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in part.optimizer.state.values():
+            for name, value in state.items():
+                if torch.is_tensor(value) and value.ndim:
+                    state[name] = value.to(device)
+
+
+def release() -> None:
+    """Empties the cache of torch's allocator."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

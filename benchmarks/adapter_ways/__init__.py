@@ -1,1 +1,0 @@
-"""Moves training state in the ways of several trainers, side by side."""

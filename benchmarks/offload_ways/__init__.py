@@ -1,1 +1,0 @@
-"""Implements benchmarks/optimizer_offload.py: ways to move tensors, cases to move, bars to reach."""
