@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_integrity import policy
 from model_shapes import QWEN2_1_5B, TINY_SIZES
 from one_rank import one_rank_worker
 from result_file import TableValue, print_rows, write_result
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.worker.actor import exempt_from_gc
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
@@ -62,12 +62,17 @@ class Scale:
     row_tokens: int
 
     def policy(self, state: str) -> dict[str, Any]:
-        """Returns the policy section of `checkpoint_integrity` with this model, and a state of `STATES`."""
-        of_recipe = policy(self.hf_config["num_hidden_layers"], self.hf_config["vocab_size"])
-        return of_recipe | {
+        """Returns the policy section of grpo_math_1B_megatron.yaml with this model and a state; in fp32 on a CPU."""
+        overrides = ["policy.sequence_packing.enabled=false", "policy.megatron_cfg.empty_unused_memory_level=0"]
+        on_gpu = torch.cuda.is_available()
+        if not on_gpu:
+            overrides += ["policy.precision=float32", "policy.megatron_cfg.optimizer.bf16=false"]
+        config = dict(load("examples/configs/grpo_math_1B_megatron.yaml", overrides).config)
+        config, _ = for_machine(config, has_gpus=on_gpu)
+        return dict(config["policy"]) | {
             "hf_config": dict(self.hf_config),
             "offload_optimizer_for_refit": STATES[state]["leaves"],
-            "residency": dict(of_recipe["residency"]) | {"table": STATES[state]["table"]},
+            "residency": dict(config["policy"]["residency"]) | {"table": STATES[state]["table"]},
         }
 
     def batch(self) -> BatchedData:
