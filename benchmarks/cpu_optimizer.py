@@ -7,8 +7,8 @@ directions over the time from the first copy's start to the last one's end, as a
 in both directions at once, measured in the same process. `times_streamed` is the optimizer's time divided by that of
 the streamed way. `bit_equal` compares each step's loss, gradient norm and parameters with those of the first way that
 steps the same fraction on the CPU, because the CPU kernel rounds differently. `host_mib` is page-locked memory,
-`peak_host_mib` the peak of the whole process. `plan_says` quotes `nemo-offload-rl plan` for this GPU and host. A way
-that does not fit on the GPU gets a row that says so. `--scale tiny` trains a tiny model, also without a GPU.
+`peak_host_mib` the peak of the whole process. A way that does not fit on the GPU gets
+a row that says so. `--scale tiny` trains a tiny model, also without a GPU.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,6 @@ from result_file import TableValue, print_rows, write_result
 from turns import in_turn, my_turn
 
 Row = dict[str, TableValue]
-
-
-LONG = ("refused", "plan_says")
-"""Fields of sentences, which no table has."""
 
 
 def scaled(case: Case, scale: str, steps: int | None = None) -> Case:
@@ -71,30 +67,14 @@ def _ratio(one: TableValue, other: TableValue) -> float | None:
     return round(one / other, 3)
 
 
-def ratio_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields the CPU optimizer's time for all parameters beside streaming; neither leaves state on the GPU."""
-    streamed = {row["case"]: row for row in rows if row["way"] == STREAMED}
-    for row in rows:
-        if row.get("fraction") == 1 and row.get("times_streamed") is not None:
-            beside = streamed[row["case"]]
-            yield (
-                f"{row['case']}: the optimizer's step of {row['way']} takes {row['times_streamed']} times that of "
-                f"streamed state ({row['optimizer_ms']} and {beside['optimizer_ms']} ms); peaks of GPU memory: "
-                f"{row['peak_gpu_mib']} and {beside['peak_gpu_mib']} MiB"
-            )
-
-
 def child(case: Case, way: Way, out: Path) -> None:
     """Measures in this process when it is its turn."""
     with my_turn():
         import torch
         from optimizer_ways.measure import measure
 
-        says = plan_here(case)
-
         def save(measured: tuple[Row, list[Any]]) -> None:
-            row, made = measured
-            out.write_text(json.dumps((row | says, made)))
+            out.write_text(json.dumps(measured))
 
         try:
             measure(case, way, save)
@@ -104,20 +84,6 @@ def child(case: Case, way: Way, out: Path) -> None:
         # Free the GPU memory that the error's traceback holds before the next process has its turn.
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def plan_here(case: Case) -> Row:
-    """Returns what the plan says of the case on this machine, if the case asks for it; None without a GPU."""
-    if not case.asks_plan:
-        return {}
-    import torch
-    from optimizer_ways.recipe import plan_says
-
-    from nemo_offload_rl.placement.machine import host_facts
-
-    if not torch.cuda.is_available():
-        return {"plan_says": None}
-    return {"plan_says": plan_says(case, torch.cuda.get_device_properties(0).total_memory, host_facts())}
 
 
 def in_own_process(pair: tuple[Case, str], arguments: Sequence[str]) -> tuple[Row, list[Any]]:
@@ -171,11 +137,7 @@ def main() -> None:
         by_case = [[one for one in found if one[0]["case"] == case.name] for case in cases]
         rows = [row for of_case in by_case for row in compared(of_case)]
         write_result(arguments.out, rows, append_by=("case", "way") if arguments.append else ())
-    print_rows([{name: value for name, value in row.items() if name not in LONG} for row in rows])
-    for line in dict.fromkeys(row["plan_says"] for row in rows if row.get("plan_says")):
-        print(f"plan: {line}")
-    for line in ratio_lines(rows):
-        print(line)
+    print_rows([{name: value for name, value in row.items() if name != "refused"} for row in rows])
 
 
 if __name__ == "__main__":

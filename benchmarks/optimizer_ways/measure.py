@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,22 +14,43 @@ from one_rank import one_rank_worker
 from result_file import TableValue
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.config import load
+from nemo_offload_rl.config.cpu import for_machine
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.memory.link import copy_bytes_per_s
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.memory.units import KIB, MIB
 from nemo_offload_rl.residency.table import Target
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
-from optimizer_ways.recipe import policy_of
 from optimizer_ways.ways import STREAMED, Case, Way
 
+RECIPE = Path(__file__).parents[2] / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
+# Nothing is refitted or generated: without these, host memory would be reserved for state offloaded in those phases.
+_NOTHING_LEAVES = ("policy.offload_optimizer_for_refit=false", "++policy.residency.table.generate.params=gpu")
+_NO_REFERENCE = "loss_fn.reference_policy_kl_penalty=0"
 WARM_UP = 2  # kernels are compiled, the optimizer's memory is taken
 _LINK_BYTES = 256 * MIB
-
 
 Row = dict[str, TableValue]
 Measured = tuple[Row, list[dict[str, Any]]]
 """A row, and what each step has made: loss, gradient norm and a checksum of the parameters, to be compared."""
+
+
+def policy_of(case: Case, way: Way, *, has_gpus: bool) -> dict[str, Any]:
+    """Returns the policy section of the recipe, for a machine with GPUs or without."""
+    overrides = [
+        _NO_REFERENCE,
+        f"policy.max_total_sequence_length={case.seq_length}",
+        f"policy.train_micro_batch_size={case.mbs}",
+        "policy.sequence_packing.enabled=false",
+        "policy.megatron_cfg.empty_unused_memory_level=0",
+        *case.overrides,
+        *_NOTHING_LEAVES,
+        *way.overrides,
+    ]
+    config, _ = for_machine(load(RECIPE, overrides).config, has_gpus=has_gpus)
+    policy = {key: value for key, value in config["policy"].items() if key != "generation"}
+    return policy | {"hf_config": dict(case.hf_config)}
 
 
 def measure(case: Case, way: Way, save: Callable[[Measured], None]) -> None:

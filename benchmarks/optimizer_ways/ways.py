@@ -59,7 +59,6 @@ class Case:
         overrides: of the recipe.
         environ: of the process.
         larger_mbs: larger micro-batches, which the streamed way tries one after the other until one does not fit.
-        asks_plan: whether rows have what the plan says of the case.
     """
 
     name: str
@@ -72,7 +71,6 @@ class Case:
     overrides: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
     larger_mbs: tuple[int, ...] = ()
-    asks_plan: bool = False
 
 
 _PRECISION_AWARE = "policy.megatron_cfg.optimizer.use_precision_aware_optimizer"
@@ -114,7 +112,6 @@ CASES: Mapping[str, Case] = {
             steps=3,
             overrides=_ALL_LAYERS_AGAIN,
             larger_mbs=(2, 4, 8, 16, 32, 64, 128),
-            asks_plan=True,
         ),
     )
 }
