@@ -44,8 +44,7 @@ from worker_train import interval_95, ratio_of_medians
 
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.config import load
-from nemo_offload_rl.config.cpu import for_machine
+from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.mcore.graphs.cuda_graphs import NoCudaGraphs
 from nemo_offload_rl.memory.link import measure_link

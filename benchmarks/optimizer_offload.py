@@ -25,9 +25,8 @@ from model_shapes import QWEN2_1_5B
 from ports import free_port
 from result_file import TableValue, print_rows, write_result
 
-from nemo_offload_rl.config import load
-from nemo_offload_rl.config.cpu import for_machine
-from nemo_offload_rl.mcore.distributed import parallel
+from nemo_offload_rl.config import for_machine, load
+from nemo_offload_rl.mcore import distributed
 from nemo_offload_rl.mcore.model import model_config
 from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state
 from nemo_offload_rl.memory.pinned import PinnedArena
@@ -225,7 +224,7 @@ def real_optimizer(scale: float) -> Iterator[tuple[list[torch.nn.Module], Any]]:
     config = load(RECIPE, OVERRIDES).config
     config, _ = for_machine(config, has_gpus=torch.cuda.is_available())
     policy = dict(config["policy"]) | {"hf_config": model_sizes(scale)}
-    parallel.initialize(
+    distributed.initialize(
         model_config.parallel_sizes(policy["megatron_cfg"]),
         rank=0,
         world_size=1,
@@ -239,7 +238,7 @@ def real_optimizer(scale: float) -> Iterator[tuple[list[torch.nn.Module], Any]]:
     try:
         yield _build(policy)
     finally:
-        parallel.destroy()
+        distributed.destroy()
 
 
 def _build(policy: Any) -> tuple[list[torch.nn.Module], Any]:

@@ -14,8 +14,7 @@ from one_rank import one_rank_worker
 from result_file import TableValue
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.config import load
-from nemo_offload_rl.config.cpu import for_machine
+from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.memory.link import copy_bytes_per_s
 from nemo_offload_rl.memory.pinned import PinnedArena
