@@ -16,7 +16,7 @@ import xxhash
 
 from nemo_offload_rl.storage.disk import write_whole
 
-# 16 GB/s a core, where SHA-256 has 0.7 GB/s and zlib's CRC-32 1.6 GB/s: benchmarks/checkpoint_integrity.py.
+# 16 GB/s a core, where SHA-256 has 0.7 GB/s and zlib's CRC-32 1.6 GB/s (docs/results/checkpoint_integrity.md).
 ALGORITHM = "xxh3_128"
 # Data is hashed and then written in pieces of this size, so that the write reads the piece from the CPU's cache.
 PIECE_BYTES = 1 << 18
