@@ -116,9 +116,8 @@ from nemo_offload_rl.environments.math_worker import serve
 def judge(response, answer):
     child = subprocess.Popen(["sleep", "600"])
     pathlib.Path({str(tmp_path / "pids")!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
-    while True:  # Python drops a KeyboardInterrupt that comes while it collects garbage
-        os.kill(os.getppid(), signal.SIGINT)
-        time.sleep(5)
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(600)
 
 serve(lambda: judge)
 """
