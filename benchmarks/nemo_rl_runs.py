@@ -9,16 +9,11 @@ cut, the model has the recipe's architecture with random weights, and data and t
 the sizes of the recipe's model, `small` those of a small model of its family, and `tiny` is for a trial without a GPU.
 Each row lists the overrides that were needed.
 
-With `--append` a result keeps the rows of cases that are not run now, so that several commands may run the cases, one
-after the other or at the same time (each then with its own `--work` folder). `--merge OTHER.json` takes over the rows
-of other result files and runs no case unless `--cases` names some. Memory and GPU readings count all processes on a
-GPU: runs at the same time need separate GPUs (CUDA_VISIBLE_DEVICES), or each row counts both.
+With `--append` a result keeps the rows of cases that are not run now. Memory and GPU readings count all processes on a
+GPU: runs at the same time need separate GPUs (CUDA_VISIBLE_DEVICES) and `--work` folders, or each row counts both.
 """
 
 import argparse
-import contextlib
-import fcntl
-import json
 import os
 import shlex
 import shutil
@@ -26,11 +21,10 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +42,6 @@ from nemo_offload_rl.metrics.logger import METRICS_FILE, MetricRow, read_metrics
 Row = dict[str, TableValue]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-CASES = ("grpo", "sft", "dpo", "gsm8k")
-ON_TWO_GPUS = ("context_parallel", "context_parallel_sft", "async")
-ORIGIN = ("machine", "commit", "command", "date")
-"""What a result says of itself, and each row of it, as rows of one result may come from several commands."""
-NOT_PRINTED = ("overrides", *ORIGIN)
 END_S = 60
 """Seconds that a run has to end by itself once its time is over."""
 
@@ -142,91 +131,41 @@ class Case:
     model: Mapping[str, Any] | None = None
 
 
+_GRPO = "grpo_math_1B_megatron.yaml"
+_SFT = "recipes/llm/sft-llama3.1-8b-1n8g-megatron-seqpack.yaml"
+_DPO = "recipes/llm/dpo-qwen2.5-math7b-1n8g-megatron_fused_linear_logprobs.yaml"
+_LONG_GRPO = "recipes/llm/grpo-qwen2.5-1.5B-4n8g-megatron-yarn-256k.yaml"
+_LONG_SFT = "recipes/llm/sft-qwen3-0.6B-1n8g-megatron-yarn-128k.yaml"
+_ASYNC = "recipes/llm/performance/grpo-llama3.1-8b-instruct-2n8g-async-1off.yaml"
+CASES: Mapping[str, Case] = {
+    case.name: case
+    for case in (
+        Case("grpo", _GRPO, 3, GPU_READINGS),
+        Case("sft", _SFT, 10),
+        Case("dpo", _DPO, 10),
+        Case("gsm8k", _GRPO, 20, WORD_PROBLEMS, GUESSING_MODEL),
+        Case("context_parallel", _LONG_GRPO, 3, (*TWO_RANKS, *SHORTER_ROWS["context_parallel"])),
+        Case("context_parallel_sft", _LONG_SFT, 10, (*TWO_RANKS, *SHORTER_ROWS["context_parallel_sft"])),
+        Case("async", _ASYNC, 3, ONE_ENGINE),
+    )
+}
+"""By name; the last three need two GPUs."""
+ON_ONE_GPU = ("grpo", "sft", "dpo", "gsm8k")
+
+
 def main() -> None:
     """Runs every case and writes the result after each."""
     arguments = parse_arguments()
     work: Path = arguments.work
-    if not arguments.append and arguments.output not in arguments.merge:
-        arguments.output.unlink(missing_ok=True)
-    for path in arguments.merge:
-        merge(arguments.output, path)
     write_datasets(work / "data")
     write_tokenizer(work / "tokenizer")
+    rows: list[Row] = []
     with GpuWatch() as watch:
-        for case in cases(arguments):
-            add_row(arguments.output, row_of(case, arguments, work, watch))
-    rows = json.loads(arguments.output.read_text())["rows"]
-    print_rows([{name: value for name, value in row.items() if name not in NOT_PRINTED} for row in rows])
-
-
-def add_row(output: Path, row: Row) -> None:
-    """Adds the row of a case that was run now to a result, in place of an older row of the same case.
-
-    Args:
-        output: The JSON file; rows of other cases stay.
-        row: Of the case.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        measured = Path(folder) / output.name
-        write_result(measured, [row])
-        merge(output, measured)
-
-
-def merge(output: Path, other: Path) -> None:
-    """Takes over the rows of another result, in place of older rows of the same cases.
-
-    Other commands may merge into the same `output` at the same time; a reader always finds a complete result.
-    """
-    with locked(output.parent):
-        rows = [*(rows_of(output) if output.exists() else []), *rows_of(other)]
-        last = {row["case"]: row for row in rows}
-        result = json.loads(other.read_text()) | {"rows": [last[case] for case in CASES + ON_TWO_GPUS if case in last]}
-        replace_text(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
-
-
-def rows_of(path: Path) -> list[Row]:
-    """Returns the rows of a result, each with the machine, commit, command and date of its measurement."""
-    result = json.loads(path.read_text())
-    origin = {name: result[name] for name in ORIGIN}
-    return [{**origin, **row} for row in result["rows"]]
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file atomically, so that a reader never sees a part of it."""
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keeps other commands from changing a result of this folder inside the `with` block."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def cases(arguments: argparse.Namespace) -> Iterator[Case]:
-    """Returns the runs that the command line asks for."""
-    every = [
-        Case("grpo", arguments.grpo, arguments.grpo_steps, GPU_READINGS),
-        Case("sft", arguments.sft, arguments.sft_steps),
-        Case("dpo", arguments.dpo, arguments.dpo_steps),
-        Case("gsm8k", arguments.grpo, arguments.gsm8k_steps, WORD_PROBLEMS, GUESSING_MODEL),
-        *(
-            Case(name, getattr(arguments, name), steps, (*TWO_RANKS, *SHORTER_ROWS[name]))
-            for name, steps in (
-                ("context_parallel", arguments.grpo_steps),
-                ("context_parallel_sft", arguments.sft_steps),
-            )
-        ),
-        Case("async", getattr(arguments, "async"), arguments.grpo_steps, ONE_ENGINE),
-    ]
-    yield from (case for case in every if case.name in arguments.cases)
+        for name in arguments.cases:
+            case = CASES[name] if arguments.steps is None else replace(CASES[name], steps=arguments.steps)
+            rows.append(row_of(case, arguments, work, watch))
+            write_result(arguments.output, rows, append_by=("case",) if arguments.append else ())
+    print_rows([{name: value for name, value in row.items() if name != "overrides"} for row in rows])
 
 
 def row_of(case: Case, arguments: argparse.Namespace, work: Path, watch: GpuWatch) -> Row:
@@ -399,20 +338,9 @@ def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="NeMo-RL's examples/configs")
-    parser.add_argument("--cases", nargs="+", choices=CASES + ON_TWO_GPUS, help="all of one GPU; with --merge, none")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=ON_ONE_GPU, help="all of one GPU by default")
     parser.add_argument("--scale", choices=["own", "small", "tiny"], default="small", help="sizes of the model")
-    recipes = {
-        "grpo": "grpo_math_1B_megatron.yaml",
-        "sft": "recipes/llm/sft-llama3.1-8b-1n8g-megatron-seqpack.yaml",
-        "dpo": "recipes/llm/dpo-qwen2.5-math7b-1n8g-megatron_fused_linear_logprobs.yaml",
-        "context_parallel": "recipes/llm/grpo-qwen2.5-1.5B-4n8g-megatron-yarn-256k.yaml",
-        "context_parallel_sft": "recipes/llm/sft-qwen3-0.6B-1n8g-megatron-yarn-128k.yaml",
-        "async": "recipes/llm/performance/grpo-llama3.1-8b-instruct-2n8g-async-1off.yaml",
-    }
-    for name, recipe in recipes.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", default=recipe, help="recipe, relative to the folder")
-    for name, steps in {"grpo": 3, "sft": 10, "dpo": 10, "gsm8k": 20}.items():
-        parser.add_argument(f"--{name}-steps", type=int, default=steps)
+    parser.add_argument("--steps", type=int, help="instead of those of each case")
     parser.add_argument(
         "--change", nargs="+", default=[], metavar="CASE:key=value", help="further overrides, such as those of batches"
     )
@@ -420,11 +348,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("build/nemo_rl_runs"), help="for data, tokenizer and logs")
     parser.add_argument("--output", type=Path, default=Path("build/nemo_rl_runs.json"), help="the JSON file")
     parser.add_argument("--append", action="store_true", help="keep the rows that the JSON file has of other cases")
-    parser.add_argument("--merge", nargs="+", type=Path, default=[], metavar="JSON", help="take over rows of these")
-    arguments = parser.parse_args()
-    if arguments.cases is None:
-        arguments.cases = [] if arguments.merge else list(CASES)
-    return arguments
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

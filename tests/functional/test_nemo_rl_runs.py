@@ -14,7 +14,7 @@ def test_grpo_with_gsm8ks_columns_runs_to_its_end(tmp_path):
     """Judges answers with math-verify and reads the data with the loader of named datasets."""
     command = [
         forked_python(), "benchmarks/nemo_rl_runs.py", "--folder", "examples/configs", "--scale", "tiny",
-        "--cases", "gsm8k", "--gsm8k-steps", "2", "--work", tmp_path / "work", "--output", tmp_path / "runs.json",
+        "--cases", "gsm8k", "--steps", "2", "--work", tmp_path / "work", "--output", tmp_path / "runs.json",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
