@@ -6,25 +6,22 @@ python benchmarks/nemo_rl_recipes.py RL/examples/configs --checkout COMMIT [--de
 The folder is examples/configs of a whole checkout of NVIDIA-NeMo/RL, since recipes inherit from one another. The
 benchmark reads every YAML file below it, with its `defaults`, as `nemo-offload-rl validate` does, without overrides.
 With --deep, recipes that load and name a model of a supported architecture are then checked by `validate --deep`, with
-a local config, data and tokenizer (some minutes). The benchmark also writes the tables as Markdown beside the JSON
-file.
+a local config, data and tokenizer (some minutes). The tables of the page are printed.
 """
 
 import argparse
 import contextlib
 import io
-import json
 import re
-import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from model_shapes import SIZES_OF_NAME
 from nemo_rl_data import in_hydra, write_datasets, write_tokenizer
-from result_file import TableValue, write_result
+from result_file import TableValue, print_rows, write_result
 
 from nemo_offload_rl.cli import main as nemo_offload_rl
 from nemo_offload_rl.config import RecipeError, load
@@ -72,7 +69,7 @@ NOT_BUILT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "vision or audio": {"env.clevr-cogent": (), "env.vlm": ()},
 }
 _SHOWN_FROM = 10
-"""A key that refuses fewer recipes has no line of its own on the page."""
+"""A key that refuses fewer recipes has no row of its own."""
 
 
 def main() -> None:
@@ -89,9 +86,9 @@ def main() -> None:
         for row in rows:
             row["deep"] = deep_verdict(row, arguments.folder, arguments.work)
     write_result(arguments.output, rows, checkout=arguments.checkout)
-    page = page_of(json.loads(arguments.output.read_text()), arguments.output.name)
-    arguments.output.with_suffix(".md").write_text(page)
-    print(page)
+    for table in tables(rows):
+        print()
+        print_rows(table)
 
 
 def row_of(path: Path, folder: Path) -> Row:
@@ -170,142 +167,72 @@ def asks(config: Mapping[str, Any], keys: Mapping[str, tuple[Any, ...]]) -> bool
     return any(value is not ABSENT and value not in off for value, off in values)
 
 
-def page_of(result: Mapping[str, Any], data: str) -> str:
-    """Formats the result as a Markdown page.
+def tables(every: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
+    """Counts recipes with a Megatron policy: by algorithm, refused key, and feature; then what needs a look.
+
+    The last table has recipes that ask only for supported features and are refused, or fail `validate --deep`.
 
     Args:
-        result: as in the JSON file.
-        data: name of that file.
+        every: the rows of all recipes.
     """
-    rows = [row for row in result["rows"] if row["megatron_policy"]]
-    others = len(result["rows"]) - len(rows)
-    built = [row for row in rows if not row["asks_for"]]
-    loaded = [row for row in rows if row["loads"]]
-    refused = [row for row in rows if not row["loads"]]
+    rows = [row for row in every if row["megatron_policy"]]
+    counts = [algorithm_row("all", rows)]
+    counts += [algorithm_row(name, rows) for name in dict.fromkeys(row["algorithm"] for row in rows)]
     alone = Counter(row["asks_for"] for row in rows)
-    lines = [
-        "# NeMo-RL's recipes",
-        "",
-        "How many of NeMo-RL's recipes with a Megatron policy (of all files of its examples/configs at commit "
-        f"{result['checkout']}) load in this package unchanged? {len(loaded)} of {len(rows)}. "
-        f"{len(built)} recipes ask only for features that this package has; "
-        f"{sum(row['loads'] for row in built)} of these load. {sum(row['architecture_supported'] for row in loaded)} "
-        "of the recipes that load name a model of a supported family ([Models](../models.md)).",
-        "",
-        *deep_lines(rows),
-        table_line(["algorithm", "recipes", "load unchanged", "ask only for supported features", "of these, load"]),
-        table_line(["---"] * 5),
-        *(table_line(algorithm_cells(name, rows)) for name in dict.fromkeys(row["algorithm"] for row in rows)),
-        "",
-        "## Which keys refuse recipes",
-        "",
-        "A refused recipe counts in every row whose key refuses it. `first` counts the recipes that name this key "
-        "before any other refused key, `alone` those that no other key refuses, and `supported` those that ask only "
-        "for supported features.",
-        "",
-        table_line(["key", "recipes", "first", "alone", "supported"]),
-        table_line(["---"] * 5),
-        *key_lines(refused),
-        "",
-        "## Unsupported features that recipes ask for",
-        "",
-        "`alone` counts the recipes that ask for no other of these features. A draft model is a model for speculative "
-        "decoding that is trained with the policy (eagle3), or DeepSeek-V3's layer for multi-token prediction.",
-        "",
-        table_line(["feature", "recipes", "alone"]),
-        table_line(["---"] * 3),
-        *(table_line([feature, str(count), str(alone[feature])]) for feature, count in features_of(rows).most_common()),
-        "",
-        *refused_lines([row for row in built if not row["loads"]]),
-        "## How it was measured",
-        "",
-        "The benchmark reads every file as `nemo-offload-rl validate` does, without overrides. The slowest file takes "
-        f"{max(row['seconds'] for row in result['rows']):.2f} s. Parents (`defaults`) are resolved. {others} more "
-        "files of the folder have no Megatron policy.",
-        "",
-        f"- machine: {result['machine']}",
-        f"- commit: {result['commit']}, {result['date']}",
-        f"- command: `{result['command']}`",
-        f"- [{data}]({data}) has each recipe: whether it loads, what it asks for, and the keys that refuse it.",
-        "",
-        "## What it does not say",
-        "",
-        "A recipe that loads may still name a model or data that cannot be reached; `validate --deep` checks that.",
+    asked = Counter(feature for row in rows for feature in row["asks_for"].split(", ") if feature)
+    features: list[Row] = [
+        {"feature": name, "recipes": count, "alone": alone[name]} for name, count in asked.most_common()
     ]
-    return "\n".join(textwrap.fill(line, 120) if is_prose(line) else line for line in lines) + "\n"
+    odd = [row for row in rows if row.get("deep", "passes") not in (None, "passes")]
+    odd += [row for row in rows if not row["loads"] and not row["asks_for"]]
+    shown = ("recipe", "refused_keys", "why", "deep")
+    found = [{name: row.get(name) for name in shown} for row in odd]
+    return [table for table in (counts, key_rows([row for row in rows if not row["loads"]]), features, found) if table]
 
 
-def is_prose(line: str) -> bool:
-    """Returns whether a line may be wrapped."""
-    return not line.startswith(("#", "|", "- "))
-
-
-def algorithm_cells(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the cells of an algorithm's row in the first table."""
-    own = [row for row in rows if row["algorithm"] == name]
+def algorithm_row(name: str, rows: Sequence[Mapping[str, Any]]) -> Row:
+    """Returns the counts of an algorithm, or of all."""
+    own = [row for row in rows if name in ("all", row["algorithm"])]
     built = [row for row in own if not row["asks_for"]]
-    counts = [len(own), sum(row["loads"] for row in own), len(built), sum(row["loads"] for row in built)]
-    return [name, *map(str, counts)]
+    loaded = [row for row in own if row["loads"]]
+    return {
+        "algorithm": name,
+        "recipes": len(own),
+        "load unchanged": len(loaded),
+        "ask only for supported features": len(built),
+        "of these, load": sum(row["loads"] for row in built),
+        "load, of a supported family": sum(row["architecture_supported"] for row in loaded),
+        "pass --deep": sum(row.get("deep") == "passes" for row in own),
+    }
 
 
-def key_lines(refused: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a line for each key that refuses recipes, and one line for all keys that refuse few."""
+def key_rows(refused: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Counts the recipes that each key refuses; keys that refuse few have one row together.
+
+    `first` counts recipes that name the key before other refused keys, `alone` those that no other key refuses, and
+    `supported` those that ask only for supported features.
+    """
     of_recipe = [list(dict.fromkeys(general(key) for key in row["refused_keys"].split(", "))) for row in refused]
     total = Counter(key for keys in of_recipe for key in keys)
     first = Counter(keys[0] for keys in of_recipe)
     alone = Counter(keys[0] for keys in of_recipe if len(keys) == 1)
-    built = Counter(
-        key for keys, row in zip(of_recipe, refused, strict=True) if not row["asks_for"] for key in keys
-    )  # fmt: skip
-    few = [key for key, count in total.items() if count < _SHOWN_FROM]
-    for key, count in sorted(total.items(), key=lambda item: (-item[1], item[0])):
-        if key not in few:
-            yield table_line([f"`{key}`", *map(str, (count, first[key], alone[key], built[key]))])
-    if few:
-        counts = [sum(counter[key] for key in few) for counter in (total, first, alone, built)]
-        yield table_line([f"{len(few)} more keys, of fewer than {_SHOWN_FROM} recipes each", *map(str, counts)])
+    built = Counter(key for keys, row in zip(of_recipe, refused, strict=True) if not row["asks_for"] for key in keys)
+    counters = {"recipes": total, "first": first, "alone": alone, "supported": built}
+    by_count = sorted(total, key=lambda key: (-total[key], key))
+    rows: list[Row] = [
+        {"key": key} | {name: counter[key] for name, counter in counters.items()}
+        for key in by_count
+        if total[key] >= _SHOWN_FROM
+    ]
+    if few := [key for key in by_count if total[key] < _SHOWN_FROM]:
+        called = f"{len(few)} more keys, of fewer than {_SHOWN_FROM} recipes each"
+        rows.append({"key": called} | {name: sum(counter[key] for key in few) for name, counter in counters.items()})
+    return rows
 
 
 def general(key: str) -> str:
     """Replaces a recipe's name for its environment in a key by NAME."""
     return re.sub(r"^env\.[^.]+\.", "env.NAME.", key)
-
-
-def deep_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields what `validate --deep` said about recipes that load, if it was run."""
-    verdicts = {row["recipe"]: row["deep"] for row in rows if row.get("deep")}
-    if not verdicts:
-        return
-    passed = sum(verdict == "passes" for verdict in verdicts.values())
-    yield (
-        f"`validate --deep` passes for {passed} of these {len(verdicts)} with four substitutes: the model's sizes in "
-        "`policy.hf_config`, a local tokenizer, local datasets, and that tokenizer's end of sequence instead of "
-        "`stop_token_ids`. It reads data and prompts, builds Megatron's configs, and compares a small copy of the "
-        "model with transformers."
-    )
-    yield from ("", *(f"- {recipe}: {verdict}" for recipe, verdict in verdicts.items() if verdict != "passes"))
-    yield from ([""] if passed < len(verdicts) else [])
-
-
-def refused_lines(refused: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Lists recipes that are refused although they ask for no unsupported feature, with keys and reason."""
-    if not refused:
-        return
-    yield from ("## Refused, but not for an unsupported feature", "")
-    yield from (table_line(["recipe", "refused keys", "reason for the first key"]), table_line(["---"] * 3))
-    for row in refused:
-        yield table_line([row["recipe"], f"`{row['refused_keys'].replace(', ', '`, `')}`", row["why"]])
-    yield ""
-
-
-def features_of(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:
-    """Counts the recipes that ask for each feature."""
-    return Counter(feature for row in rows for feature in row["asks_for"].split(", ") if feature)
-
-
-def table_line(cells: Sequence[str]) -> str:
-    """Formats one line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,13 +1,12 @@
-"""Tests the rows and the page of benchmarks/nemo_rl_recipes.py, for a small folder of recipes."""
+"""Tests the rows and the tables of benchmarks/nemo_rl_recipes.py, for a small folder of recipes."""
 
 import json
 from pathlib import Path
 
-from nemo_rl_recipes import page_of, row_of
+from nemo_rl_recipes import row_of, tables
 
 REPOSITORY = Path(__file__).parents[3]
 TINY = REPOSITORY / "examples/configs/grpo_tiny_cpu.yaml"
-ORIGIN = {"machine": "m", "commit": "c", "date": "d", "command": "run", "checkout": "abc"}
 PAGE = REPOSITORY / "docs/results/nemo_rl_recipes.md"
 
 
@@ -31,22 +30,25 @@ def test_each_recipe_is_told_with_its_keys_and_what_it_asks_for(tmp_path):
     assert odd["refused_keys"] == "env.math.math_verify_impl"
     assert (orphan["loads"], orphan["megatron_policy"], orphan["refused_keys"]) == (False, None, "(the file)")
 
-    result = ORIGIN | {"rows": [loads, wrong, odd, orphan]}
-    page = page_of(result, "rows.json")
-    assert "| grpo | 3 | 1 | 2 | 1 |" in page and "at commit abc)" in page
-    assert "3 more keys, of fewer than 10 recipes each | 3 | 2 | 1 | 1 |" in page
-    assert "| multi-token prediction | 1 | 1 |" in page
-    assert "| odd.yaml | `env.math.math_verify_impl` | must be " in page and "| wrong.yaml |" not in page
-    assert "Refused, but" not in page_of(result | {"rows": [loads, wrong]}, "rows.json")
+    counts, keys, features, found = tables([loads, wrong, odd, orphan])
+    assert list(counts[1].values())[:5] == ["grpo", 3, 1, 2, 1]
+    assert list(keys[-1].values()) == ["3 more keys, of fewer than 10 recipes each", 3, 2, 1, 1]
+    assert list(features[0].values()) == ["multi-token prediction", 1, 1]
+    assert [row["recipe"] for row in found] == ["odd.yaml"] and found[0]["why"].startswith("must be ")
+    assert len(tables([loads, wrong])) == 3
 
 
 def test_the_page_has_the_tables_of_its_result():
-    result = json.loads(PAGE.with_suffix(".json").read_text())
-    assert page_of(result, "nemo_rl_recipes.json") == PAGE.read_text()
+    result, page = json.loads(PAGE.with_suffix(".json").read_text()), PAGE.read_text()
+    (_, *counts), keys, features = tables(result["rows"])
+    shown = [list(row.values())[:5] for row in counts] + [list(row.values()) for row in features]
+    shown += [[f"`{name}`" if "more keys" not in name else name, *numbers] for name, *numbers in map(dict.values, keys)]
+    for cells in shown:
+        assert f"| {' | '.join(map(str, cells))} |" in page
     assert max(row["seconds"] for row in result["rows"]) < 1
     refused = [row for row in result["rows"] if row["megatron_policy"] and not row["loads"]]
     unknown = [row["recipe"] for row in refused if "unknown key" in row["why"]]
     assert not unknown
     assert "67 of 168. 67 recipes ask only for features that this package has; 67 of these load. 50 of" in " ".join(
-        PAGE.read_text().split()
+        page.split()
     )
