@@ -26,9 +26,8 @@ os.environ.setdefault(
 )  # before Ray is imported; else `uv run` builds a second venv
 
 from gpu_watch import GpuWatch, WatchedTimer
-from result_file import TableValue, write_result
+from result_file import TableValue, print_rows, write_result
 from rich.console import Console
-from rich.table import Table
 
 from nemo_offload_rl import config
 from nemo_offload_rl.algorithms import grpo
@@ -77,22 +76,18 @@ class Measured:
 def main() -> int:
     """Measures each way, prints the tables, writes the result."""
     arguments = parse_arguments()
-    console = Console(width=100)
     with GpuWatch() as watch:
-        ways = {way: measure(way, arguments, watch, console) for way in WAYS}
+        ways = {way: measure(way, arguments, watch) for way in WAYS}
     rows = rows_of(ways)
     write_result(arguments.out, rows)
-    console.print(phases_table(ways))
+    print_rows(phases_table(ways))
     for way, measured in ways.items():
         if (moves := moves_table(measured.metrics)) is not None:
             moves.title = f"{way}: {moves.title}"
-            console.print(moves)
+            Console(width=100).print(moves)
     for direction, share in exposed_shares(ways["ours"].metrics).items():
         verdict = "reached" if share <= EXPOSED_SHARE_BAR else "missed"
-        console.print(
-            f"exposed share of the optimizer's {direction}: {share:.1%}; at most {EXPOSED_SHARE_BAR:.0%}: {verdict}"
-        )
-    console.print(f"written to {arguments.out}", soft_wrap=True)
+        print(f"exposed share of the optimizer's {direction}: {share:.1%}; at most {EXPOSED_SHARE_BAR:.0%}: {verdict}")
     return 0
 
 
@@ -110,7 +105,7 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def measure(way: str, arguments: argparse.Namespace, watch: GpuWatch, console: Console) -> Measured:
+def measure(way: str, arguments: argparse.Namespace, watch: GpuWatch) -> Measured:
     """Runs the recipe's steps in one way, in its own processes."""
     overrides = [f"policy.use_pinned_optimizer_offload={str(WAYS[way]).lower()}", *arguments.overrides]
     if arguments.max_new_tokens is not None:
@@ -122,12 +117,12 @@ def measure(way: str, arguments: argparse.Namespace, watch: GpuWatch, console: C
         preparation = grpo.prepare(recipe)
         algorithm: Any = preparation.build(with_run_length(recipe["policy"], arguments.steps), cluster)
         try:
-            return run_steps(algorithm, arguments.steps, watch, console, way)
+            return run_steps(algorithm, arguments.steps, watch, way)
         finally:
             algorithm.shutdown()
 
 
-def run_steps(algorithm: grpo.GRPO, num_steps: int, watch: GpuWatch, console: Console, way: str) -> Measured:
+def run_steps(algorithm: grpo.GRPO, num_steps: int, watch: GpuWatch, way: str) -> Measured:
     """Runs the steps without validation and checkpoints."""
     seconds: list[Mapping[str, float]] = []
     metrics: list[Mapping[str, float]] = []
@@ -137,7 +132,7 @@ def run_steps(algorithm: grpo.GRPO, num_steps: int, watch: GpuWatch, console: Co
         timer = WatchedTimer(watch, peaks_gib if is_counted else {})
         with timer.phase(WHOLE_STEP):
             of_step = algorithm.step(step, timer)
-        console.print(f"{way}, step {step} of {num_steps}: {timer.seconds()[WHOLE_STEP]:.2f} s", highlight=False)
+        print(f"{way}, step {step} of {num_steps}: {timer.seconds()[WHOLE_STEP]:.2f} s")
         if is_counted:
             seconds.append(timer.seconds())
             metrics.append(of_step)
@@ -194,19 +189,16 @@ def ratio(ways: Mapping[str, Measured], phase: str) -> float:
     return ways["staged"].median_s(phase) / ways["ours"].median_s(phase)
 
 
-def phases_table(ways: Mapping[str, Measured]) -> Table:
-    """Formats the two ways side by side."""
-    table = Table(title="A GRPO step: medians of seconds, peaks of GPU memory", title_justify="left")
-    table.add_column("phase")
-    for column in (*(f"{way} s" for way in ways), "ratio", *(f"{way} GiB" for way in ways)):
-        table.add_column(column, justify="right")
+def phases_table(ways: Mapping[str, Measured]) -> list[dict[str, TableValue]]:
+    """Returns a row for each phase, with the two ways side by side."""
+    rows: list[dict[str, TableValue]] = []
     for phase in ways["ours"].phases:
-        if phase == WHOLE_STEP:
-            table.add_section()
-        seconds = [f"{measured.median_s(phase):.3f}" for measured in ways.values()]
-        memory = [f"{m.peaks_gib[phase]:.2f}" if phase in m.peaks_gib else "" for m in ways.values()]
-        table.add_row(phase, *seconds, f"{ratio(ways, phase):.2f}", *memory)
-    return table
+        row: dict[str, TableValue] = {"phase": phase}
+        row |= {f"{way} s": round(measured.median_s(phase), 3) for way, measured in ways.items()}
+        row |= {"ratio": round(ratio(ways, phase), 2)}
+        row |= {f"{way} GiB": round(m.peaks_gib[phase], 2) for way, m in ways.items() if phase in m.peaks_gib}
+        rows.append(row)
+    return rows
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@ python benchmarks/model_check.py [--family qwen2] [--output docs/results/model_c
 
 Each case runs the check of `python -m nemo_offload_rl.model_check` for one config, all in one process, padded and
 packed: with the local layer specification without a GPU, with Transformer Engine's on a GPU. Megatron's settings are
-those of examples/configs/grpo_math_1B_megatron.yaml. The benchmark also writes the table as Markdown beside the JSON
-file.
+those of examples/configs/grpo_math_1B_megatron.yaml. A case is right within `LOGPROB_LIMIT` and `GRADIENT_LIMIT` of
+nemo_offload_rl/model_check/result.py; differences are the largest of a family's cases. The page's table is printed.
 """
 
 import argparse
 import json
 import os
-import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,6 @@ from result_file import TableValue, print_rows, write_result
 
 from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.model_check.compare import check
-from nemo_offload_rl.model_check.result import GRADIENT_LIMIT, LOGPROB_LIMIT
 
 RECIPE = Path(__file__).parents[1] / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
 
@@ -99,10 +97,8 @@ def main() -> None:
     arguments = parse_arguments()
     megatron = megatron_settings()
     rows = [row_of(*case, megatron) for case in cases(arguments.family)]
-    print_rows([{name: row[name] for name in ("family", "flags", "verdict")} for row in rows])
+    print_rows([family_row(family, rows) for family in dict.fromkeys(row["family"] for row in rows)])
     write_result(arguments.output, rows)
-    page = page_of(json.loads(arguments.output.read_text()), arguments.output.name)
-    arguments.output.with_suffix(".md").write_text(page)
 
 
 def cases(only: str | None) -> Iterator[tuple[str, str, Fields]]:
@@ -152,73 +148,19 @@ def finite(value: float) -> float | None:
     return value if abs(value) < float("inf") else None
 
 
-def page_of(result: Mapping[str, Any], data: str) -> str:
-    """Formats the result as a Markdown page.
-
-    Args:
-        result: as in the JSON file.
-        data: name of that file.
-    """
-    rows = result["rows"]
-    layers = sorted({row["layers"] for row in rows if "layers" in row})
-    kinds = [kind for kind in ("padded", "packed") if any(f"{kind}_logprob" in row for row in rows)]
-    counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("right", "WRONG", "refused")}
-    lines = [
-        "# Does Megatron compute the same as transformers?",
-        "",
-        "For which model families and config flags does Megatron compute the same log-probs and gradients as "
-        f"transformers? Of the {len(rows)} cases of `benchmarks/model_check.py` at {result['commit']}, "
-        f"{counts['right']} are right, {counts['WRONG']} wrong (a run stops with an error), "
-        f"and {counts['refused']} refused.",
-        "",
-        table_line(["family", "right", "log-prob", "gradient", "wrong: log-prob, gradient", "refused"]),
-        table_line(["---"] * 6),
-        *(table_line(family_cells(family, rows)) for family in dict.fromkeys(row["family"] for row in rows)),
-        "",
-        "The columns log-prob and gradient give the largest difference among the cases that are right: the difference "
-        "of a token's log-prob, and the relative difference of a parameter's gradient.",
-        "",
-        "## How it was measured",
-        "",
-        f"The models are small copies with random weights in float32; batches are {' and '.join(kinds)}, layers: "
-        f"{', '.join(layers)}. A case is right if its log-prob differs by at most {LOGPROB_LIMIT:g} and its gradient "
-        f"by at most {GRADIENT_LIMIT:g}. [Model check](../model-check.md) describes the method.",
-        "",
-        f"- machine: {result['machine']}",
-        f"- commit: {result['commit']}, {result['date']}",
-        f"- command: `{result['command']}`",
-        f"- [{data}]({data}) has each case with its differences, the parameter, and the full reason of a refusal.",
-        "",
-        "## What it does not say",
-        "",
-        "Other precisions, several ranks, and kernels that only larger sizes use were not checked.",
-    ]
-    return (
-        "\n".join(textwrap.fill(line, 120, break_on_hyphens=False) if is_prose(line) else line for line in lines) + "\n"
-    )
-
-
-def is_prose(line: str) -> bool:
-    """Returns whether a line may be wrapped."""
-    return not line.startswith(("#", "|", "- "))
-
-
-def family_cells(family: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the cells of a family's row in the table."""
+def family_row(family: TableValue, rows: Sequence[Mapping[str, Any]]) -> dict[str, TableValue]:
+    """Returns a family's row of the page's table."""
     of_verdict = {
         verdict: [row for row in rows if row["family"] == family and row["verdict"] == verdict]
         for verdict in ("right", "WRONG", "refused")
     }
-    right = of_verdict["right"]
-    wrong = [
-        f"{row['flags']}: {largest([row], 'logprob')}, {largest([row], 'gradient')}" for row in of_verdict["WRONG"]
-    ]
-    refused = [row["flags"] for row in of_verdict["refused"]]
-    listed = f"{len(right)}: {', '.join(row['flags'] for row in right)}" if right else "0"
-    return [
-        family, listed, largest(right, "logprob"), largest(right, "gradient"), "; ".join(wrong) or "-",
-        ("all" if len(refused) > 1 and not right and not wrong else ", ".join(refused)) or "-",
-    ]  # fmt: skip
+    flags = {verdict: ", ".join(row["flags"] for row in found) for verdict, found in of_verdict.items()}
+    row: dict[str, TableValue] = {"family": family}
+    for verdict in ("right", "WRONG"):
+        found = of_verdict[verdict]
+        row |= {verdict: f"{len(found)}: {flags[verdict]}"}
+        row |= {f"{verdict}: log-prob": largest(found, "logprob"), f"{verdict}: gradient": largest(found, "gradient")}
+    return row | {"refused": flags["refused"] or "-"}
 
 
 def largest(rows: Sequence[Mapping[str, Any]], what: str) -> str:
@@ -227,11 +169,6 @@ def largest(rows: Sequence[Mapping[str, Any]], what: str) -> str:
     if not found:
         return "-"
     return "not a number" if None in found else f"{max(found):.2g}"
-
-
-def table_line(cells: Sequence[str]) -> str:
-    """Formats one line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
 
 
 def parse_arguments() -> argparse.Namespace:
