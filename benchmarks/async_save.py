@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import random_rows
 from model_shapes import QWEN2_1_5B, TINY_SIZES
 from one_rank import one_rank_worker
 from result_file import TableValue, print_rows, write_result
@@ -74,17 +75,6 @@ class Scale:
             "offload_optimizer_for_refit": STATES[state]["leaves"],
             "residency": dict(config["policy"]["residency"]) | {"table": STATES[state]["table"]},
         }
-
-    def batch(self) -> BatchedData:
-        """Creates rows of random tokens."""
-        shape = (self.num_rows, self.row_tokens)
-        random = torch.Generator().manual_seed(0)
-        return BatchedData(
-            input_ids=torch.randint(0, self.hf_config["vocab_size"], shape, generator=random),
-            input_lengths=torch.full((self.num_rows,), self.row_tokens),
-            token_mask=torch.ones(shape),
-            sample_mask=torch.ones(self.num_rows),
-        )
 
 
 SCALES: Mapping[str, Scale] = {
@@ -171,9 +161,11 @@ def measure(scale: str, state: str, repeats: int, folder: Path) -> list[dict[str
         repeats: saves of each way that are counted, at least one.
         folder: of the checkpoints; nothing of it is left.
     """
-    worker = one_rank_worker(SCALES[scale].policy(state))
+    of_scale = SCALES[scale]
+    worker = one_rank_worker(of_scale.policy(state))
     exempt_from_gc()  # as a run's rank is
-    trial = Trial(worker, SCALES[scale].batch(), folder)
+    data = random_rows(of_scale.num_rows, of_scale.row_tokens, of_scale.hf_config["vocab_size"])
+    trial = Trial(worker, data, folder)
     alone = statistics.median([trial.train() for _ in range(4)][2:])
     arena = worker.offloader.context.arena
     before = arena.allocated_bytes

@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from long_row_cases.ways import MODELS, WAYS
-from long_row_cases.ways import Case as LongRow
+from long_rows import MODELS, WAYS
+from long_rows import Case as LongRow
 from ports import free_port
 from result_file import TableValue, print_rows, write_result
 
@@ -100,7 +100,7 @@ def child(case: Case, num_steps: int, rank: int, port: int, output: Path, *, pro
 def measure(case: Case, config: Any, num_steps: int, rank: int, port: int, *, profiled: bool) -> dict[str, Any]:
     """Returns the seconds and losses of each step, the peak of memory and what was planned of it, and the profile."""
     import torch
-    from long_row_cases.measure import planned_gib
+    from measuring import peak_gib, planned_gib, random_rows
 
     from nemo_offload_rl.algorithms.losses import NLLLoss
     from nemo_offload_rl.data.batch import BatchedData
@@ -123,15 +123,9 @@ def measure(case: Case, config: Any, num_steps: int, rank: int, port: int, *, pr
         init_reference_model=False,
     )
     own = case.rows // case.dp  # ranks that share rows follow each other
-    shape = (case.rows, case.tokens)
-    ids = torch.randint(0, policy["hf_config"]["vocab_size"], shape, generator=torch.Generator().manual_seed(0))
+    whole = random_rows(case.rows, case.tokens, policy["hf_config"]["vocab_size"])
     first = rank // (case.cp * case.tp) * own
-    data = BatchedData(
-        input_ids=ids[first : first + own],
-        input_lengths=torch.full((own,), case.tokens),
-        token_mask=torch.ones(own, case.tokens),
-        sample_mask=torch.ones(own),
-    )
+    data = BatchedData({name: column[first : first + own] for name, column in whole.items()})
     worker.prepare_for_training()
     seconds, losses = [], []
 
@@ -144,7 +138,7 @@ def measure(case: Case, config: Any, num_steps: int, rank: int, port: int, *, pr
     for _ in range(num_steps):
         step()
     found = {"seconds": seconds[:], "losses": losses[:], "planned_gib": planned}
-    found["peak_gib"] = worker.memory_stats().get("gpu_peak_train_gib")
+    found["peak_gib"] = peak_gib(worker, "train")
     if profiled and torch.cuda.is_available():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             step()

@@ -7,8 +7,8 @@ directions over the time from the first copy's start to the last one's end, as a
 in both directions at once, measured in the same process. `times_streamed` is the optimizer's time divided by that of
 the streamed way. `bit_equal` compares each step's loss, gradient norm and parameters with those of the first way that
 steps the same fraction on the CPU, because the CPU kernel rounds differently. `host_mib` is page-locked memory,
-`peak_host_mib` the peak of the whole process. A way that does not fit on the GPU gets
-a row that says so. `--scale tiny` trains a tiny model, also without a GPU.
+`peak_host_mib` the peak of the whole process. `plan_says` quotes `nemo-offload-rl plan` for this GPU and host. A way
+that does not fit on the GPU gets a row that says so. `--scale tiny` trains a tiny model, also without a GPU.
 """
 
 import argparse
@@ -19,17 +19,134 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from model_shapes import TINY_SIZES
-from optimizer_ways.ways import CASES, STREAMED, WAYS, Case, Way
+from model_shapes import QWEN2_1_5B, QWEN3_8B, TINY_SIZES
 from result_file import TableValue, print_rows, write_result
 from turns import in_turn, my_turn
 
 Row = dict[str, TableValue]
+
+LONG = ("refused", "plan_says")
+"""Fields of sentences, which no table has."""
+
+
+STREAMED = "streamed"
+"""The name of the way that others are compared with."""
+_STREAM = "++policy.residency.table.train.optimizer_state=streamed"
+_OPTIMIZER = "++policy.megatron_cfg.optimizer"
+
+
+@dataclass(frozen=True)
+class Way:
+    """Describes a way to step an optimizer.
+
+    Attributes:
+        name: of the row.
+        overrides: that make a recipe use it.
+        fraction: of the parameters that are stepped on the CPU.
+        overlap: whether the CPU's steps and copies overlap; None where nothing is stepped there.
+    """
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    fraction: float = 0.0
+    overlap: bool | None = None
+
+
+def _on_cpu(fraction: float, *, overlap: bool) -> Way:
+    overrides = (
+        f"{_OPTIMIZER}.optimizer_cpu_offload=true",
+        f"{_OPTIMIZER}.optimizer_offload_fraction={fraction}",
+        f"{_OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d={str(overlap).lower()}",
+    )
+    return Way(f"CPU {fraction:g}{', overlap' if overlap else ''}", overrides, fraction, overlap)
+
+
+ON_GPU = (Way("resident"), Way(STREAMED, (_STREAM, "policy.residency.stream_window_mib=512")))
+ON_CPU = tuple(_on_cpu(fraction, overlap=overlap) for fraction in (0.5, 1.0) for overlap in (False, True))
+WAYS: Mapping[str, Way] = {way.name: way for way in (*ON_GPU, *ON_CPU)}
+_GPU_WAYS = tuple(way.name for way in ON_GPU)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes a model and the batches to train it on.
+
+    Attributes:
+        name: of the row.
+        hf_config: the model's sizes; its weights are random.
+        rows: of a global batch.
+        mbs: rows of a micro-batch.
+        seq_length: tokens of a row.
+        steps: that are measured, after two that are not.
+        ways: that are tried.
+        overrides: of the recipe.
+        environ: of the process.
+        larger_mbs: larger micro-batches, which the streamed way tries one after the other until one does not fit.
+        asks_plan: whether rows have what the plan says of the case.
+    """
+
+    name: str
+    hf_config: Mapping[str, Any]
+    rows: int = 64
+    mbs: int = 4
+    seq_length: int = 512
+    steps: int = 5
+    ways: tuple[str, ...] = _GPU_WAYS
+    overrides: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+    larger_mbs: tuple[int, ...] = ()
+    asks_plan: bool = False
+
+
+_PRECISION_AWARE = "policy.megatron_cfg.optimizer.use_precision_aware_optimizer"
+_ALL_LAYERS_AGAIN = (
+    "policy.megatron_cfg.activation_checkpointing=true",
+    "policy.megatron_cfg.recompute_granularity=full",
+    "++policy.megatron_cfg.recompute_method=uniform",
+    "++policy.megatron_cfg.recompute_num_layers=1",
+)
+# Attention's backward pass in a fixed order, so that ways can be compared bit by bit. It is slower, but attention is 2%
+# of the FLOPs of the 1.5 B shape's rows of 512 tokens.
+_DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+CASES: Mapping[str, Case] = {
+    case.name: case
+    for case in (
+        Case(
+            "1.5B, 10 bytes a parameter",
+            QWEN2_1_5B,
+            ways=tuple(WAYS),
+            overrides=(f"{_PRECISION_AWARE}=true",),
+            environ=_DETERMINISTIC,
+        ),
+        Case(
+            "1.5B, 12 bytes a parameter", QWEN2_1_5B, overrides=(f"{_PRECISION_AWARE}=false",), environ=_DETERMINISTIC
+        ),
+        Case(
+            "1.5B, deterministic",
+            QWEN2_1_5B,
+            rows=8,
+            steps=18,  # after two others: 20 are compared
+            environ=_DETERMINISTIC,
+        ),
+        Case(
+            "8B",
+            QWEN3_8B | {"dtype": "bfloat16"},  # in float32 its weights would be made on the CPU, which takes minutes
+            rows=8,
+            mbs=1,
+            seq_length=2048,
+            steps=3,
+            overrides=_ALL_LAYERS_AGAIN,
+            larger_mbs=(2, 4, 8, 16, 32, 64, 128),
+            asks_plan=True,
+        ),
+    )
+}
 
 
 def scaled(case: Case, scale: str, steps: int | None = None) -> Case:
@@ -67,14 +184,30 @@ def _ratio(one: TableValue, other: TableValue) -> float | None:
     return round(one / other, 3)
 
 
+def ratio_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields the CPU optimizer's time for all parameters beside streaming; neither leaves state on the GPU."""
+    streamed = {row["case"]: row for row in rows if row["way"] == STREAMED}
+    for row in rows:
+        if row.get("fraction") == 1 and row.get("times_streamed") is not None:
+            beside = streamed[row["case"]]
+            yield (
+                f"{row['case']}: the optimizer's step of {row['way']} takes {row['times_streamed']} times that of "
+                f"streamed state ({row['optimizer_ms']} and {beside['optimizer_ms']} ms); peaks of GPU memory: "
+                f"{row['peak_gpu_mib']} and {beside['peak_gpu_mib']} MiB"
+            )
+
+
 def child(case: Case, way: Way, out: Path) -> None:
     """Measures in this process when it is its turn."""
     with my_turn():
         import torch
-        from optimizer_ways.measure import measure
+        from optimizer_steps import measure
+
+        says = plan_here(case)
 
         def save(measured: tuple[Row, list[Any]]) -> None:
-            out.write_text(json.dumps(measured))
+            row, made = measured
+            out.write_text(json.dumps((row | says, made)))
 
         try:
             measure(case, way, save)
@@ -84,6 +217,20 @@ def child(case: Case, way: Way, out: Path) -> None:
         # Free the GPU memory that the error's traceback holds before the next process has its turn.
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def plan_here(case: Case) -> Row:
+    """Returns what the plan says of the case on this machine, if the case asks for it; None without a GPU."""
+    if not case.asks_plan:
+        return {}
+    import torch
+    from optimizer_steps import plan_says
+
+    from nemo_offload_rl.placement.machine import host_facts
+
+    if not torch.cuda.is_available():
+        return {"plan_says": None}
+    return {"plan_says": plan_says(case, torch.cuda.get_device_properties(0).total_memory, host_facts())}
 
 
 def in_own_process(pair: tuple[Case, str], arguments: Sequence[str]) -> tuple[Row, list[Any]]:
@@ -137,7 +284,11 @@ def main() -> None:
         by_case = [[one for one in found if one[0]["case"] == case.name] for case in cases]
         rows = [row for of_case in by_case for row in compared(of_case)]
         write_result(arguments.out, rows, append_by=("case", "way") if arguments.append else ())
-    print_rows([{name: value for name, value in row.items() if name != "refused"} for row in rows])
+    print_rows([{name: value for name, value in row.items() if name not in LONG} for row in rows])
+    for line in dict.fromkeys(row["plan_says"] for row in rows if row.get("plan_says")):
+        print(f"plan: {line}")
+    for line in ratio_lines(rows):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import random_rows
 from model_shapes import QWEN2_1_5B, QWEN3_8B, TINY_SIZES
 from one_rank import one_rank_worker
 from plan_accuracy import ATTENTION, RECOMPUTED, STREAMED, offloaded, timed
@@ -31,7 +32,6 @@ from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.validate import for_machine
-from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.machine import host_facts, rates_here
@@ -136,9 +136,7 @@ def measured_s(case: Case, overrides: Sequence[str]) -> float:
     """Returns the seconds of a training step."""
     policy = case.config(overrides)["policy"]
     samples, length = SAMPLES_OF_ROW * ROWS, case.tokens // SAMPLES_OF_ROW
-    ids = torch.randint(0, policy["hf_config"]["vocab_size"], (samples, length))
-    masks = {"token_mask": torch.ones(ids.shape), "sample_mask": torch.ones(samples)}
-    data = BatchedData(input_ids=ids, input_lengths=torch.full((samples,), length), **masks)
+    data = random_rows(samples, length, policy["hf_config"]["vocab_size"])
     worker = one_rank_worker(policy)
     try:
         worker.prepare_for_training()

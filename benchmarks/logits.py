@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import random_rows
 from model_shapes import QWEN2_1_5B, TINY_SIZES
 from one_rank import one_rank_worker
 from result_file import TableValue, print_rows, write_result
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.config import for_machine, load
-from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.worker.logprob_passes import LogprobPasses
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
@@ -52,17 +52,6 @@ def make_worker(model: Mapping[str, Any], seq_length: int, temperature: float) -
     )
     config, _ = for_machine(dict(recipe.config), has_gpus=on_gpu)
     return one_rank_worker(dict(config["policy"]) | {"hf_config": model})
-
-
-def batch(model: Mapping[str, Any], rows: int, seq_length: int) -> BatchedData:
-    """Creates rows of random tokens."""
-    ids = torch.randint(0, model["vocab_size"], (rows, seq_length), generator=torch.Generator().manual_seed(0))
-    return BatchedData(
-        input_ids=ids,
-        input_lengths=torch.full((rows,), seq_length),
-        token_mask=torch.ones(rows, seq_length),
-        sample_mask=torch.ones(rows),
-    )
 
 
 def with_chunks(passes: LogprobPasses, chunk_tokens: int | None) -> LogprobPasses:
@@ -101,7 +90,7 @@ def measure(
     """Yields one row for each pass and chunk size; for whole logits, `chunk_tokens` is None."""
     model, num_rows, seq_length = SCALES[scale]
     worker = make_worker(model, seq_length, temperature)
-    data = batch(model, num_rows, seq_length)
+    data = random_rows(num_rows, seq_length, model["vocab_size"])
     passes = worker._passes
     calls: dict[str, Callable[[], object]] = {
         "log-probs": lambda: worker.get_logprobs(data, mbs=num_rows),

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from long_row_cases.measure import peak_gib, timed_call
+from measuring import peak_gib, random_rows, timed_call
 from model_shapes import LLAMA_1B, QWEN2_0_5B, QWEN2_1_5B, QWEN3_0_6B, QWEN3_8B, QWEN3_EXPERTS, TINY_SIZES
 from one_rank import one_rank_worker
 from result_file import TableValue, print_rows, write_result
@@ -36,7 +36,6 @@ from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.validate import for_machine
-from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.machine import rates_here
@@ -175,7 +174,9 @@ def measure(case: Case, rates: Rates, itemise: int) -> list[dict[str, TableValue
     loss = ClippedPGLoss(**fields_from(ClippedPGLoss, config["loss_fn"]))
     worker = one_rank_worker(policy)
     try:
-        data = batch(case, policy["hf_config"]["vocab_size"])
+        data = random_rows(
+            NUM_MICROBATCHES * case.sequences, case.tokens // case.sequences, policy["hf_config"]["vocab_size"]
+        )
         seconds, peaks = {}, {}
         rows = policy["logprob_batch_size"] if not case.packed else 1
         places = itemise if has_gpu else 0
@@ -244,18 +245,6 @@ def planned_phases(config: Any, rates: Rates = H200_RATES) -> dict[Phase, tuple[
         Phase.LOGPROB: ((rank.logprob_state_bytes + forward) / GIB, logprob_seconds(flops, config, spec, rates)),
         Phase.TRAIN: ((state + max(training, rank.step_grad_bytes)) / GIB, train_s),
     }
-
-
-def batch(case: Case, vocab_size: int) -> BatchedData:
-    """Returns the samples of a step, all of the greatest length."""
-    samples, length = NUM_MICROBATCHES * case.sequences, case.tokens // case.sequences
-    ids = torch.randint(0, vocab_size, (samples, length), generator=torch.Generator().manual_seed(0))
-    return BatchedData(
-        input_ids=ids,
-        input_lengths=torch.full((samples,), length),
-        token_mask=torch.ones(ids.shape),
-        sample_mask=torch.ones(samples),
-    )
 
 
 @contextmanager

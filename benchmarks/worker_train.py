@@ -11,12 +11,12 @@ import argparse
 import functools
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import random_rows, timed_call
 from model_shapes import QWEN2_1_5B
 from one_rank import one_rank_worker
 from result_file import print_rows, write_result
@@ -40,17 +40,6 @@ def policy(seq_length: int) -> dict[str, Any]:
         ],
     )
     return dict(recipe.config["policy"]) | {"hf_config": QWEN2_1_5B}
-
-
-def batch(rows: int, seq_length: int) -> BatchedData:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, QWEN2_1_5B["vocab_size"], (rows, seq_length), generator=generator)
-    return BatchedData(
-        input_ids=ids,
-        input_lengths=torch.full((rows,), seq_length),
-        token_mask=torch.ones(rows, seq_length),
-        sample_mask=torch.ones(rows),
-    )
 
 
 def bare_step(worker: MegatronPolicyWorker, data: BatchedData, mbs: int) -> float:
@@ -91,14 +80,6 @@ def bare_step(worker: MegatronPolicyWorker, data: BatchedData, mbs: int) -> floa
     optimizer.step()
     scheduler.step(increment=1)
     return float(sum(out["loss"] for out in outputs) / len(outputs))
-
-
-def timed(function: Any) -> tuple[float, float]:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    value = function()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start, value
 
 
 def ratio_of_medians(pairs: Sequence[tuple[float, float]]) -> float:
@@ -147,7 +128,7 @@ def main() -> None:
     args = parser.parse_args()
     worker = one_rank_worker(policy(args.seq_length))
     worker.prepare_for_training()
-    data = batch(args.rows, args.seq_length)
+    data = random_rows(args.rows, args.seq_length, QWEN2_1_5B["vocab_size"])
     ways = {
         "bare megatron-core": lambda: bare_step(worker, data, args.mbs),
         "worker.train": lambda: worker.train(data, NLLLoss(), args.rows, args.mbs)["loss"],
@@ -158,7 +139,7 @@ def main() -> None:
         turn = list(ways.items()) if step % 2 else list(ways.items())[::-1]
         for name, way in turn:
             torch.cuda.reset_peak_memory_stats()
-            elapsed, loss = timed(way)
+            elapsed, loss = timed_call(way)
             peaks[name] = torch.cuda.max_memory_allocated() / 2**20
             if step >= 3:
                 seconds[name].append(elapsed)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import context_parallel
 import pytest
 from context_parallel import Case
-from long_row_cases.measure import planned_gib
+from measuring import planned_gib
 
 RESULT = Path(__file__).parents[3] / "docs" / "results" / "context_parallel.json"
 ROOMY = SimpleNamespace(hostname="roomy", available_bytes=1 << 40, cgroup_free_bytes=None, memlock_bytes=None)

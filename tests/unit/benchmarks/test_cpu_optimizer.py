@@ -1,8 +1,8 @@
 """Tests the benchmark of ways to keep optimizer state off the GPU, on a tiny model without one."""
 
 import cpu_optimizer
-from optimizer_ways.measure import measure
-from optimizer_ways.ways import CASES, WAYS
+from cpu_optimizer import CASES, WAYS
+from optimizer_steps import measure
 
 FIELDS = {
     "case", "way", "fraction", "overlap", "step_ms", "optimizer_ms", "times_streamed", "exposed_ms", "peak_gpu_mib",

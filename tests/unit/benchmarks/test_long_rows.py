@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import long_rows
 import pytest
-from long_row_cases import measure as measuring
-from long_row_cases.ways import Case
+from long_row_steps import measure
+from long_rows import Case
+from measuring import planned_gib
 
 ROOT = Path(__file__).parents[3]
 GPU_ONLY = {"peak_gib", "reserved_gib", "driver_peak_gib", "mfu", "kernels_s", "exposed_s", "logprob_peak_gib"}
@@ -16,7 +17,7 @@ OF_GRPO = {"logprob_s", "reference_s"}
 
 
 def measured(case):
-    return long_rows.row_of(case, partial(measuring.measure, case, case.config(has_gpus=False), num_steps=1))
+    return long_rows.row_of(case, partial(measure, case, case.config(has_gpus=False), num_steps=1))
 
 
 @pytest.mark.parametrize(("way", "algorithm"), [("ours_attention_kept", "grpo"), ("modules", "sft")])
@@ -38,5 +39,5 @@ def test_the_plan_is_near_the_peaks_that_were_measured():
     roomy = SimpleNamespace(hostname="roomy", available_bytes=1 << 40, cgroup_free_bytes=None, memlock_bytes=None)
     for row in rows:
         case = Case(row["model"], row["tokens"], row["way"], row["algorithm"])
-        planned = measuring.planned_gib(case.algorithm, case.config(has_gpus=True), roomy)
+        planned = planned_gib(case.algorithm, case.config(has_gpus=True), roomy)
         assert 0.985 <= planned / row["peak_gib"] <= 1.06, case

@@ -1,30 +1,28 @@
-"""Trains one case, and measures its steps."""
+"""Trains a case of long_rows.py, measures its steps, and times their kernels alone: attention and matrix products."""
 
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
 from gpu_watch import GpuWatch
+from long_rows import WAYS, Case, Way
+from measuring import peak_gib, planned_gib, random_rows, timed_call
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from one_rank import one_rank_worker
 from result_file import TableValue
 
-from long_row_cases.kernels import kernel_seconds
-from long_row_cases.ways import WAYS, Case
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss, NLLLoss
+from nemo_offload_rl.config.megatron import tokens_of_tile
 from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.streams import Waits
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.phases import bf16_peak_tflops
 from nemo_offload_rl.placement.machine import host_facts
-from nemo_offload_rl.plan.host_budget import HostMemory
-from nemo_offload_rl.plan.planner import Planner
-from nemo_offload_rl.plan.row_tokens import training_bytes
 from nemo_offload_rl.plan.step_time import TRAINING_PASSES
-from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.run.setup import fields_from
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
@@ -55,7 +53,7 @@ def measure(case: Case, config: Any, num_steps: int) -> Row:
             needs_reference = isinstance(loss, ClippedPGLoss) and loss.needs_reference_logprobs
             worker = one_rank_worker(policy, init_reference_model=needs_reference)
             stack.callback(worker.shutdown)
-            data = _batch(case, policy["hf_config"]["vocab_size"])
+            data = random_rows(1, case.tokens, policy["hf_config"]["vocab_size"])
             with watch.peak("passes", grown):
                 passes = _logprob_passes(worker, data, loss)
                 steps = _train(worker, data, loss, num_steps)
@@ -78,16 +76,6 @@ def measure(case: Case, config: Any, num_steps: int) -> Row:
 
 def _rounded(row: Row) -> Row:
     return {name: round(value, _NUM_DIGITS) if isinstance(value, float) else value for name, value in row.items()}
-
-
-def planned_gib(algorithm: str, config: Any, host: HostMemory) -> float:
-    """Returns the GPU memory of a training step by the plan: state, activations and logits, without any margin."""
-    planner = Planner(hf_config(config["policy"]).to_dict(), algorithm, gpu_bytes=None)
-    run = planner.plan(config)
-    assert run is not None
-    run.check_hosts([host])
-    [rank], [training] = run.plan.ranks, training_bytes(config, planner)
-    return (sum(rank.gpu_bytes[Phase.TRAIN].values()) + max(training, rank.step_grad_bytes)) / GIB
 
 
 def _train(worker: MegatronPolicyWorker, data: BatchedData, loss: Any, num_steps: int) -> dict[str, list[float]]:
@@ -127,35 +115,85 @@ def _logprob_passes(worker: MegatronPolicyWorker, data: BatchedData, loss: Any) 
     return row
 
 
-def _batch(case: Case, vocab_size: int) -> BatchedData:
-    shape = (1, case.tokens)
-    return BatchedData(
-        input_ids=torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0)),
-        input_lengths=torch.tensor([case.tokens]),
-        token_mask=torch.ones(shape),
-        sample_mask=torch.ones(1),
-    )
-
-
-def timed_call[Result](function: Callable[[], Result]) -> tuple[float, Result]:
-    """Returns the seconds of a call, with the GPU's work, and its result."""
-    start = now()
-    result = function()
-    return now() - start, result
-
-
-def now() -> float:
-    """Returns the clock once the GPU is idle."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def peak_gib(worker: MegatronPolicyWorker, verb: str) -> float | None:
-    """Returns the peak of the last call of a worker method, with the engine's ranges; None without a GPU."""
-    return worker.memory_stats().get(f"gpu_peak_{verb}_gib")
-
-
 def _driver_gib() -> float:
     free, total = torch.cuda.mem_get_info()
     return (total - free) / GIB
+
+
+def kernel_seconds(worker: MegatronPolicyWorker, policy: Any, tokens: int, way: Way) -> float | None:
+    """Returns the seconds that a step's attention and matrix products take by themselves; None without a GPU.
+
+    Left out: norms, activations, rotary embeddings, the loss, the optimizer, and all copies.
+    """
+    if worker.device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    cfg = policy["megatron_cfg"]
+    layers = [module for module in worker.state.model[0].modules() if isinstance(module, TransformerLayer)]
+    attention, mlp = layers[0].self_attention, layers[0].mlp
+    forward_s, backward_s = _attention_seconds(attention, tokens)
+    of_layer = way.attention_passes * forward_s + backward_s
+    tile = tokens_of_tile(cfg["mlp_tile_tokens"], worker.state.config.hidden_size) or tokens
+    linear = [(module, tokens) for module in (attention.linear_qkv, attention.linear_proj)]
+    for module, rows in (*linear, *((module, min(tile, tokens)) for module in (mlp.linear_fc1, mlp.linear_fc2))):
+        forward_s, backward_s = _product_seconds(module.weight.shape, rows)
+        of_layer += tokens / rows * (way.layer_passes * forward_s + backward_s)
+    rows = min(cfg["fused_linear_logprobs_chunk_size"], tokens)
+    forward_s, backward_s = _product_seconds((worker.state.vocab_size, worker.state.config.hidden_size), rows)
+    return len(layers) * of_layer + tokens / rows * (2 * forward_s + backward_s)
+
+
+def _attention_seconds(attention: Any, tokens: int) -> tuple[float, float]:
+    config = attention.config
+    heads, groups, size = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    query, key, value = (_random(tokens, 1, number, size).requires_grad_() for number in (heads, groups, groups))
+    gradient = _random(tokens, 1, heads * size)
+    made: list[torch.Tensor] = []
+
+    def forward() -> None:
+        made.clear()
+        made.append(attention.core_attention(query, key, value, None, attn_mask_type=AttnMaskType.causal))
+
+    def backward() -> None:
+        torch.autograd.grad(made.pop(), (query, key, value), gradient)
+
+    forward_s, backward_s = _seconds(forward, backward)
+    return forward_s, backward_s
+
+
+def _product_seconds(shape: Any, rows: int) -> tuple[float, float]:
+    """Returns the seconds of x W^T, and of both of its gradients.
+
+    Args:
+        shape: of W, [output, input].
+        rows: of x.
+    """
+    weight, x, gradient = _random(*shape), _random(rows, shape[1]), _random(rows, shape[0])
+
+    def backward() -> None:
+        torch.mm(gradient, weight)
+        torch.mm(gradient.t(), x)
+
+    forward_s, backward_s = _seconds(lambda: torch.mm(x, weight.t()), backward)
+    return forward_s, backward_s
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+
+def _seconds(*parts: Callable[[], object], budget_s: float = 2.0) -> list[float]:
+    """Returns the median seconds of each of the parts, which run in turn.
+
+    The first round is left out, unless it takes the whole budget: steps have run the same kernels before.
+    """
+    taken: list[list[float]] = []
+    while not taken or (len(taken) < 20 and sum(map(sum, taken)) < budget_s):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
+        marks[0].record()
+        for part, mark in zip(parts, marks[1:], strict=True):
+            part()
+            mark.record()
+        marks[-1].synchronize()
+        taken.append([before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)])
+    return [statistics.median(of_part) for of_part in zip(*(taken[1:] or taken), strict=True)]

@@ -1,55 +1,44 @@
-"""Trains one model in one way, and measures its steps."""
+"""Trains a model of cpu_optimizer.py in one of its ways, measures the steps, and asks the plan about it."""
 
+import os
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from cpu_optimizer import STREAMED, Case, Way
+from measuring import now, peak_gib, random_rows
 from one_rank import one_rank_worker
 from result_file import TableValue
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.config import for_machine, load
-from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.config import load
+from nemo_offload_rl.config.validate import for_machine
+from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.link import copy_bytes_per_s
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.memory.units import KIB, MIB
+from nemo_offload_rl.plan.host_budget import HostMemory
+from nemo_offload_rl.plan.optimizer_ways import Host, cpu_speed, plan_ways, reason
+from nemo_offload_rl.plan.planner import PlannedRun, plan_run
 from nemo_offload_rl.residency.table import Target
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
-from optimizer_ways.ways import STREAMED, Case, Way
 
-RECIPE = Path(__file__).parents[2] / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
+RECIPE = Path(__file__).parents[1] / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
 # Nothing is refitted or generated: without these, host memory would be reserved for state offloaded in those phases.
 _NOTHING_LEAVES = ("policy.offload_optimizer_for_refit=false", "++policy.residency.table.generate.params=gpu")
 _NO_REFERENCE = "loss_fn.reference_policy_kl_penalty=0"
 WARM_UP = 2  # kernels are compiled, the optimizer's memory is taken
 _LINK_BYTES = 256 * MIB
 
+
 Row = dict[str, TableValue]
 Measured = tuple[Row, list[dict[str, Any]]]
 """A row, and what each step has made: loss, gradient norm and a checksum of the parameters, to be compared."""
-
-
-def policy_of(case: Case, way: Way, *, has_gpus: bool) -> dict[str, Any]:
-    """Returns the policy section of the recipe, for a machine with GPUs or without."""
-    overrides = [
-        _NO_REFERENCE,
-        f"policy.max_total_sequence_length={case.seq_length}",
-        f"policy.train_micro_batch_size={case.mbs}",
-        "policy.sequence_packing.enabled=false",
-        "policy.megatron_cfg.empty_unused_memory_level=0",
-        *case.overrides,
-        *_NOTHING_LEAVES,
-        *way.overrides,
-    ]
-    config, _ = for_machine(load(RECIPE, overrides).config, has_gpus=has_gpus)
-    policy = {key: value for key, value in config["policy"].items() if key != "generation"}
-    return policy | {"hf_config": dict(case.hf_config)}
 
 
 def measure(case: Case, way: Way, save: Callable[[Measured], None]) -> None:
@@ -96,12 +85,13 @@ def _measured(worker: MegatronPolicyWorker, case: Case, way: Way, two_way: float
     copies: list[tuple[float, float]] = []
     made: list[dict[str, Any]] = []
     for number in range(WARM_UP + case.steps):
+        data = random_rows(case.rows, case.seq_length, case.hf_config["vocab_size"], number)
         worker.prepare_for_training()
         worker.residency_metrics()
         with _timed_optimizer(worker) as optimizer:
-            start = _now()
-            report = worker.train(_batch(case, number), NLLLoss(), case.rows, case.mbs)
-            seconds = _now() - start
+            start = now()
+            report = worker.train(data, NLLLoss(), case.rows, case.mbs)
+            seconds = now() - start
         moved = worker.residency_metrics()
         made.append({"loss": report["loss"], "grad_norm": report["grad_norm"], "checksum": _checksum(worker)})
         if number >= WARM_UP:
@@ -135,20 +125,21 @@ def _measured(worker: MegatronPolicyWorker, case: Case, way: Way, two_way: float
 
 def _logprob_s(worker: MegatronPolicyWorker, case: Case) -> float:
     """Returns the seconds of the second of two passes over a batch; the first one enters the phase."""
-    batch = _batch(case, 0)
+    batch = random_rows(case.rows, case.seq_length, case.hf_config["vocab_size"])
     worker.get_logprobs(batch, case.mbs)
-    start = _now()
+    start = now()
     worker.get_logprobs(batch, case.mbs)
-    return _now() - start
+    return now() - start
 
 
 def _largest_mbs(worker: MegatronPolicyWorker, case: Case) -> int:
     """Returns the largest micro-batch in rows; each size is tried in one step of at least as many rows."""
     largest = case.mbs
     for mbs in case.larger_mbs:
-        larger = replace(case, rows=max(case.rows, mbs))
+        num_rows = max(case.rows, mbs)
+        data = random_rows(num_rows, case.seq_length, case.hf_config["vocab_size"])
         try:
-            worker.train(_batch(larger, 0), NLLLoss(), larger.rows, mbs)
+            worker.train(data, NLLLoss(), num_rows, mbs)
         except torch.OutOfMemoryError:
             break
         largest = mbs
@@ -187,23 +178,6 @@ def _mark() -> Any:
     return event
 
 
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def _batch(case: Case, seed: int) -> BatchedData:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (case.rows, case.seq_length)
-    return BatchedData(
-        input_ids=torch.randint(0, case.hf_config["vocab_size"], shape, generator=generator),
-        input_lengths=torch.full((case.rows,), case.seq_length),
-        token_mask=torch.ones(shape),
-        sample_mask=torch.ones(case.rows),
-    )
-
-
 def _checksum(worker: MegatronPolicyWorker) -> int:
     """Returns a checksum of the bits of every parameter; int64 sums are exact modulo 2**64."""
     sums = [p.detach().view(torch.int16).sum(dtype=torch.int64) for _, p in worker.state.parameters()]
@@ -212,5 +186,46 @@ def _checksum(worker: MegatronPolicyWorker) -> int:
 
 def _peak_mib(worker: MegatronPolicyWorker, verb: str) -> int | None:
     """Returns the peak of the last call of a worker method, with the engine's ranges; None without a GPU."""
-    peak_gib = worker.memory_stats().get(f"gpu_peak_{verb}_gib")
-    return None if peak_gib is None else round(peak_gib * 1024)
+    gib = peak_gib(worker, verb)
+    return None if gib is None else round(gib * 1024)
+
+
+def policy_of(case: Case, way: Way, *, has_gpus: bool) -> dict[str, Any]:
+    """Returns the policy section of the recipe, for a machine with GPUs or without."""
+    overrides = [*_overrides(case), *_NOTHING_LEAVES, *way.overrides]
+    config, _ = for_machine(load(RECIPE, overrides).config, has_gpus=has_gpus)
+    policy = {key: value for key, value in config["policy"].items() if key != "generation"}
+    return policy | {"hf_config": dict(case.hf_config)}
+
+
+def planned_run(case: Case, more: Sequence[str]) -> PlannedRun:
+    """Plans a case with further overrides of its recipe."""
+    validated = load(RECIPE, [*_overrides(case), *more])
+    source: Any = {"model_name": "sizes", "hf_config": case.hf_config}
+    model = hf_config(source).to_dict()
+    return plan_run(validated.config, model, algorithm=validated.algorithm)
+
+
+def plan_says(case: Case, gpu_bytes: int, memory: HostMemory) -> str:
+    """Returns the sentence in which the plan names the way for a GPU.
+
+    Args:
+        case: the model and its batches.
+        gpu_bytes: memory of the GPU.
+        memory: that of its host.
+    """
+    policy = load(RECIPE, _overrides(case)).config["policy"]
+    speed = cpu_speed(len(os.sched_getaffinity(0)))
+    planned = plan_ways(policy, lambda more: planned_run(case, more), cpu_params_per_s=speed.params_per_s)
+    return reason(planned, gpu_bytes, Host("this machine", memory, "measured"))
+
+
+def _overrides(case: Case) -> list[str]:
+    return [
+        _NO_REFERENCE,
+        f"policy.max_total_sequence_length={case.seq_length}",
+        f"policy.train_micro_batch_size={case.mbs}",
+        "policy.sequence_packing.enabled=false",
+        "policy.megatron_cfg.empty_unused_memory_level=0",
+        *case.overrides,
+    ]

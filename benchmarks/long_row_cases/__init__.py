@@ -1,1 +1,0 @@
-"""Implements what benchmarks/long_rows.py compares."""

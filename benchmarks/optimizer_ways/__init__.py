@@ -1,1 +1,0 @@
-"""Implements what benchmarks/cpu_optimizer.py compares."""
