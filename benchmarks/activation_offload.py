@@ -37,6 +37,7 @@ os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 
 import torch
 from gpu_watch import GIB, GpuWatch
+from measuring import random_rows
 from megatron.core.models.gpt import GPTModel
 from one_rank import one_rank_worker
 from result_file import TableValue, print_rows, write_result
@@ -45,7 +46,6 @@ from worker_train import interval_95, ratio_of_medians
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.config import for_machine, load
-from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.mcore.graphs.cuda_graphs import NoCudaGraphs
 from nemo_offload_rl.memory.link import measure_link
 from nemo_offload_rl.worker.environment import library_environment
@@ -155,16 +155,9 @@ class Measurement:
     def __init__(self, case: Case, worker: MegatronPolicyWorker, section: dict[str, Any], size: int) -> None:
         self._case, self._worker, self._size = case, worker, size
         self._number = NUM_MICRO_BATCHES[size]
-        shape = (self._number * size, section["max_total_sequence_length"])
-        generator = torch.Generator().manual_seed(0)
-        mask = torch.ones(shape)
-        mask[:, : shape[1] // 8] = 0  # a prompt, which is not trained on
-        self._data = BatchedData(
-            input_ids=torch.randint(0, section["hf_config"]["vocab_size"], shape, generator=generator),
-            input_lengths=torch.full(shape[:1], shape[1]),
-            token_mask=mask,
-            sample_mask=torch.ones(shape[0]),
-        )
+        length = section["max_total_sequence_length"]
+        self._data = random_rows(self._number * size, length, section["hf_config"]["vocab_size"])
+        self._data["token_mask"][:, : length // 8] = 0  # a prompt, which is not trained on
 
     def without_graphs(self) -> dict[str, Row]:
         """Measures plain steps and offloaded ones."""

@@ -21,9 +21,7 @@ import dataclasses
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +31,7 @@ from long_rows import MODELS, WAYS
 from long_rows import Case as LongRow
 from ports import free_port
 from result_file import TableValue, print_rows, write_result
+from turns import run_children
 
 Row = dict[str, TableValue]
 Kernel = tuple[str, float, float]
@@ -177,25 +176,13 @@ def in_own_processes(case: Case, num_steps: int, *, profiled: bool = False) -> l
     Raises:
         RuntimeError: a rank ended with an error.
     """
-    environment = os.environ | {"NVTE_CPU_OFFLOAD_V1": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    port = str(free_port())
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / f"{rank}.json" for rank in range(case.gpus)]
-        ranks = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, __file__, "--child", json.dumps(dataclasses.asdict(case)), "--port", port),
-                    *("--rank", str(rank), "--steps", str(num_steps), "--output", str(output)),
-                    *(["--profiled"] if profiled else []),
-                ],
-                env=environment,
-            )
-            for rank, output in enumerate(outputs)
-        ]
-        statuses = [process.wait() for process in ranks]
-        if any(statuses):
-            raise RuntimeError(f"{case}: the ranks ended with the statuses {statuses}")
-        return [json.loads(output.read_text()) for output in outputs]
+    environment = {"NVTE_CPU_OFFLOAD_V1": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    options = ["--child", json.dumps(dataclasses.asdict(case)), "--port", str(free_port()), "--steps", str(num_steps)]
+    options += ["--profiled"] if profiled else []
+    ranks = run_children(__file__, [[*options, "--rank", str(rank)] for rank in range(case.gpus)], environment)
+    if any(statuses := [status for _, status in ranks]):
+        raise RuntimeError(f"{case}: the ranks ended with the statuses {statuses}")
+    return [found for found, _ in ranks]
 
 
 def row_of(case: Case, ranks: Sequence[dict[str, Any]], wanted: Sequence[float] | None) -> Row:

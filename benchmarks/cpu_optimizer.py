@@ -7,19 +7,15 @@ directions over the time from the first copy's start to the last one's end, as a
 in both directions at once, measured in the same process. `times_streamed` is the optimizer's time divided by that of
 the streamed way. `bit_equal` compares each step's loss, gradient norm and parameters with those of the first way that
 steps the same fraction on the CPU, because the CPU kernel rounds differently. `host_mib` is page-locked memory,
-`peak_host_mib` the peak of the whole process. `plan_says` quotes `nemo-offload-rl plan` for this GPU and host. A way
-that does not fit on the GPU gets a row that says so. `--scale tiny` trains a tiny model, also without a GPU.
+`peak_host_mib` the peak of the whole process. A way that does not fit on the GPU gets a row that says so. `--scale
+tiny` trains a tiny model, also without a GPU.
 """
 
 import argparse
 import dataclasses
 import gc
 import json
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,13 +23,9 @@ from typing import Any
 
 from model_shapes import QWEN2_1_5B, QWEN3_8B, TINY_SIZES
 from result_file import TableValue, print_rows, write_result
-from turns import in_turn, my_turn
+from turns import in_turn, my_turn, run_children
 
 Row = dict[str, TableValue]
-
-LONG = ("refused", "plan_says")
-"""Fields of sentences, which no table has."""
-
 
 STREAMED = "streamed"
 """The name of the way that others are compared with."""
@@ -88,7 +80,6 @@ class Case:
         overrides: of the recipe.
         environ: of the process.
         larger_mbs: larger micro-batches, which the streamed way tries one after the other until one does not fit.
-        asks_plan: whether rows have what the plan says of the case.
     """
 
     name: str
@@ -101,7 +92,6 @@ class Case:
     overrides: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
     larger_mbs: tuple[int, ...] = ()
-    asks_plan: bool = False
 
 
 _PRECISION_AWARE = "policy.megatron_cfg.optimizer.use_precision_aware_optimizer"
@@ -143,7 +133,6 @@ CASES: Mapping[str, Case] = {
             steps=3,
             overrides=_ALL_LAYERS_AGAIN,
             larger_mbs=(2, 4, 8, 16, 32, 64, 128),
-            asks_plan=True,
         ),
     )
 }
@@ -184,30 +173,14 @@ def _ratio(one: TableValue, other: TableValue) -> float | None:
     return round(one / other, 3)
 
 
-def ratio_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields the CPU optimizer's time for all parameters beside streaming; neither leaves state on the GPU."""
-    streamed = {row["case"]: row for row in rows if row["way"] == STREAMED}
-    for row in rows:
-        if row.get("fraction") == 1 and row.get("times_streamed") is not None:
-            beside = streamed[row["case"]]
-            yield (
-                f"{row['case']}: the optimizer's step of {row['way']} takes {row['times_streamed']} times that of "
-                f"streamed state ({row['optimizer_ms']} and {beside['optimizer_ms']} ms); peaks of GPU memory: "
-                f"{row['peak_gpu_mib']} and {beside['peak_gpu_mib']} MiB"
-            )
-
-
 def child(case: Case, way: Way, out: Path) -> None:
     """Measures in this process when it is its turn."""
     with my_turn():
         import torch
         from optimizer_steps import measure
 
-        says = plan_here(case)
-
         def save(measured: tuple[Row, list[Any]]) -> None:
-            row, made = measured
-            out.write_text(json.dumps((row | says, made)))
+            out.write_text(json.dumps(measured))
 
         try:
             measure(case, way, save)
@@ -219,20 +192,6 @@ def child(case: Case, way: Way, out: Path) -> None:
         torch.cuda.empty_cache()
 
 
-def plan_here(case: Case) -> Row:
-    """Returns what the plan says of the case on this machine, if the case asks for it; None without a GPU."""
-    if not case.asks_plan:
-        return {}
-    import torch
-    from optimizer_steps import plan_says
-
-    from nemo_offload_rl.placement.machine import host_facts
-
-    if not torch.cuda.is_available():
-        return {"plan_says": None}
-    return {"plan_says": plan_says(case, torch.cuda.get_device_properties(0).total_memory, host_facts())}
-
-
 def in_own_process(pair: tuple[Case, str], arguments: Sequence[str]) -> tuple[Row, list[Any]]:
     """Returns what a process measured.
 
@@ -241,13 +200,10 @@ def in_own_process(pair: tuple[Case, str], arguments: Sequence[str]) -> tuple[Ro
         arguments: of the command line, that the process gets, too.
     """
     case, way = pair
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "row.json"
-        command = [sys.executable, __file__, "--child", case.name, way, *arguments, "--out", str(out)]
-        done = subprocess.run(command, env={**os.environ, **case.environ}, check=False)
-        if not out.exists():
-            return {"case": case.name, "way": way, "refused": f"its process ended with status {done.returncode}"}, []
-        row, made = json.loads(out.read_text())
+    [(found, status)] = run_children(__file__, [["--child", case.name, way, *arguments]], case.environ)
+    if found is None:
+        return {"case": case.name, "way": way, "refused": f"its process ended with status {status}"}, []
+    row, made = found
     return row, made
 
 
@@ -259,7 +215,9 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, metavar="N", help="measured steps, instead of those of each case")
     parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a trial without a GPU")
     parser.add_argument("--child", nargs=2, metavar=("CASE", "WAY"), help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path("build/cpu_optimizer.json"), help="the result file")
+    parser.add_argument(
+        "--out", "--output", type=Path, default=Path("build/cpu_optimizer.json"), help="the result file"
+    )
     parser.add_argument(
         "--append", action="store_true", help="keep the file's rows of cases and ways that are not measured now"
     )
@@ -284,11 +242,7 @@ def main() -> None:
         by_case = [[one for one in found if one[0]["case"] == case.name] for case in cases]
         rows = [row for of_case in by_case for row in compared(of_case)]
         write_result(arguments.out, rows, append_by=("case", "way") if arguments.append else ())
-    print_rows([{name: value for name, value in row.items() if name not in LONG} for row in rows])
-    for line in dict.fromkeys(row["plan_says"] for row in rows if row.get("plan_says")):
-        print(f"plan: {line}")
-    for line in ratio_lines(rows):
-        print(line)
+    print_rows([{name: value for name, value in row.items() if name != "refused"} for row in rows])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ first way, with deterministic attention.
 """
 
 import argparse
-import multiprocessing
+import json
 import os
 import statistics
 import time
@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from gpu_watch import GpuWatch
+from measuring import random_rows
 from model_shapes import QWEN2_1_5B
 from one_rank import one_rank_worker
 from result_file import TableValue, print_rows, write_result
-from turns import in_turn, my_turn
+from turns import in_turn, my_turn, run_children
 
 from nemo_offload_rl.algorithms.losses import DPOLoss
 from nemo_offload_rl.data.batch import BatchedData
@@ -42,10 +43,16 @@ WAYS: Mapping[str, list[str]] = {
 }
 PHASES = ("reference_logprobs", "training")
 
+PASSED_ON = ("config", "pairs", "mbs", "seq_length", "steps")
+
 
 def main() -> None:
     """Measures each way and writes the result."""
     arguments = parse_arguments()
+    if arguments.child:
+        with my_turn():
+            Path(arguments.out).write_text(json.dumps(measured(arguments.child, arguments)))
+        return
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # losses are compared
     rows: list[Mapping[str, TableValue]] = []
     for found in in_turn(partial(in_own_process, arguments), arguments.ways):
@@ -56,24 +63,12 @@ def main() -> None:
 
 def in_own_process(arguments: argparse.Namespace, way: str) -> Mapping[str, TableValue]:
     """Starts a process and measures a way in it."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=measure, args=(way, arguments, theirs))
-    process.start()
-    theirs.close()
-    try:
-        row: Mapping[str, TableValue] = ours.recv()
-    except EOFError:
-        raise SystemExit(f"the way {way!r} failed; see above") from None
-    finally:
-        process.join()
-    return row
-
-
-def measure(way: str, arguments: argparse.Namespace, pipe: Any) -> None:
-    """Trains one way and sends its row."""
-    with my_turn():
-        pipe.send(measured(way, arguments))
+    options = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in PASSED_ON]
+    [(row, _)] = run_children(__file__, [["--child", way, *options]])
+    if row is None:
+        raise SystemExit(f"the way {way!r} failed; see above")
+    found: Mapping[str, TableValue] = row
+    return found
 
 
 def measured(way: str, arguments: argparse.Namespace) -> Mapping[str, TableValue]:
@@ -135,18 +130,11 @@ def measured(way: str, arguments: argparse.Namespace) -> Mapping[str, TableValue
 
 def pairs(num_pairs: int, seq_length: int, vocab_size: int, seed: int) -> BatchedData:
     """Creates pairs of random tokens; the prompt is an eighth of the row and the same in both rows of a pair."""
-    generator = torch.Generator().manual_seed(seed)
     prompt = max(1, seq_length // 8)
-    ids = torch.randint(0, vocab_size, (2 * num_pairs, seq_length), generator=generator)
-    ids[1::2, :prompt] = ids[::2, :prompt]
-    token_mask = torch.ones(2 * num_pairs, seq_length)
-    token_mask[:, :prompt] = 0
-    return BatchedData(
-        input_ids=ids,
-        input_lengths=torch.full((2 * num_pairs,), seq_length),
-        token_mask=token_mask,
-        sample_mask=torch.ones(2 * num_pairs),
-    ).in_groups(2)
+    rows = random_rows(2 * num_pairs, seq_length, vocab_size, seed)
+    rows["input_ids"][1::2, :prompt] = rows["input_ids"][::2, :prompt]
+    rows["token_mask"][:, :prompt] = 0
+    return rows.in_groups(2)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -158,7 +146,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mbs", type=int, default=2, help="pairs of a micro-batch")
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--out", default="build/dpo_phases.json")
+    parser.add_argument("--child", choices=list(WAYS), help=argparse.SUPPRESS)
+    parser.add_argument("--out", "--output", default="build/dpo_phases.json")
     return parser.parse_args()
 
 

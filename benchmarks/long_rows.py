@@ -28,11 +28,9 @@ import argparse
 import dataclasses
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +38,7 @@ from typing import Any
 
 from model_shapes import QWEN2_1_5B, QWEN3_8B, TINY_SIZES
 from result_file import TableValue, print_rows, write_result
-from turns import in_turn, my_turn
+from turns import in_turn, my_turn, run_children
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.validate import for_machine
@@ -192,38 +190,16 @@ def child(case: Case, num_steps: int, output: Path) -> None:
 def in_own_process(case: Case, num_steps: int, *, expandable: bool) -> Row:
     """Returns the row that a process measured; one that was killed has run out of the host's memory."""
     # As a rank's environment has it, since Transformer Engine reads it on import.
-    environment = os.environ | {"NVTE_CPU_OFFLOAD_V1": "1"}
+    environment = {"NVTE_CPU_OFFLOAD_V1": "1"}
     if expandable:
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "row.json"
-        options = ["--child", json.dumps(dataclasses.asdict(case)), "--steps", str(num_steps), "--output", str(output)]
-        done = subprocess.run([sys.executable, __file__, *options], env=environment, check=False)
-        if output.exists():
-            row: Row = json.loads(output.read_text())
-            return row
-    why = f"its process ended with status {done.returncode}"
+    options = ["--child", json.dumps(dataclasses.asdict(case)), "--steps", str(num_steps)]
+    [(found, status)] = run_children(__file__, [options], environment)
+    if found is not None:
+        row: Row = found
+        return row
+    why = f"its process ended with status {status}"
     return dataclasses.asdict(case) | dict.fromkeys(COLUMNS) | {"fits": False, "why": why}
-
-
-def ratio_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields, for each row that fits, the step over its kernels, the plan over the driver's peak, and the waits."""
-    for row in rows:
-        if not row["fits"]:
-            continue
-        ratios = {
-            "step / kernels": _ratio(row, "step_s", "kernels_s"),
-            "planned / driver": _ratio(row, "planned_gib", "driver_peak_gib"),
-            "planned / allocated": _ratio(row, "planned_gib", "peak_gib"),
-            "exposed share": _ratio(row, "exposed_s", "step_s"),
-        }
-        words = ", ".join(f"{name} {value:.3f}" for name, value in ratios.items() if value is not None)
-        yield f"{row['model']} {row['tokens']} {row['way']} {row['algorithm']}: {words or 'no ratios without a GPU'}"
-
-
-def _ratio(row: Row, one: str, other: str) -> float | None:
-    a, b = row[one], row[other]
-    return a / b if isinstance(a, float) and isinstance(b, float) and b else None
 
 
 def parsed_arguments() -> argparse.Namespace:
@@ -264,8 +240,6 @@ def main() -> int:
     for row in rows:
         if not row["fits"]:
             print(f"{row['tokens']} {row['way']} does not fit: {row['why']}")
-    for line in ratio_lines(rows):
-        print(line)
     return 0
 
 

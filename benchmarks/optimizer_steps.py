@@ -1,10 +1,9 @@
-"""Trains a model of cpu_optimizer.py in one of its ways, measures the steps, and asks the plan about it."""
+"""Trains a model of cpu_optimizer.py in one of its ways, and measures the steps."""
 
-import os
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,9 @@ from result_file import TableValue
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.validate import for_machine
-from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.link import copy_bytes_per_s
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.memory.units import KIB, MIB
-from nemo_offload_rl.plan.host_budget import HostMemory
-from nemo_offload_rl.plan.optimizer_ways import Host, cpu_speed, plan_ways, reason
-from nemo_offload_rl.plan.planner import PlannedRun, plan_run
 from nemo_offload_rl.residency.table import Target
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
@@ -192,40 +187,16 @@ def _peak_mib(worker: MegatronPolicyWorker, verb: str) -> int | None:
 
 def policy_of(case: Case, way: Way, *, has_gpus: bool) -> dict[str, Any]:
     """Returns the policy section of the recipe, for a machine with GPUs or without."""
-    overrides = [*_overrides(case), *_NOTHING_LEAVES, *way.overrides]
-    config, _ = for_machine(load(RECIPE, overrides).config, has_gpus=has_gpus)
-    policy = {key: value for key, value in config["policy"].items() if key != "generation"}
-    return policy | {"hf_config": dict(case.hf_config)}
-
-
-def planned_run(case: Case, more: Sequence[str]) -> PlannedRun:
-    """Plans a case with further overrides of its recipe."""
-    validated = load(RECIPE, [*_overrides(case), *more])
-    source: Any = {"model_name": "sizes", "hf_config": case.hf_config}
-    model = hf_config(source).to_dict()
-    return plan_run(validated.config, model, algorithm=validated.algorithm)
-
-
-def plan_says(case: Case, gpu_bytes: int, memory: HostMemory) -> str:
-    """Returns the sentence in which the plan names the way for a GPU.
-
-    Args:
-        case: the model and its batches.
-        gpu_bytes: memory of the GPU.
-        memory: that of its host.
-    """
-    policy = load(RECIPE, _overrides(case)).config["policy"]
-    speed = cpu_speed(len(os.sched_getaffinity(0)))
-    planned = plan_ways(policy, lambda more: planned_run(case, more), cpu_params_per_s=speed.params_per_s)
-    return reason(planned, gpu_bytes, Host("this machine", memory, "measured"))
-
-
-def _overrides(case: Case) -> list[str]:
-    return [
+    overrides = [
         _NO_REFERENCE,
         f"policy.max_total_sequence_length={case.seq_length}",
         f"policy.train_micro_batch_size={case.mbs}",
         "policy.sequence_packing.enabled=false",
         "policy.megatron_cfg.empty_unused_memory_level=0",
         *case.overrides,
+        *_NOTHING_LEAVES,
+        *way.overrides,
     ]
+    config, _ = for_machine(load(RECIPE, overrides).config, has_gpus=has_gpus)
+    policy = {key: value for key, value in config["policy"].items() if key != "generation"}
+    return policy | {"hf_config": dict(case.hf_config)}

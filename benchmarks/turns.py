@@ -1,4 +1,4 @@
-"""Gives the processes of a benchmark turns: all import what they need at once, then one after another measures.
+"""Starts processes of a benchmark, and gives them turns: all import what they need at once, then each measures.
 
 Imports take 25 s. In a run where other processes imported meanwhile, the CPU optimizer took longer for half of the
 parameters than for all of them, which were measured last (docs/results/cpu_optimizer.md).
@@ -7,10 +7,15 @@ parameters than for all of them, which were measured last (docs/results/cpu_opti
 import contextlib
 import fcntl
 import importlib
+import json
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
 
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
 
@@ -51,3 +56,28 @@ def in_turn[Name, Row](run: Callable[[Name], Row], names: Sequence[Name]) -> Ite
         processes = [threads.submit(run, name) for name in names]
         for _ in as_completed(processes):
             yield [process.result() for process in processes if process.done()]
+
+
+def run_children(
+    script: str, options: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None
+) -> list[tuple[Any, int]]:
+    """Runs a script in new processes at once, and waits for all of them.
+
+    Args:
+        script: the benchmark's own file.
+        options: of each process, which also gets `--output FILE` and writes JSON there.
+        environment: variables beside those of this process.
+
+    Returns:
+        What each wrote, None where it wrote nothing, and its exit status.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / f"{number}.json" for number in range(len(options))]
+        variables = {**os.environ, **(environment or {})}
+        processes = [
+            subprocess.Popen([sys.executable, script, *of_one, "--output", str(output)], env=variables)
+            for of_one, output in zip(options, outputs, strict=True)
+        ]
+        statuses = [process.wait() for process in processes]
+        found = [json.loads(output.read_text()) if output.exists() else None for output in outputs]
+    return list(zip(found, statuses, strict=True))
