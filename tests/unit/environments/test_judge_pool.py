@@ -121,8 +121,12 @@ def judge(response, answer):
 
 serve(lambda: judge)
 """
-    with pytest.raises(KeyboardInterrupt):
-        make_pool(num_workers=1, code=code).judge([("1", "")])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            make_pool(num_workers=1, code=code).judge([("1", "")])
+    finally:
+        signal.signal(signal.SIGINT, before)
     processes = [Path(f"/proc/{pid}/exe") for pid in (tmp_path / "pids").read_text().split()]
     deadline = time.monotonic() + 10  # a killed process is gone when the kernel gets to it
     while any(exe.exists() for exe in processes) and time.monotonic() < deadline:
