@@ -135,7 +135,10 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--append", action="store_true", help="keep the file's rows of cases that are not measured now")
     parser.add_argument("--output", type=Path, default=Path("build/scale.json"), help="the result file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the GRPO recipe")
-    return parser.parse_intermixed_args()
+    arguments = parser.parse_intermixed_args()
+    if arguments.gpus % 2:
+        parser.error(f"--gpus {arguments.gpus}: in some layouts two GPUs share a row or a layer; give an even number")
+    return arguments
 
 
 def main() -> int:
