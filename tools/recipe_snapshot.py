@@ -80,8 +80,7 @@ def decided(config: Any, algorithm: str, gpu_gib: float | None, host_gib: float)
     machine = Machine(gpu_gib is not None, None if gpu_gib is None else int(gpu_gib * GIB), hosts)
     try:
         fields = hf_config(config["policy"]).to_dict()
-        is_random = config["policy"].get("hf_config") is not None
-        resolved = resolve(config, machine, fields, algorithm=algorithm, has_random_weights=is_random)
+        resolved = resolve(config, machine, fields, algorithm=algorithm)
         for problem in resolved.problems:
             raise problem
     except (ValueError, NotImplementedError) as error:

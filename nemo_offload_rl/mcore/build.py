@@ -36,6 +36,7 @@ from nemo_offload_rl.mcore.patches.optimizers import (
     build_optimizer,
     masters_without_memory,
 )
+from nemo_offload_rl.mcore.random_weights import RandomWeights
 from nemo_offload_rl.mcore.weights import check_weights
 
 _NUM_STEPS = 10
@@ -290,50 +291,14 @@ def _settle_dtypes(chunks: list[Any]) -> None:
 
 
 def _init_random_weights(bridge: Any, chunks: list[Any], *, seed: int) -> list[Any]:
-    """Fill a model with random weights that depend only on the seed, the architecture and the kind of device.
-
-    The Hugging Face model initialises itself and its weights are converted, so that one rank and many, which split the
-    model differently, start with equal weights. A GPU is used if the model fits: a CPU takes 20 s for 1.5 B parameters.
-    """
-    from transformers import AutoModelForCausalLM
-
-    device = _device_for_whole_model(bridge.hf_pretrained)
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), device:
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(bridge.hf_pretrained, trust_remote_code=False)
-    load_weights(bridge, chunks, as_in_files(model, model.state_dict()))
-    del model
+    """Fills a model with random weights, equal on ranks that split it differently."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    load_weights(bridge, chunks, RandomWeights(bridge.hf_pretrained, seed, device))
     gc.collect()  # cycles in the bridge keep the last weights: 2.3 GiB of an 8 B model, before host memory is pinned
-    if device.type == "cuda":
+    if on_gpu:
         torch.cuda.empty_cache()
     return chunks
-
-
-def _device_for_whole_model(hf_config: Any) -> torch.device:
-    """Returns the current GPU if the whole model takes at most a quarter of its memory, else the CPU.
-
-    The GPU then holds the whole model beside the rank's part of it, which `plan.colocation` takes into account.
-    """
-    from transformers import AutoModelForCausalLM
-
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
-    model_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    device = torch.device("cuda", torch.cuda.current_device())
-    fits = model_bytes <= torch.cuda.get_device_properties(device).total_memory / 4
-    return device if fits else torch.device("cpu")
-
-
-def as_in_files(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a transformers model with the names and shapes of its files, which the bridge reads.
-
-    In memory they differ, since transformers 5 fuses experts.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return dict(revert_weight_conversion(model, tensors))
 
 
 def load_weights(bridge: Any, chunks: list[Any], weights: Mapping[str, torch.Tensor]) -> list[Any]:
@@ -345,10 +310,19 @@ def load_weights(bridge: Any, chunks: list[Any], weights: Mapping[str, torch.Ten
         weights: all of the model's weights, by name.
     """
     from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
-    from megatron.bridge.models.hf_pretrained.state import StateDict
+    from megatron.bridge.models.hf_pretrained.state import StateDict, StateSource
+
+    names = sorted(weights)
+
+    class Source(StateSource):
+        def get_all_keys(self) -> list[str]:
+            return names
+
+        def load_tensors(self, keys: list[str]) -> dict[str, torch.Tensor]:
+            return {name: weights[name] for name in keys}
 
     class WeightsInMemory(PreTrainedCausalLM):
-        state = property(lambda _: StateDict(weights))
+        state = property(lambda _: StateDict(Source()))
 
     source = WeightsInMemory()
     source.config = bridge.hf_pretrained

@@ -21,7 +21,7 @@ from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore import distributed
 from nemo_offload_rl.mcore.batches import MicroBatch, packed_microbatches, padded_microbatches
-from nemo_offload_rl.mcore.build import as_in_files, load_weights
+from nemo_offload_rl.mcore.build import load_weights
 from nemo_offload_rl.mcore.logprob.forward import model_logprobs
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge, have_transformer_engine
 from nemo_offload_rl.mcore.model.model_config import (
@@ -30,6 +30,7 @@ from nemo_offload_rl.mcore.model.model_config import (
     make_bridge,
     make_provider,
 )
+from nemo_offload_rl.mcore.random_weights import as_in_files
 from nemo_offload_rl.model_check.alone import alone
 from nemo_offload_rl.model_check.result import CheckResult, Difference
 from nemo_offload_rl.model_check.twin import ROW_LENGTH, twin_config

@@ -234,7 +234,7 @@ def _lacking_bytes(config: MasterConfig, planner: Planner, gpu_bytes: int) -> in
     run = planner.plan(config)
     if run is None or run.engine is None:
         return 0
-    built = policy_build_bytes(run.plan, gpu_bytes, has_random_weights=planner.has_random_weights)
+    built = policy_build_bytes(run.plan)
     most = built + run.engine.awake_bytes(gpu_bytes)
     if open_keys(config):
         most = max(most, least_beside_awake(run.plan, run.engine, gpu_bytes))

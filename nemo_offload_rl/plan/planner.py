@@ -182,7 +182,6 @@ class Planner:
         algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
         gpu_bytes: memory of the smallest GPU; None where that is not known.
         hosts: memory of the hosts of the policy's ranks, in the order of the ranks; empty to skip their check.
-        has_random_weights: whether each rank initialises the whole model with random weights, since no folder has them.
         rates: those of the GPUs and hosts, from which seconds are predicted.
     """
 
@@ -190,7 +189,6 @@ class Planner:
     algorithm: str
     gpu_bytes: int | None
     hosts: Sequence[HostMemory] = ()
-    has_random_weights: bool = False
     rates: Rates = H200_RATES
 
     def plan(self, config: MasterConfig) -> PlannedRun | None:

@@ -22,14 +22,7 @@ from nemo_offload_rl.plan.planner import Planner
 _KEY = "policy.activation_memory"
 
 
-def resolve(
-    config: MasterConfig,
-    machine: Machine,
-    hf_config: Mapping[str, Any],
-    *,
-    algorithm: str,
-    has_random_weights: bool = False,
-) -> Resolved:
+def resolve(config: MasterConfig, machine: Machine, hf_config: Mapping[str, Any], *, algorithm: str) -> Resolved:
     """Decides every setting of a recipe that depends on the machine, and plans the result.
 
     Args:
@@ -37,7 +30,6 @@ def resolve(
         machine: the machine that it is to run on.
         hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
         algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
-        has_random_weights: whether the policy starts with random weights, not with those of a folder.
 
     Raises:
         HostBudgetError: a rank needs more host memory than the recipe's limit.
@@ -45,7 +37,7 @@ def resolve(
             does; the GPUs have no attention for the recipe; the host memory for activations is not known.
     """
     rates = machine.rates.of_a_rank(split_devices(config["cluster"], config["policy"]).policy_per_node)
-    planner = Planner(hf_config, algorithm, machine.gpu_bytes, machine.hosts, has_random_weights, rates)
+    planner = Planner(hf_config, algorithm, machine.gpu_bytes, machine.hosts, rates)
     chosen: tuple[str, ...] = ()
     lines, problems = [], []
     if config["policy"]["activation_memory"] == AUTO:

@@ -18,11 +18,9 @@ from nemo_offload_rl.residency.table import Phase, Target
 # GPU memory of the process that compares the model with transformers while rank 0 is built: a CUDA context and two
 # small models.
 _MODEL_CHECK_BYTES = GIB
-# A whole model of random weights takes at most the GPU's memory divided by this, on each rank (`mcore.build`).
-_WHOLE_MODELS_PER_GPU = 4
 
 
-def policy_build_bytes(plan: OffloadPlan, gpu_bytes: int, *, has_random_weights: bool) -> int:
+def policy_build_bytes(plan: OffloadPlan) -> int:
     """Returns the peak GPU memory of one rank while it is built.
 
     At the end, all of its training state is on the GPU. The rank moves the state into flat buffers, one target after
@@ -30,16 +28,9 @@ def policy_build_bytes(plan: OffloadPlan, gpu_bytes: int, *, has_random_weights:
 
     Args:
         plan: the offload plan, with the sizes of every pipeline stage.
-        gpu_bytes: memory of the smallest GPU.
-        has_random_weights: whether the whole model is initialised with random weights on the GPU, before the rank
-            allocates gradients.
     """
-    most = 0
-    for rank in plan.ranks:
-        state = rank.gpu_bytes[Phase.TRAIN]
-        most = max(most, sum(state.values()) + max(state.values()))
-        if has_random_weights:
-            most = max(most, state[Target.PARAMS] + gpu_bytes // _WHOLE_MODELS_PER_GPU)
+    states = [rank.gpu_bytes[Phase.TRAIN].values() for rank in plan.ranks]
+    most = max(sum(state) + max(state) for state in states)
     return most + POLICY_OVERHEAD_BYTES + _MODEL_CHECK_BYTES
 
 
@@ -53,7 +44,7 @@ def why_not_at_once(run: PlannedRun, planner: Planner, gpu_bytes: int) -> str | 
     """
     plan, engine = run.plan, run.engine
     assert engine is not None, "the recipe has vLLM"
-    policy = policy_build_bytes(plan, gpu_bytes, has_random_weights=planner.has_random_weights)
+    policy = policy_build_bytes(plan)
     awake = engine.awake_bytes(gpu_bytes)
     both = policy + awake
     if both > gpu_bytes:

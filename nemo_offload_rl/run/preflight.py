@@ -64,8 +64,7 @@ def resolve_for(machine: Machine, config: MasterConfig, algorithm: str) -> Resol
     """
     policy = config["policy"]
     fields = hf_config(policy).to_dict()
-    is_random = policy["hf_config"] is not None and config.get("warm_start") is None
-    resolved = resolve(config, machine, fields, algorithm=algorithm, has_random_weights=is_random)
+    resolved = resolve(config, machine, fields, algorithm=algorithm)
     check_fits(resolved, machine)
     return resolved
 

@@ -11,16 +11,16 @@ from nemo_offload_rl.plan.resolve import resolve
 
 
 def planner_of(config: Mapping[str, Any], gpu_gib: float | None, *, hosts: Sequence[Any] = ()) -> Planner:
-    """Returns the planner of a GRPO recipe with random weights; with None, no GPU's memory is known."""
+    """Returns the planner of a GRPO recipe; with None, no GPU's memory is known."""
     fields = hf_config(config["policy"]).to_dict()
-    return Planner(fields, "grpo", _bytes(gpu_gib), hosts, has_random_weights=True)
+    return Planner(fields, "grpo", _bytes(gpu_gib), hosts)
 
 
 def resolved_for(config: Mapping[str, Any], gpu_gib: float | None, algorithm: str = "grpo") -> Resolved:
-    """Returns a recipe as it runs on GPUs of a size, with random weights; raises the error of a failed decision."""
+    """Returns a recipe as it runs on GPUs of a size; raises the error of a failed decision."""
     fields = hf_config(config["policy"]).to_dict()
     machine = Machine(has_gpus=True, gpu_bytes=_bytes(gpu_gib))
-    resolved = resolve(config, machine, fields, algorithm=algorithm, has_random_weights=True)
+    resolved = resolve(config, machine, fields, algorithm=algorithm)
     for problem in resolved.problems:
         raise problem
     return resolved

@@ -1,5 +1,6 @@
 """Provides a tiny Qwen3-shaped policy, and batches for it."""
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,18 @@ def _batch(ids: torch.Tensor, lengths: torch.Tensor, prompt: int) -> BatchedData
         token_mask=(real & (columns >= prompt)).float(),
         sample_mask=torch.ones(len(ids)),
     )
+
+
+def in_transformers(worker: Any) -> Any:
+    """Returns the transformers model with a worker's weights."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        worker.state.bridge.hf_pretrained.save_pretrained(folder)
+        weights = {name: tensor.clone() for name, tensor in worker.hf_weights()}
+        save_file(weights, Path(folder) / "model.safetensors")
+        return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def logprobs_in_transformers(folder: Path, data: BatchedData, **overrides: Any) -> torch.Tensor:

@@ -109,9 +109,10 @@ LAYERS = {
         "mcore.context_parallel", "mcore.patches", "mcore.batches", "mcore.model", "memory.units", never="ray"
     ),
     "mcore.graphs": layer("mcore.patches", "mcore.batches", "memory", "config.megatron", never="ray"),
+    "mcore.random_weights": layer(never="ray"),
     "mcore.build": layer(
-        "mcore.patches", "mcore.optimizer", "mcore.weights", "mcore.model", "config.megatron", "config.schema",
-        "hf_config", never="ray"
+        "mcore.patches", "mcore.optimizer", "mcore.weights", "mcore.random_weights", "mcore.model", "config.megatron",
+        "config.schema", "hf_config", never="ray"
     ),
     "mcore.checkpoint": layer(
         "mcore.patches", "mcore.optimizer", "mcore.distributed", "mcore.weights", "mcore.build", "memory", "storage",

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy, with_plain_sgd
+from support.tiny import TINY_QWEN3_MOE, in_transformers, random_batch, tiny_policy, with_plain_sgd
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 
@@ -14,18 +14,9 @@ def nll(model, data) -> torch.Tensor:
     return -(logprobs * mask).sum() / mask.sum()
 
 
-def twin(worker):
-    """Returns the Hugging Face model with the worker's weights."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(worker.state.bridge.hf_pretrained)
-    model.load_state_dict({name: weight.clone() for name, weight in worker.hf_weights()})
-    return model
-
-
 def test_every_gradient_is_that_of_the_hugging_face_model(make_worker):
     worker = make_worker(with_plain_sgd(tiny_policy()))
-    model = twin(worker)
+    model = in_transformers(worker)
     before = {name: weight.clone() for name, weight in worker.hf_weights()}
     data = random_batch(8)
     nll(model, data).backward()
@@ -47,7 +38,7 @@ def test_adam_with_clipping_takes_the_steps_of_torch(make_worker, distributed):
         "end_weight_decay": 0.0,
     }
     worker = make_worker(policy)
-    model = twin(worker)
+    model = in_transformers(worker)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     for seed in range(5):
@@ -66,10 +57,7 @@ def test_adam_with_clipping_takes_the_steps_of_torch(make_worker, distributed):
 
 
 def test_experts_compute_what_those_of_the_hugging_face_model_do(make_worker):
-    from transformers import AutoModelForCausalLM
-
     worker = make_worker(tiny_policy(TINY_QWEN3_MOE))
-    torch.manual_seed(3)  # the worker's seed, which also makes this model's random weights
-    model = AutoModelForCausalLM.from_config(worker.state.bridge.hf_pretrained)
+    model = in_transformers(worker)
     data = random_batch(4)
     assert worker.evaluate(data, NLLLoss(), mbs=4)["loss"] == pytest.approx(float(nll(model, data)), rel=1e-5)

@@ -10,9 +10,10 @@ from support.tiny import random_batch, tiny_policy
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore import architectures, distributed
-from nemo_offload_rl.mcore.build import as_in_files, load_weights
+from nemo_offload_rl.mcore.build import load_weights
 from nemo_offload_rl.mcore.model.model_config import make_bridge, make_provider
 from nemo_offload_rl.mcore.patches import cpu_device, rotary
+from nemo_offload_rl.mcore.random_weights import as_in_files
 from nemo_offload_rl.model_check.compare import compare, one_rank
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}

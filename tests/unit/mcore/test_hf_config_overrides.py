@@ -7,8 +7,8 @@ import torch
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, logprobs_in_transformers, random_batch, tiny_policy
 
 from nemo_offload_rl.hf_config import hf_config
-from nemo_offload_rl.mcore.build import as_in_files
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
+from nemo_offload_rl.mcore.random_weights import as_in_files
 from nemo_offload_rl.model_check.compare import UnbuildableError, check_is_built_of, compare
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.router import TopKRouter
-from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
+from support.tiny import TINY_QWEN3_MOE, in_transformers, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.batches import packed_microbatches, padded_microbatches
@@ -86,10 +86,7 @@ def test_padding_and_filler_change_no_expert_bias(make_worker, monkeypatch, reco
 
 def reference_norm(worker: Any, data: Any, mbs: int, name: str) -> float:
     """The gradient norm of a plain model with, for each layer and micro-batch of N tokens, N / G of its loss."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(3)  # the worker's seed, which also makes this model's random weights
-    model = AutoModelForCausalLM.from_config(worker.state.bridge.hf_pretrained)
+    model = in_transformers(worker)
     logits: list[torch.Tensor] = []
     for layer in model.model.layers:
         gate = layer.mlp.gate

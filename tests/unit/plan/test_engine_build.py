@@ -19,12 +19,7 @@ PLAN = make_plan(policy_without_model(), [FACTS])
 
 
 def test_all_state_counts_and_the_largest_target_twice():
-    assert policy_build_bytes(PLAN, 40 * GIB, has_random_weights=False) == (2 + 4 + 2 * 10 + 3) * GIB
-
-
-def test_random_weights_are_a_whole_model_beside_the_parameters():
-    assert policy_build_bytes(PLAN, 40 * GIB, has_random_weights=True) == (2 + 4 + 2 * 10 + 3) * GIB
-    assert policy_build_bytes(PLAN, 100 * GIB, has_random_weights=True) == (2 + 25 + 3) * GIB
+    assert policy_build_bytes(PLAN) == (2 + 4 + 2 * 10 + 3) * GIB
 
 
 def test_streamed_state_is_never_there():
@@ -32,7 +27,7 @@ def test_streamed_state_is_never_there():
     policy = policy_without_model()
     policy["residency"] |= {"table": table, "stream_window_mib": 1024}
     plan = make_plan(policy, [FACTS])
-    assert policy_build_bytes(plan, 40 * GIB, has_random_weights=False) == (2 + 2 * 4 + 1 + 3) * GIB
+    assert policy_build_bytes(plan) == (2 + 2 * 4 + 1 + 3) * GIB
 
 
 def engine(cache_gib):
