@@ -24,9 +24,9 @@ CASES = (
 def test_a_peak_is_within_its_plan(case, tmp_path):
     result = tmp_path / "plan_accuracy.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "plan_accuracy.py"), "--cases", case, "--output", str(result)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
+    variables = environment()
+    del variables["NVTE_ALLOW_NONDETERMINISTIC_ALGO"]  # without fused attention it would plan for one, and take 192 GiB
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     ratios = {row["phase"]: row["gib_ratio"] for row in json.loads(result.read_text())["rows"]}
     assert ratios.keys() == {"logprob", "train"}
