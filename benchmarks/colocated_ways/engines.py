@@ -25,10 +25,10 @@ class MarkedCalls:
         with self._marks.span("load_weights"):
             return float(super().load_weights(bucket))  # type: ignore[misc]
 
-    def call(self, verb: str, *arguments: Any) -> Any:
-        """See `VllmActor.call`."""
+    def run(self, verb: str, *arguments: Any) -> Any:
+        """See `GeneratorProcess.run`."""
         with self._marks.span(_call_name(verb, arguments)):
-            return super().call(verb, *arguments)  # type: ignore[misc]
+            return super().run(verb, *arguments)  # type: ignore[misc]
 
 
 class MarkedVllmActor(MarkedCalls, VllmActor):
@@ -57,9 +57,9 @@ class UpstreamVllmActor(MarkedVllmActor):
 
     like_upstream = True
 
-    def call(self, verb: str, *arguments: Any) -> Any:
-        """See `VllmActor.call`; NeMo-RL's policy always leaves the GPU before the KV cache is mapped."""
-        result = super().call(verb, *arguments)
+    def run(self, verb: str, *arguments: Any) -> Any:
+        """See `GeneratorProcess.run`; NeMo-RL's policy always leaves the GPU before the KV cache is mapped."""
+        result = super().run(verb, *arguments)
         return False if verb == "prepare_for_generation" else result
 
     def complete_refit(self) -> None:

@@ -1,32 +1,22 @@
 """Generates with Hugging Face models in Ray actors: one replica for each GPU, or one on all cores of a machine."""
 
-import os
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
-
 from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, HfConfigFields
-from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor, remote_class
+from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor, GeneratorProcess, engine_class
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, InFlightUpdates, WakeUpTag
 from nemo_offload_rl.generation.stop_strings import needs_tokenizer
 from nemo_offload_rl.hf_config import trusts_remote_code
 from nemo_offload_rl.placement.cluster import Cluster
-from nemo_offload_rl.placement.signals import ignore_ending_signals
-from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
 
 
-class GeneratorActor(WeightLoader):
+class GeneratorActor(GeneratorProcess):
     """Runs a `TransformersGenerator` in a process of its own."""
 
     def __init__(self, num_threads: int) -> None:
-        ignore_ending_signals()
+        super().__init__()
         self._num_threads = num_threads
-
-    def process(self) -> tuple[str, int]:
-        """Returns this node's address and the process id there."""
-        return ray.util.get_node_ip_address(), os.getpid()
 
     def build(
         self,
@@ -57,17 +47,6 @@ class GeneratorActor(WeightLoader):
             else fast_tokenizer(load_tokenizer(tokenizer_name, trust_remote_code=model["trust_remote_code"])),
             in_flight=in_flight,
         )
-
-    def load_weights(self, bucket: WeightBucket) -> float:
-        """Loads a bucket of any transport (see `WeightLoader`)."""
-        start = time.perf_counter()
-        with bucket.opened() as named_tensors:
-            self._generator.load_weights(named_tensors)
-        return time.perf_counter() - start
-
-    def call(self, verb: str, *arguments: Any) -> Any:
-        """Calls a method of the generator."""
-        return getattr(self._generator, verb)(*arguments)
 
 
 class TransformersGeneration(ActorEngines):
@@ -109,7 +88,7 @@ class TransformersGeneration(ActorEngines):
         """
         has_node = len(bundles_by_engine[0]) == cluster.engine_bundles_per_node
         num_threads = cluster.threads_per_node if has_node else cluster.threads_per_engine_bundle
-        actor_class = remote_class(GeneratorActor, in_flight)
+        actor_class = engine_class(GeneratorActor, in_flight)
         actors = [
             EngineActor(
                 actor_class.options(

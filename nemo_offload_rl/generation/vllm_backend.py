@@ -4,7 +4,6 @@ import contextlib
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -16,15 +15,13 @@ import torch
 
 from nemo_offload_rl.config.megatron import engine_devices, engine_replicas
 from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
-from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor, remote_class
+from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor, GeneratorProcess, engine_class
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, InFlightUpdates, WakeUpTag
 from nemo_offload_rl.generation.stop_strings import needs_tokenizer
 from nemo_offload_rl.generation.vllm_arguments import engine_arguments, engine_environment, is_built_beside_policy
 from nemo_offload_rl.hub import go_offline
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.network import LOOPBACK, choose_interface, listening, rendezvous_store
-from nemo_offload_rl.placement.signals import ignore_ending_signals
-from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
 
 # How long a process of an engine waits for the others, which import vLLM meanwhile, and for one that hangs.
 _TIMEOUT = timedelta(minutes=30)
@@ -70,7 +67,7 @@ def explain_kv_cache_oom(arguments: Mapping[str, Any], *, beside_policy: bool) -
         ) from error
 
 
-class VllmActor(WeightLoader):
+class VllmActor(GeneratorProcess):
     """Runs a `VllmGenerator` in a process of its own, on one GPU.
 
     The actors of an engine join one process group, as torchrun's processes do. Those of a replica run the same
@@ -78,12 +75,8 @@ class VllmActor(WeightLoader):
     """
 
     def __init__(self) -> None:
-        ignore_ending_signals()
+        super().__init__()
         self._listener: socket.socket | None = None
-
-    def process(self) -> tuple[str, int]:
-        """Returns this node's address and the process id there."""
-        return ray.util.get_node_ip_address(), os.getpid()
 
     def listen(self, port_range: tuple[int, int] | None, num_processes: int, *, on_one_node: bool) -> Meeting:
         """Listens for the other processes of this engine, and returns where they find this one.
@@ -179,17 +172,6 @@ class VllmActor(WeightLoader):
         )
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(num_processes)}  # vLLM reads them
 
-    def load_weights(self, bucket: WeightBucket) -> float:
-        """Loads a bucket of any transport (see `WeightLoader`)."""
-        start = time.perf_counter()
-        with bucket.opened() as named_tensors:
-            self._generator.load_weights(named_tensors)
-        return time.perf_counter() - start
-
-    def call(self, verb: str, *arguments: Any) -> Any:
-        """Calls a method of the generator."""
-        return getattr(self._generator, verb)(*arguments)
-
 
 class VllmGeneration(ActorEngines):
     """Generates with vLLM engines in Ray actors (see `GenerationInterface`)."""
@@ -220,7 +202,7 @@ class VllmGeneration(ActorEngines):
         tp, replicas = section["tensor_parallel_size"], engine_replicas(section)
         sleeps = not cluster.engines_are_apart and not _stays_awake(policy)
         environment = engine_environment(policy, num_threads=cluster.threads_per_engine_bundle)
-        actor_class = remote_class(VllmActor, in_flight)
+        actor_class = engine_class(VllmActor, in_flight)
         actors: list[EngineActor] = []
         build_refs: list[Any] = []
         for engine, bundles in enumerate(bundles_by_engine):
@@ -251,7 +233,9 @@ class VllmGeneration(ActorEngines):
         Returns:
             Whether every GPU has room for everything that generation needs (see `GenerationInterface`).
         """
-        return all(self._run("prepare_for_generation", tags))
+        if "kv_cache" in tags and not self._gives_memory_back and not self._is_in_flight:
+            return False  # it is there, and nothing waits for it
+        return all(self._of_all("prepare_for_generation", all, tags))
 
 
 def _bundles_per_engine(policy_config: GRPOPolicyConfig, cluster: Cluster) -> int:

@@ -15,9 +15,9 @@ from ray import cloudpickle
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.metrics.timer import Recording
 from nemo_offload_rl.placement.network import LOOPBACK, free_port
+from nemo_offload_rl.placement.relay import Part
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.worker.rank_log import RankLog, Record, take_records
-from nemo_offload_rl.worker.relay import Part
 from nemo_offload_rl.worker.wire import WireBatch
 
 

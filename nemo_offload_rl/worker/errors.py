@@ -3,9 +3,9 @@
 import re
 from collections.abc import Callable, Mapping
 
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
-from nemo_offload_rl.placement.nodes import NodeLostError
+from nemo_offload_rl.placement.gather import cause_of, first_to_name
 
 _COLOUR_CODE = re.compile(r"\x1b\[\d+m")
 
@@ -29,16 +29,6 @@ class WorkerError(RuntimeError):
         self.node = node
 
 
-def cause_of(error: RayError) -> BaseException:
-    """Returns the error that a rank has raised, or Ray's own error if its process died."""
-    return error.cause if isinstance(error, RayTaskError) else error
-
-
-def is_death(error: RayError) -> bool:
-    """Returns whether the rank's process has ended, or its node is lost."""
-    return isinstance(error, (ActorDiedError, ActorUnavailableError, NodeLostError))
-
-
 def worker_error(verb: str, failures: Mapping[int, RayError], node_name: Callable[[int], str | None]) -> WorkerError:
     """Returns the error of the rank that died, or else of the first that failed, with a line for each other failure.
 
@@ -47,8 +37,7 @@ def worker_error(verb: str, failures: Mapping[int, RayError], node_name: Callabl
         failures: Ray's error of each failed rank, in the order in which they failed.
         node_name: Returns the node of a rank.
     """
-    died = [rank for rank, error in failures.items() if is_death(error)]
-    first = died[0] if died else next(iter(failures))
+    first = first_to_name(failures)
     error = failures[first]
     detail = [_COLOUR_CODE.sub("", str(error))] if isinstance(error, RayTaskError) else []
     detail += [

@@ -19,6 +19,8 @@ from nemo_offload_rl.metrics.memory import largest_of
 from nemo_offload_rl.metrics.timer import ProfileOptions
 from nemo_offload_rl.model_check.check import checked_model
 from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
+from nemo_offload_rl.placement.gather import cause_of, gather, is_disk_full
+from nemo_offload_rl.placement.relay import Part, Relays, concat, each_alone
 from nemo_offload_rl.plan.planner import WorkerPlan, worker_plan
 from nemo_offload_rl.plan.step_time import FlopModel
 from nemo_offload_rl.refit.checksum import merge_checksums
@@ -27,11 +29,9 @@ from nemo_offload_rl.refit.plan import ExportPlan
 from nemo_offload_rl.storage.manifest import FileSum, Manifest
 from nemo_offload_rl.worker.actor import WorkerActor, verb_of
 from nemo_offload_rl.worker.environment import worker_environment
-from nemo_offload_rl.worker.errors import WorkerError, cause_of, worker_error
-from nemo_offload_rl.worker.gather import gather, is_disk_full
+from nemo_offload_rl.worker.errors import WorkerError, worker_error
 from nemo_offload_rl.worker.rank_log import Record, fetch_records, log_records, take_records
 from nemo_offload_rl.worker.rank_metrics import moves_and_records
-from nemo_offload_rl.worker.relay import Part, Relays, concat, each_rank
 from nemo_offload_rl.worker.sharding import (
     InferenceShards,
     require_parallel_sizes_fit,
@@ -152,7 +152,7 @@ class PolicyWorkerGroup:
             "init_optimizer": init_optimizer,
         }
         self._started: dict[Any, Sequence[int]] = {}
-        self._relays = Relays(self._actors, cluster)
+        self._relays = Relays(dict(enumerate(self._actors)), cluster)
         self._process_refs = [actor.process.remote() for actor in [*self._actors, *self._relays.actors]]
         if before_build is not None:
             for actor in self._actors:
@@ -311,12 +311,12 @@ class PolicyWorkerGroup:
         kinds = {"trace": options.trace, "memory": options.memory, "nvtx": options.nvtx}
         prefixes = [f"{prefix}_rank_{n}" if n in options.ranks else None for n in range(len(self._actors))]
         pairs = zip(self._actors, prefixes, strict=True)
-        self._collect("start_profile", each_rank([actor.start_profile.remote(one, **kinds) for actor, one in pairs]))
+        self._collect("start_profile", each_alone([actor.start_profile.remote(one, **kinds) for actor, one in pairs]))
 
     def stop_profile(self) -> None:
         """Write what the ranks have recorded."""
         self._built()
-        self._collect("stop_profile", each_rank([actor.stop_profile.remote() for actor in self._actors]))
+        self._collect("stop_profile", each_alone([actor.stop_profile.remote() for actor in self._actors]))
 
     def flop_model(self) -> FlopModel | None:
         """Returns the model's FLOP model; None for a model family, or a config field, that it does not cover."""
@@ -405,8 +405,9 @@ class PolicyWorkerGroup:
         after: Sequence[Any] = (),
     ) -> dict[Any, Sequence[int]]:
         """Calls a method on all ranks; see `Relays.call`."""
-        dp_ranks = [ranks["dp_rank"] for ranks in self._built().parallel_ranks]
-        return self._relays.call(call, dp_ranks, shards=shards, wanted=wanted, combine=combine, after=after)
+        packed = None if shards is None else [WireBatch.pack(shard) for shard in shards]
+        dp_ranks = {rank: ranks["dp_rank"] for rank, ranks in enumerate(self._built().parallel_ranks)}
+        return self._relays.call(call, shards=packed, shard_of=dp_ranks, wanted=wanted, combine=combine, after=after)
 
     def _results(self, call: Call, calls: Mapping[Any, Sequence[int]]) -> list[Any]:
         """Returns what `_start` asked for, in rank order."""
@@ -435,7 +436,7 @@ class PolicyWorkerGroup:
         if not self._actors:
             raise RuntimeError("This policy's workers have been shut down.")
         if self._layout is None:
-            self._layout = _Layout(self._collect("its construction", each_rank(self._build_refs)))
+            self._layout = _Layout(self._collect("its construction", each_alone(self._build_refs)))
             fetch_records(self._actors)
         return self._layout
 

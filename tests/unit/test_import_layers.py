@@ -123,9 +123,9 @@ LAYERS = {
     "model_check.twin": layer(never=NO_LIBRARY),
     "refit": layer("data.batch", "metrics", "memory", never="megatron transformer_engine"),
     "generation": layer(
-        "data.batch", "data.tokenizer", "metrics", "memory.units", "placement.cluster", "placement.network",
-        "placement.signals", "refit", "config.megatron", "config.schema", "hf_config", "hub",
-        never="megatron transformer_engine",
+        "data.batch", "data.tokenizer", "metrics", "memory.units", "placement.cluster", "placement.gather",
+        "placement.network", "placement.relay", "placement.signals", "refit",
+        "config.megatron", "config.schema", "hf_config", "hub", never="megatron transformer_engine",
     ),
     "worker": layer(
         "plan", "model_check", "mcore", "memory", "residency", "activation_offload", "placement",

@@ -1,3 +1,4 @@
+from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
 import psutil
@@ -5,11 +6,12 @@ import pytest
 import ray
 import torch
 from support.actors import kill_and_wait
+from support.toy_group import ApartCluster
 
 from nemo_offload_rl.config.schema.generation import GenerationConfig
 from nemo_offload_rl.generation import ENGINES, make_generation
 from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
-from nemo_offload_rl.generation.interface import GenerationError, GenerationRequest, SamplingParams
+from nemo_offload_rl.generation.interface import GenerationError, GenerationRequest, InFlightUpdates, SamplingParams
 from nemo_offload_rl.generation.transformers_backend import TransformersGeneration
 from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
 from nemo_offload_rl.placement.cluster import Cluster
@@ -124,20 +126,34 @@ def test_a_wrong_architecture_is_named_before_anything_is_sent(generation, weigh
 
 
 @pytest.fixture
-def pair(ray_cluster):
-    """Starts an engine on each bundle."""
-    pair = TransformersGeneration(
-        ray_cluster,
-        ray_cluster.bundles_by_engine(1),
-        model_name="a label",
-        hf_config=QWEN3,
-        hf_config_overrides=None,
-        precision="float32",
-        generation_batch_size=8,
-        max_sequence_length=64,
-    )
-    yield pair
-    pair.shutdown()
+def start_pair(ray_cluster):
+    """Starts an engine on each bundle of a cluster."""
+    made = []
+
+    def start(cluster=ray_cluster, in_flight=None):
+        made.append(
+            TransformersGeneration(
+                cluster,
+                cluster.bundles_by_engine(1),
+                model_name="a label",
+                hf_config=QWEN3,
+                hf_config_overrides=None,
+                precision="float32",
+                generation_batch_size=8,
+                max_sequence_length=64,
+                in_flight=in_flight,
+            )
+        )
+        return made[-1]
+
+    yield start
+    for pair in made:
+        pair.shutdown()
+
+
+@pytest.fixture(params=[lambda cluster: cluster, ApartCluster], ids=["one node", "two nodes"])
+def pair(request, ray_cluster, start_pair):
+    return start_pair(request.param(ray_cluster))
 
 
 def test_replicas_share_a_request_out(pair, local, weights):
@@ -150,6 +166,41 @@ def test_replicas_share_a_request_out(pair, local, weights):
     _send({"model.norm.weight": torch.zeros(32)}, pair.receivers[:1])
     with pytest.raises(RuntimeError, match=r"model\.norm\.weight"):
         pair.weights_checksum()
+
+
+def test_an_engine_that_dies_and_a_relay_that_dies_are_errors_of_their_bundle(ray_cluster, start_pair, weights):
+    class NamedNodes(ApartCluster):
+        def node_name(self, bundle):
+            return self.node_of(bundle).id
+
+    pair = start_pair(NamedNodes(ray_cluster))
+    _send(weights, pair.receivers)
+    pair.memory_stats()
+    kill_and_wait(pair.receivers[1].actor)
+    with pytest.raises(GenerationError, match="beside rank 1 on node node 1 failed in generate: ActorDied") as caught:
+        pair.generate(REQUEST)
+    assert caught.value.place == (1, "node 1")
+    kill_and_wait(pair._relays.actors[0])
+    with pytest.raises(GenerationError, match="beside rank 0 on node node 0 failed in memory_stats: ActorDied"):
+        pair.memory_stats()
+
+
+def test_weights_change_in_flight_on_several_nodes(ray_cluster, start_pair, weights):
+    pair = start_pair(ApartCluster(ray_cluster), InFlightUpdates(recomputes_kv_cache=False))
+    _send(weights, pair.receivers)
+    num_rows = 160
+    sampling = SamplingParams(50, 1.0, 1.0, None, (), 11)
+    request = GenerationRequest([[5, 6, 7]] * num_rows, list(range(num_rows)), 3, sampling)
+    with ThreadPoolExecutor(1) as thread:
+        generating = thread.submit(pair.generate, request)
+        while not generating.done():
+            pair.prepare_for_generation(["weights"])
+            _send(weights, pair.receivers)
+            pair.prepare_for_generation(["kv_cache"])
+        output = generating.result()
+    assert [len(row) for row in output.output_ids] == [50] * num_rows
+    for rows in (output.num_updates[: num_rows // 2], output.num_updates[num_rows // 2 :]):
+        assert max(row[-1] for row in rows) > 0  # both engines went on with newer weights
 
 
 def test_engines_apart_take_weights_by_broadcast_and_the_one_that_dies_is_named(ray_cluster, weights):

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import pickle
 import sys
 import threading
 import time
@@ -96,7 +97,11 @@ def test_the_policy_waits_for_an_engine_on_its_gpus_that_is_not_built_beside_it(
     policy = engine_conformance.policy("vllm")
     policy["generation"]["vllm_cfg"]["build_beside_policy"] = decided
     cluster = SimpleNamespace(
-        engines_are_apart=apart, engine_share=0.5, threads_per_engine_bundle=1, actor_options=lambda bundle, share: {}
+        engines_are_apart=apart,
+        engine_share=0.5,
+        threads_per_engine_bundle=1,
+        actor_options=lambda bundle, share: {},
+        node_of=lambda bundle: SimpleNamespace(id=0),
     )
     generation = VllmGeneration(cluster, [(0,)], policy)
     assert generation.capabilities.built_alone is alone
@@ -122,12 +127,15 @@ class Started:
         self.built = how
         return ("built", self.number)
 
-    def on_call(self, verb, asked):
-        self.rows = len(asked.prompt_ids)
+    def on_call(self, pickled, shards, part):
+        assert pickle.loads(pickled) == ("generate", ())
+        self.rows = len(pickle.loads(shards[part.shard]).prompt_ids)
+        self.is_asked = part.wants_result
         return ("answer of", self.number)
 
     def answer(self):
-        return GenerationOutput([[self.number]] * self.rows, [[0.0]] * self.rows, ["stop"] * self.rows)
+        output = GenerationOutput([[self.number]] * self.rows, [[0.0]] * self.rows, ["stop"] * self.rows)
+        return [output] if self.is_asked else []
 
 
 @pytest.mark.parametrize(
@@ -152,9 +160,10 @@ def test_the_processes_of_an_engine_meet_and_its_replicas_share_out_the_rows(mon
         lambda _: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start)),
     )
     monkeypatch.setattr(
-        "nemo_offload_rl.generation.actor_engines.ray.get",
-        lambda refs: [actors[number].answer() for _, number in refs] if isinstance(refs, list) else refs,
+        "nemo_offload_rl.placement.gather.ray.get",
+        lambda refs: [actors[number].answer() if kind == "answer of" else None for kind, number in refs],
     )
+    monkeypatch.setattr("nemo_offload_rl.placement.relay.ray.put", lambda value: value)
     policy = engine_conformance.policy("vllm")
     policy["generation"]["vllm_cfg"] |= {"tensor_parallel_size": tp, "expert_parallel_size": ep}
     cluster = SimpleNamespace(
@@ -164,6 +173,7 @@ def test_the_processes_of_an_engine_meet_and_its_replicas_share_out_the_rows(mon
         master_port_range=(5000, 5010),
         actor_options=lambda bundle, share: {},
         are_on_one_node=lambda bundles: max(bundles) < 2,
+        node_of=lambda bundle: SimpleNamespace(id=0),
         wait=lambda refs, timeout: (refs, []),
         has_gpus=True,
     )
@@ -186,7 +196,7 @@ def test_the_processes_of_an_engine_meet_and_its_replicas_share_out_the_rows(mon
 
 
 def test_the_first_process_of_an_engine_keeps_the_port_where_they_meet(monkeypatch):
-    monkeypatch.setattr("nemo_offload_rl.generation.vllm_backend.ignore_ending_signals", lambda: None)
+    monkeypatch.setattr("nemo_offload_rl.generation.actor_engines.ignore_ending_signals", lambda: None)
     low = free_port(LOOPBACK, None)
     ports = (low, low + 50)
     actors = [VllmActor(), VllmActor()]
@@ -207,7 +217,7 @@ def test_a_node_reads_the_model_from_the_hub_and_its_vllm_only_the_folder(monkey
         offline.append((constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"]))
         return MagicMock()
 
-    monkeypatch.setattr("nemo_offload_rl.generation.vllm_backend.ignore_ending_signals", lambda: None)
+    monkeypatch.setattr("nemo_offload_rl.generation.actor_engines.ignore_ending_signals", lambda: None)
     monkeypatch.setattr("nemo_offload_rl.hf_config.hf_config", note)
     monkeypatch.setattr("nemo_offload_rl.data.tokenizer.load_tokenizer", note)
     monkeypatch.setattr("nemo_offload_rl.data.tokenizer.save_tokenizer", lambda *_: None)
@@ -227,7 +237,7 @@ def test_an_engine_that_stays_awake_is_built_so_and_not_asked_to_sleep(monkeypat
         "nemo_offload_rl.generation.vllm_backend.ray.remote",
         lambda _: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: actor)),
     )
-    monkeypatch.setattr("nemo_offload_rl.generation.actor_engines.ray.get", list)
+    monkeypatch.setattr("nemo_offload_rl.placement.gather.ray.get", lambda refs: [[True] for _ in refs])
     policy = engine_conformance.policy("vllm")
     policy["residency"]["generation_weights"] = where
     cluster = SimpleNamespace(
@@ -235,6 +245,7 @@ def test_an_engine_that_stays_awake_is_built_so_and_not_asked_to_sleep(monkeypat
         engine_share=0.5,
         threads_per_engine_bundle=1,
         actor_options=lambda bundle, share: {},
+        node_of=lambda bundle: SimpleNamespace(id=0),
         wait=lambda refs, timeout: (refs, []),
     )
     generation = VllmGeneration(cluster, [(0,)], policy)
@@ -242,6 +253,7 @@ def test_an_engine_that_stays_awake_is_built_so_and_not_asked_to_sleep(monkeypat
     assert generation.capabilities.keeps_weights is (where in ("host", "gpu"))
     assert len(generation.start_finish_generation()) == (1 if sleeps else 0)
     generation.finish_generation()
+    assert generation.prepare_for_generation(["kv_cache"]) is sleeps  # as the actor answers, if it is asked
     assert actor.call.remote.called is sleeps
 
 

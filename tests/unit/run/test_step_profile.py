@@ -11,10 +11,10 @@ from ray import cloudpickle
 
 from nemo_offload_rl.config import RecipeError, for_machine, load
 from nemo_offload_rl.metrics.timer import Recording
+from nemo_offload_rl.placement.relay import Part
 from nemo_offload_rl.run.step_profile import step_profile
 from nemo_offload_rl.run.train_loop import no_profile
 from nemo_offload_rl.worker.actor import WorkerActor
-from nemo_offload_rl.worker.relay import Part
 from tests.unit.algorithms.test_grpo import SCHEDULE, Setting
 
 RECIPE = "examples/configs/grpo_tiny_cpu.yaml"

@@ -10,9 +10,9 @@ import pytest
 import ray
 from support.toy_group import ApartCluster, pids_of, processes, toy_batch, toy_group
 
+from nemo_offload_rl.placement import gather
 from nemo_offload_rl.placement.local_ray import handlers_kept
 from nemo_offload_rl.run.failures import add_failure_summary
-from nemo_offload_rl.worker import gather
 from nemo_offload_rl.worker.actor import WorkerActor
 from nemo_offload_rl.worker.errors import WorkerError
 

@@ -1,4 +1,4 @@
-"""Tests relays of two nodes with two ranks each: what a call brings to a rank, and what its failure brings back."""
+"""Tests two relays with two actors each: what a call brings to them, and what a failure brings back."""
 
 import os
 import sys
@@ -6,22 +6,18 @@ import time
 
 import pytest
 import ray
-import torch
 from ray import cloudpickle
 from support.actors import kill_and_wait
 from support.toy_group import ApartCluster
 
-from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.worker import gather
-from nemo_offload_rl.worker.errors import is_death
-from nemo_offload_rl.worker.relay import Relays
+from nemo_offload_rl.placement import gather
+from nemo_offload_rl.placement.gather import is_death
+from nemo_offload_rl.placement.relay import Relays, groups_of
 
 pytestmark = pytest.mark.slow
 
 # The actors cannot import this module, so Ray pickles its classes by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-NOTHING = {"shards": None, "wanted": (), "combine": None, "after": ()}
 
 
 class Rank:
@@ -29,14 +25,14 @@ class Rank:
         self.rank, self.seen = rank, []
 
     def call(self, pickled, shards, part, *_):
-        shard = None if shards is None else shards[part.shard].unpack()["row"].tolist()
+        shard = None if shards is None else shards[part.shard]
         result = cloudpickle.loads(pickled)(self, shard)
         return [result] if part.wants_result else []
 
 
-@pytest.fixture
-def apart(ray_cluster):
-    return ApartCluster(ray_cluster, ranks_per_node=2)
+@pytest.fixture(params=[2, 1], ids=["a node each", "two nodes each"])
+def apart(request, ray_cluster):
+    return ApartCluster(ray_cluster, ranks_per_node=request.param)
 
 
 @pytest.fixture
@@ -49,7 +45,7 @@ def ranks():
 
 @pytest.fixture
 def relays(ranks, apart):
-    made = Relays(ranks, apart)
+    made = Relays(dict(enumerate(ranks)), apart)
     yield made
     for actor in made.actors:
         ray.kill(actor)
@@ -67,17 +63,16 @@ def results(calls, cluster):
 def test_each_rank_gets_its_shard_which_is_stored_once(relays, apart, monkeypatch, dp_ranks, num_puts):
     puts, put = [], ray.put
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
-    shards = [BatchedData(row=torch.tensor([dp_rank])) for dp_rank in range(max(dp_ranks) + 1)]
-    calls = relays.call(
-        lambda rank, shard: (rank.rank, shard), dp_ranks, shards=shards, wanted=(1, 2), combine=None, after=()
-    )
+    shards = [[dp_rank] for dp_rank in range(max(dp_ranks) + 1)]
+    shard_of = dict(enumerate(dp_ranks))
+    calls = relays.call(lambda rank, shard: (rank.rank, shard), shards=shards, shard_of=shard_of, wanted=(1, 2))
     assert [list(ranks) for ranks in calls.values()] == [[0, 1], [2, 3]]
     assert results(calls, apart) == [[(1, [dp_ranks[1]])], [(2, [dp_ranks[2]])]]
     assert len(puts) == num_puts
 
 
 def test_results_are_combined_on_their_node(relays, apart):
-    calls = relays.call(lambda rank, _: rank.rank, [0] * 4, **NOTHING | {"wanted": range(4), "combine": sum})
+    calls = relays.call(lambda rank, _: rank.rank, wanted=range(4), combine=sum)
     assert results(calls, apart) == [[1], [5]]
 
 
@@ -86,9 +81,9 @@ def test_a_call_waits_for_what_must_end_first_and_later_calls_wait_for_it(relays
     def late():
         time.sleep(0.5)
 
-    first = relays.call(lambda rank, _: rank.seen.append("return"), [0] * 4, **NOTHING | {"after": [late.remote()]})
-    relays.call(lambda rank, _: rank.seen.append("train"), [0] * 4, **NOTHING)
-    seen = relays.call(lambda rank, _: rank.seen, [0] * 4, **NOTHING | {"wanted": (0, 3)})
+    first = relays.call(lambda rank, _: rank.seen.append("return"), after=[late.remote()])
+    relays.call(lambda rank, _: rank.seen.append("train"))
+    seen = relays.call(lambda rank, _: rank.seen, wanted=(0, 3))
     assert results(seen, apart) == [[["return", "train"]]] * 2
     assert results(first, apart) == [[], []]
 
@@ -102,7 +97,7 @@ def fail_beside_a_rank_that_hangs(rank, _):
 def test_a_failure_is_that_of_its_rank_although_the_others_hang(relays, apart, monkeypatch):
     monkeypatch.setattr(gather, "FAILURE_GRACE_S", 0.3)
     start = time.monotonic()
-    found, failures = gather.gather(relays.call(fail_beside_a_rank_that_hangs, [0] * 4, **NOTHING), apart)
+    found, failures = gather.gather(relays.call(fail_beside_a_rank_that_hangs), apart)
     assert time.monotonic() - start < 30
     assert (found, list(failures)) == ([], [3])
     assert "rank 3 has no memory" in str(failures[3])
@@ -111,11 +106,19 @@ def test_a_failure_is_that_of_its_rank_although_the_others_hang(relays, apart, m
 def test_a_rank_that_dies_is_named_and_a_relay_that_dies_takes_its_ranks_along(relays, ranks, apart, monkeypatch):
     monkeypatch.setattr(gather, "FAILURE_GRACE_S", 0.3)
     kill_and_wait(ranks[2])
-    _, failures = gather.gather(relays.call(lambda rank, _: rank.rank, [0] * 4, **NOTHING), apart)
+    _, failures = gather.gather(relays.call(lambda rank, _: rank.rank), apart)
     assert [(rank, is_death(error)) for rank, error in failures.items()] == [(2, True)]
     kill_and_wait(relays.actors[0])
-    _, failures = gather.gather(relays.call(lambda rank, _: rank.rank, [0] * 4, **NOTHING), apart)
+    _, failures = gather.gather(relays.call(lambda rank, _: rank.rank), apart)
     assert {rank for rank, error in failures.items() if is_death(error)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("num_nodes", "num_calls"), [(1, 1), (8, 8), (32, 16), (64, 22)])
+def test_the_driver_calls_about_as_many_relays_as_a_relay_has_actors(num_nodes, num_calls):
+    nodes = [list(range(8 * node, 8 * node + 8)) for node in range(num_nodes)]
+    groups = groups_of(nodes)
+    assert len(groups) == num_calls
+    assert [bundle for group in groups for bundle in group] == list(range(8 * num_nodes))
 
 
 class ReadOnlyHere:
@@ -141,5 +144,5 @@ def test_results_that_a_relay_cannot_get_are_those_of_its_ranks(relays, apart):
         return ReadOnlyHere(pid, rank.rank) if rank.rank == 2 else rank.rank
 
     for combine, of_nodes in ((None, [[0, 1], [2, 3]]), (sum, [[1], [2, 3]])):  # the driver combines what is left
-        calls = relays.call(answer, [0] * 4, **NOTHING | {"wanted": range(4), "combine": combine})
+        calls = relays.call(answer, wanted=range(4), combine=combine)
         assert results(calls, apart) == of_nodes
