@@ -1,5 +1,6 @@
 """Waits for the results of all actors, and only for a limited time once one of them has failed."""
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +19,14 @@ FAILURE_GRACE_S = 5.0
 # The same for an error on which all actors agree to fail, such as a full disk.
 AGREED_GRACE_S = 60.0
 
+_COLOUR_CODE = re.compile(r"\x1b\[\d+m")
+
 
 def gather(calls: Mapping[Any, Sequence[int]], cluster: Cluster) -> tuple[list[Any], dict[int, RayError]]:
     """Waits for the results of calls.
 
     Args:
-        calls: Ray's reference to each call's result, and the bundles of its actors: one, or all of a node.
+        calls: Ray's reference to each call's result, and the bundles of its actors: one, or all of a relay.
         cluster: Knows which nodes still answer.
 
     Returns:
@@ -31,7 +34,7 @@ def gather(calls: Mapping[Any, Sequence[int]], cluster: Cluster) -> tuple[list[A
         failure there are no results, and an actor may not have ended.
     """
     bundles_of = dict(calls)
-    of_actors: dict[Any, list[Any]] = {}  # references to the results of single actors, by that of their node's call
+    of_actors: dict[Any, list[Any]] = {}  # references to the results of single actors, by that of their relay's call
     pending = list(calls)
     results: dict[Any, Any] = {}
     failures: dict[int, RayError] = {}
@@ -97,6 +100,11 @@ def is_disk_full(error: RayError) -> bool:
 def cause_of(error: RayError) -> BaseException:
     """Returns the error that an actor has raised, or Ray's own error if its process died."""
     return error.cause if isinstance(error, RayTaskError) else error
+
+
+def text_of(error: RayError) -> str:
+    """Returns an error's text, with the actor's traceback if it has one, as a log that knows no colours can show it."""
+    return _COLOUR_CODE.sub("", str(error))
 
 
 def is_death(error: RayError) -> bool:

@@ -102,7 +102,7 @@ class WorkerActor:
 
         Args:
             pickled: The function, by cloudpickle.
-            shards: The parts of a batch that the node's ranks have; of another rank's nothing is read.
+            shards: The parts of a batch that the relay's ranks have; of another rank's nothing is read.
             part: What is for this rank.
 
         Returns:

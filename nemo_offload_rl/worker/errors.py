@@ -1,13 +1,10 @@
 """Makes the error that the driver raises when a rank fails."""
 
-import re
 from collections.abc import Callable, Mapping
 
 from ray.exceptions import RayError, RayTaskError
 
-from nemo_offload_rl.placement.gather import cause_of, first_to_name
-
-_COLOUR_CODE = re.compile(r"\x1b\[\d+m")
+from nemo_offload_rl.placement.gather import cause_of, first_to_name, text_of
 
 
 class WorkerError(RuntimeError):
@@ -39,7 +36,7 @@ def worker_error(verb: str, failures: Mapping[int, RayError], node_name: Callabl
     """
     first = first_to_name(failures)
     error = failures[first]
-    detail = [_COLOUR_CODE.sub("", str(error))] if isinstance(error, RayTaskError) else []
+    detail = [text_of(error)] if isinstance(error, RayTaskError) else []
     detail += [
         f"Rank {rank} failed too: {str(other).strip().splitlines()[-1]}"
         for rank, other in failures.items()

@@ -391,7 +391,7 @@ class PolicyWorkerGroup:
         return [of_rank[rank] for rank in reporting]
 
     def _of_all[Value](self, call: Call, combine: Callable[[list[Value]], Value]) -> Value:
-        """Calls a method on all ranks and combines their results, first those of each node, there."""
+        """Calls a method on all ranks and combines their results, first those of each relay, there."""
         wanted = range(len(self._built().parallel_ranks))
         return combine(self._results(call, self._start(call, wanted=wanted, combine=combine)))
 
