@@ -3,7 +3,6 @@
 import itertools
 import os
 import pickle
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from nemo_offload_rl.generation.interface import (
 )
 from nemo_offload_rl.metrics.memory import largest_of
 from nemo_offload_rl.placement.cluster import Cluster
-from nemo_offload_rl.placement.gather import cause_of, first_to_name, gather
+from nemo_offload_rl.placement.gather import cause_of, first_to_name, gather, text_of
 from nemo_offload_rl.placement.relay import Part, Relays, concat, each_alone, remote_class
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.checksum import require_equal_checksums
@@ -30,7 +29,6 @@ from nemo_offload_rl.refit.interface import Receiver, WeightBucket, WeightLoader
 from nemo_offload_rl.refit.plan import ExportPlan
 
 _SAMPLING = "sampling"
-_COLOUR_CODE = re.compile(r"\x1b\[\d+m")
 
 
 class GeneratorProcess(WeightLoader):
@@ -57,7 +55,7 @@ class GeneratorProcess(WeightLoader):
 
         Args:
             pickled: The method's name and arguments.
-            shards: The pickled requests of the node's replicas, each a further argument of its own processes.
+            shards: The pickled requests of the relay's replicas, each a further argument of its own processes.
             part: What is for this process.
 
         Returns:
@@ -150,14 +148,14 @@ class ActorEngines:
         first_of: dict[int, int] = {}  # all actors of a replica have the same answer
         for one in self._actors:
             first_of.setdefault(one.replica, one.ranks[0])
-        calls = self._relays.call(
-            ("generate", ()),
+        calls = self._start(
+            "generate",
             shards=[pickle.dumps(one) for one in requests],
             shard_of={one.ranks[0]: one.replica for one in self._actors},
             wanted=set(first_of.values()),
             thread=_SAMPLING if self._is_in_flight else None,
         )
-        outputs: list[GenerationOutput] = self._collect("generate", calls)
+        outputs: list[GenerationOutput] = concat(self._collect("generate", calls))
         return GenerationOutput(
             output_ids=[row for output in outputs for row in output.output_ids],
             logprobs=[row for output in outputs for row in output.logprobs],
@@ -200,7 +198,7 @@ class ActorEngines:
     def wait_until_ready(self) -> None:
         """Waits until every engine is built."""
         if not self._is_built:
-            self._results("its construction", self._building)
+            self._collect("its construction", self._building)
             self._is_built = True
 
     def shutdown(self) -> None:
@@ -213,23 +211,21 @@ class ActorEngines:
         self._collect(verb, self._start(verb, *arguments))
 
     def _of_all(self, verb: str, combine: Callable[[list[Any]], Any] | None, *arguments: Any) -> list[Any]:
-        """Returns the results of all actors, or what `combine` makes of those of a node."""
+        """Returns the results of all actors, or what `combine` makes of those of a relay."""
         wanted = [one.ranks[0] for one in self._actors]
-        return self._collect(verb, self._relays.call((verb, arguments), wanted=wanted, combine=combine))
+        return concat(self._collect(verb, self._start(verb, *arguments, wanted=wanted, combine=combine)))
 
-    def _start(self, verb: str, *arguments: Any) -> dict[Any, Sequence[int]]:
-        return self._relays.call((verb, arguments))
+    def _start(self, verb: str, *arguments: Any, **options: Any) -> dict[Any, Sequence[int]]:
+        """Calls a method of all generators; `options` are those of `Relays.call`."""
+        self.wait_until_ready()  # a relay's call could overtake the build, which the driver has called itself
+        return self._relays.call((verb, arguments), **options)
 
     def _collect(self, verb: str, calls: Mapping[Any, Sequence[int]]) -> list[Any]:
-        """Waits until the actors are built, and for their results, which it returns.
+        """Waits for the results of calls and returns them.
 
         Raises:
-            GenerationError: If an actor failed while it was built or called.
+            GenerationError: If an actor failed.
         """
-        self.wait_until_ready()
-        return concat(self._results(verb, calls))
-
-    def _results(self, verb: str, calls: Mapping[Any, Sequence[int]]) -> list[Any]:
         results, failures = gather(calls, self._cluster)
         if failures:
             raise self._error(verb, failures)
@@ -240,7 +236,7 @@ class ActorEngines:
         bundle = first_to_name(failures)
         error, node = failures[bundle], self._cluster.node_name(bundle)
         place = None if node is None else (None if self._cluster.engines_are_apart else bundle, node)
-        return GenerationError(verb, cause_of(error), _COLOUR_CODE.sub("", str(error)), place)
+        return GenerationError(verb, cause_of(error), text_of(error), place)
 
     def _name(self, actor: EngineActor) -> str:
         node = self._cluster.node_name(actor.ranks[0])

@@ -12,6 +12,7 @@ from support.toy_group import ApartCluster
 
 from nemo_offload_rl.placement import gather
 from nemo_offload_rl.placement.gather import is_death
+from nemo_offload_rl.placement.nodes import NodeLostError
 from nemo_offload_rl.placement.relay import Relays, groups_of
 
 pytestmark = pytest.mark.slow
@@ -111,6 +112,27 @@ def test_a_rank_that_dies_is_named_and_a_relay_that_dies_takes_its_ranks_along(r
     kill_and_wait(relays.actors[0])
     _, failures = gather.gather(relays.call(lambda rank, _: rank.rank), apart)
     assert {rank for rank, error in failures.items() if is_death(error)} == {0, 1, 2}
+
+
+def hang_on_a_lost_node(rank, _):
+    if rank.rank == 1:
+        time.sleep(600)
+
+
+class LosesANode(ApartCluster):
+    """Does not hear of the node of rank 1, with which others share a relay."""
+
+    def wait(self, refs, timeout_s):
+        return ray.wait(refs, timeout=0.2 if timeout_s is None else min(timeout_s, 0.2))
+
+    def loss_of(self, bundle, *, ask=False):
+        return NodeLostError("node 1 does not answer") if bundle == 1 else None
+
+
+def test_only_actors_of_a_lost_node_are_named_although_its_relay_has_those_of_others(relays, ray_cluster, monkeypatch):
+    monkeypatch.setattr(gather, "FAILURE_GRACE_S", 0.3)
+    _, failures = gather.gather(relays.call(hang_on_a_lost_node), LosesANode(ray_cluster))
+    assert [(rank, type(error)) for rank, error in failures.items()] == [(1, NodeLostError)]
 
 
 @pytest.mark.parametrize(("num_nodes", "num_calls"), [(1, 1), (8, 8), (32, 16), (64, 22)])
