@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,12 +36,14 @@ class Part:
     """Describes what a call has for one actor.
 
     Attributes:
-        shard: The place of its shard among those that are sent together.
+        shard: The place of its shard in a list of shards.
         wants_result: Whether the driver uses its result.
+        stored: The place of that list's reference among those of its relay.
     """
 
     shard: int
     wants_result: bool
+    stored: int = 0
 
 
 class Relay:
@@ -70,7 +73,7 @@ class Relay:
 
         Args:
             pickled: What the actors do, by cloudpickle.
-            shards: One reference, to what its actors have of the call's data, or None.
+            shards: References to lists of its actors' shards; a single None for a call without any.
             parts: What is for each actor, pickled together: Ray would pickle each `Part`, in six times the time.
             combine: Makes one result of several; None to return them as they are.
             thread: The actors' concurrency group for this call; None for their main one.
@@ -78,7 +81,7 @@ class Relay:
         Returns:
             The wanted results in order, or what `combine` makes of them; `ActorCalls` as soon as an actor has failed.
         """
-        refs = _call_actors(self._actors, pickled, shards[0], pickle.loads(parts), thread)
+        refs = _call_actors(self._actors, pickled, shards, pickle.loads(parts), thread)
         try:
             results = concat(ray.get(refs))  # raises once an actor has failed, although others have not ended
         except RayError:
@@ -137,24 +140,26 @@ class Relays:
             References to lists of wanted results, in the actors' order, each with the bundles that it is of.
         """
         pickled = cloudpickle.dumps(call)  # once: Ray would do so for each actor
-        sent: dict[tuple[int, ...], Any] = {}  # a shard is stored once, together with others of its relay
+        if shards is None or shard_of is None:
+            stored, places, shard_of = [None], {0: (0, 0)}, dict.fromkeys(self._actors_by_bundle, 0)
+        else:
+            stored, places = _store(shards, [{shard_of[one] for one in bundles} for bundles in self._groups])
         calls: dict[Any, Sequence[int]] = {}
         for number, bundles in enumerate(self._groups):
-            shard_numbers = [0 if shard_of is None else shard_of[bundle] for bundle in bundles]
-            together = tuple(sorted(set(shard_numbers)))
-            if together not in sent:
-                sent[together] = None if shards is None else ray.put([shards[shard] for shard in together])
+            places_of = [places[shard_of[bundle]] for bundle in bundles]
+            lists = sorted({one for one, _ in places_of})
+            refs_of_shards = [stored[one] for one in lists]
             parts = [
-                Part(together.index(shard), wants_result=bundle in wanted)
-                for shard, bundle in zip(shard_numbers, bundles, strict=True)
+                Part(place, wants_result=bundle in wanted, stored=lists.index(one))
+                for bundle, (one, place) in zip(bundles, places_of, strict=True)
             ]
             if self.actors:
                 method = _method(self.actors[number], thread)
-                answer = method.remote(pickled, [sent[together]], pickle.dumps(parts), combine, thread, *after)
+                answer = method.remote(pickled, refs_of_shards, pickle.dumps(parts), combine, thread, *after)
                 calls[answer] = bundles
             else:
                 actors = [self._actors_by_bundle[bundle] for bundle in bundles]
-                refs = _call_actors(actors, pickled, sent[together], parts, thread, after)
+                refs = _call_actors(actors, pickled, refs_of_shards, parts, thread, after)
                 calls = each_alone(refs, bundles)
         return calls
 
@@ -168,16 +173,39 @@ def groups_of(nodes: Sequence[list[int]]) -> list[list[int]]:
     return [concat(some) for some in itertools.batched(nodes, max(1, round(len(nodes) / math.sqrt(num_actors))))]
 
 
+def _store(shards: Sequence[Any], needed: Sequence[set[int]]) -> tuple[list[Any], dict[int, tuple[int, int]]]:
+    """Stores each shard once, in a list with others that the same relays need.
+
+    Args:
+        shards: All shards.
+        needed: The numbers of each relay's shards.
+
+    Returns:
+        References to the lists, and for each shard the number of its list and its place there.
+    """
+    relays_of: dict[int, list[int]] = defaultdict(list)
+    for relay, numbers in enumerate(needed):
+        for shard in sorted(numbers):
+            relays_of[shard].append(relay)
+    lists: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for shard, relays in relays_of.items():
+        lists[tuple(relays)].append(shard)
+    places = {shard: (one, place) for one, some in enumerate(lists.values()) for place, shard in enumerate(some)}
+    return [ray.put([shards[shard] for shard in some]) for some in lists.values()], places
+
+
 def _call_actors(
     actors: Sequence[Any],
     pickled: bytes,
-    shards: Any,
+    shards: Sequence[Any],
     parts: Sequence[Part],
     thread: str | None,
     after: Sequence[Any] = (),
 ) -> list[Any]:
     methods = [_method(actor, thread) for actor in actors]
-    return [method.remote(pickled, shards, part, *after) for method, part in zip(methods, parts, strict=True)]
+    return [
+        method.remote(pickled, shards[part.stored], part, *after) for method, part in zip(methods, parts, strict=True)
+    ]
 
 
 def _method(actor: Any, thread: str | None) -> Any:

@@ -59,7 +59,8 @@ def results(calls, cluster):
 
 
 @pytest.mark.parametrize(
-    ("dp_ranks", "num_puts"), [([0, 1, 2, 3], 2), ([0, 0, 1, 1], 2), ([0, 1, 0, 1], 1), ([0, 0, 0, 0], 1)]
+    ("dp_ranks", "num_puts"),
+    [([0, 1, 2, 3], 2), ([0, 0, 1, 1], 2), ([0, 1, 0, 1], 1), ([0, 0, 0, 0], 1), ([0, 1, 1, 2], 3)],
 )
 def test_each_rank_gets_its_shard_which_is_stored_once(relays, apart, monkeypatch, dp_ranks, num_puts):
     puts, put = [], ray.put
@@ -70,6 +71,7 @@ def test_each_rank_gets_its_shard_which_is_stored_once(relays, apart, monkeypatc
     assert [list(ranks) for ranks in calls.values()] == [[0, 1], [2, 3]]
     assert results(calls, apart) == [[(1, [dp_ranks[1]])], [(2, [dp_ranks[2]])]]
     assert len(puts) == num_puts
+    assert sorted(shard for put_together in puts for shard in put_together) == shards
 
 
 def test_results_are_combined_on_their_node(relays, apart):
