@@ -125,11 +125,7 @@ def recomputing(monkeypatch):
 @pytest.mark.parametrize("modules", [["qkv_linear"], ["qkv_linear", "mlp_norm"], DENSE], ids=str)
 def test_a_norm_of_its_own_may_be_recomputed(make_worker, late, recomputing, plain, modules):
     """`qkv_linear` saves the norm's output, which is emptied before the layer's copies are requested, and refilled."""
-    again = {
-        "activation_checkpointing": True,
-        "recompute_granularity": "selective",
-        "recompute_modules": ["layernorm"],
-    }
+    again = {"activation_checkpointing": True, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     want = plain_steps(make_worker, plain, TINY_QWEN3, **again)
     worker = make_worker(with_room(offloading_activations(tiny_policy(), modules, **again)))
     assert steps(worker) == want
@@ -141,11 +137,7 @@ def test_a_norm_of_its_own_may_be_recomputed(make_worker, late, recomputing, pla
 
 def test_beside_mlps_in_tiles_whose_norm_is_recomputed(make_worker, late, recomputing, plain):
     """An MLP in tiles saves the output of the norm, which is emptied, and refilled before the backward pass."""
-    again = {
-        "activation_checkpointing": True,
-        "recompute_granularity": "selective",
-        "recompute_modules": ["layernorm"],
-    }
+    again = {"activation_checkpointing": True, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     whole = plain_steps(make_worker, plain, TINY_QWEN3)
     want = steps(make_worker(tiny_policy(mlp_tile_tokens=9, **again)))
     worker = make_worker(with_room(offloading_activations(tiny_policy(mlp_tile_tokens=9), DENSE, **again)))

@@ -95,8 +95,7 @@ def test_steps_of_unequal_numbers_of_micro_batches_count_by_these(make_worker: A
 
 
 @pytest.mark.parametrize(
-    "losses",
-    [{"moe_aux_loss_coeff": 0.0}, {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1}],
+    "losses", [{"moe_aux_loss_coeff": 0.0}, {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1}]
 )
 def test_losses_that_the_model_does_not_have_are_not_logged(make_worker: Any, losses: dict[str, Any]) -> None:
     worker = make_worker(policy_with(losses | {"moe_z_loss_coeff": 0.0}, moe_per_layer_logging=True))

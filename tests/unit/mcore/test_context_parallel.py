@@ -10,23 +10,12 @@ import numpy
 import pytest
 import torch
 from support.ranks import run_ranks, worker_of_rank
-from support.tiny import (
-    TINY_QWEN3,
-    TINY_QWEN3_MOE,
-    batch_of_lengths,
-    packed_rows,
-    tiny_policy,
-    with_plain_sgd,
-)
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, batch_of_lengths, packed_rows, tiny_policy, with_plain_sgd
 
 from nemo_offload_rl.mcore.context_parallel import positions_of_ranks
 
 CHUNKS = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 5}
-AUX = {
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 0.1,
-    "moe_z_loss_coeff": 0.01,
-}
+AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "cp4": {},
     "cp2_dp2, chunks": CHUNKS,

@@ -9,14 +9,7 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from support.phases import checksums, delay_moves, each_delay
-from support.tiny import (
-    TINY_DEEPSEEK_V3,
-    TINY_QWEN3,
-    TINY_QWEN3_MOE,
-    offloading_activations,
-    random_batch,
-    tiny_policy,
-)
+from support.tiny import TINY_DEEPSEEK_V3, TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine

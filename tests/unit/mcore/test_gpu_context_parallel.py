@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_ranks, worker_of_rank
-from support.tiny import (
-    TINY_QWEN3,
-    TINY_QWEN3_MOE,
-    batch_of_lengths,
-    offloading_activations,
-    packed_rows,
-    tiny_policy,
-)
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, batch_of_lengths, offloading_activations, packed_rows, tiny_policy
 
 from nemo_offload_rl.mcore.context_parallel import positions_of_ranks
 from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine

@@ -246,11 +246,7 @@ LAYOUTS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "dp2": ("dense", ["attn", "mlp"], {"distributed_data_parallel_config": OVERLAP}),
     "tp2": ("dense", ["attn", "mlp"], {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2": ("dense", ["attn", "mlp"], {"pipeline_model_parallel_size": 2}),
-    "pp2_vpp2": (
-        "dense",
-        ["attn"],
-        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-    ),
+    "pp2_vpp2": ("dense", ["attn"], {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     "ep2": ("moe", ["attn", "moe_router"], {"expert_model_parallel_size": 2}),
 }
 # One capture is enough if a shorter step replays a part of it; it is captured again for a longer one.

@@ -131,10 +131,7 @@ def test_what_is_said():
     [
         (["attn"], "slower: set policy.megatron_cfg.cuda_graph_impl to none."),
         (["mlp"], "slower: set policy.megatron_cfg.cuda_graph_impl to none."),
-        (
-            ["attn", "moe_router"],
-            "slower: remove modules from it, or set policy.megatron_cfg.cuda_graph_impl to none.",
-        ),
+        (["attn", "moe_router"], "slower: remove modules from it, or set policy.megatron_cfg.cuda_graph_impl to none."),
         (["attn", "mlp", "moe_router"], "slower: remove 'mlp' from it, or set"),
     ],
 )

@@ -370,8 +370,4 @@ def test_unused_memory_goes_back_before_each_optimizer_step_and_from_level_2_on_
         calls.clear()
         worker.train(random_batch(8), NLLLoss(), gbs=4, mbs=4)
         found[level] = list(calls)
-    assert found == {
-        0: ["step"] * 2,
-        1: ["empty_cache", "step"] * 2,
-        2: ["empty_cache", "step", "empty_cache"] * 2,
-    }
+    assert found == {0: ["step"] * 2, 1: ["empty_cache", "step"] * 2, 2: ["empty_cache", "step", "empty_cache"] * 2}

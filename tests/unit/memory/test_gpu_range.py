@@ -21,11 +21,7 @@ def map_all(gpu_range: GpuRange) -> None:
 
 def test_chunks_cover_the_range_and_the_last_is_what_is_left():
     gpu_range = make_range(5 * MIB + 3, CPU, 2 * MIB)
-    assert gpu_range.chunks == (
-        slice(0, 2 * MIB),
-        slice(2 * MIB, 4 * MIB),
-        slice(4 * MIB, 5 * MIB + 3),
-    )
+    assert gpu_range.chunks == (slice(0, 2 * MIB), slice(2 * MIB, 4 * MIB), slice(4 * MIB, 5 * MIB + 3))
     assert gpu_range.nbytes == gpu_range.tensor.numel() == 5 * MIB + 3
     assert gpu_range.tensor.dtype is torch.uint8
     assert gpu_range.mapped_bytes == 0

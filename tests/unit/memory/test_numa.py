@@ -21,11 +21,7 @@ from nemo_offload_rl.memory.numa import (
 GPU = "0000:65:00.0"
 
 
-def make_sysfs(
-    root: Path,
-    nodes: dict[int, tuple[str, str]],
-    devices: dict[str, dict[str, str]] | None = None,
-) -> Path:
+def make_sysfs(root: Path, nodes: dict[int, tuple[str, str]], devices: dict[str, dict[str, str]] | None = None) -> Path:
     """Writes nodes, each (cpulist, distance), and PCI devices, each {file: contents}, as sysfs files."""
     (root / "devices/system/node").mkdir(parents=True)
     (root / "devices/system/node/online").write_text("0\n")
@@ -281,10 +277,7 @@ CALLS = {"x86_64": (203, 237, 238), "aarch64": (122, 235, 237)}
 @pytest.mark.skipif(platform.machine() not in CALLS, reason="numbers of the calls are those of other processors")
 @pytest.mark.parametrize(
     ("error", "words"),
-    [
-        (1, "Operation not permitted (in a container, --cap-add SYS_NICE allows it)"),
-        (38, "Function not implemented"),
-    ],
+    [(1, "Operation not permitted (in a container, --cap-add SYS_NICE allows it)"), (38, "Function not implemented")],
 )
 def test_what_a_container_denies_is_a_warning(tmp_path, error, words):
     sysfs, _, _ = two_halves(tmp_path)

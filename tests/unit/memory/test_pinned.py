@@ -310,9 +310,7 @@ def status_of_child_that_reads(tensor):
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("ledger", "status"),
-    [(Ledger(), -signal.SIGSEGV), (Ledger(refuse_only=0), 0)],
-    ids=["pinned", "not pinned"],
+    ("ledger", "status"), [(Ledger(), -signal.SIGSEGV), (Ledger(refuse_only=0), 0)], ids=["pinned", "not pinned"]
 )
 def test_a_forked_child_inherits_plain_segments_only(ledger, status):
     with PinnedArena(locker=ledger) as arena:

@@ -9,18 +9,7 @@ import time
 import psutil
 import pytest
 import torch
-from support.jobs import (
-    CPU,
-    WIDTH,
-    Job,
-    adamw,
-    amsgrad,
-    assert_equal,
-    enter_and_require,
-    make_job,
-    run_steps,
-    sgd,
-)
+from support.jobs import CPU, WIDTH, Job, adamw, amsgrad, assert_equal, enter_and_require, make_job, run_steps, sgd
 from support.phases import delay_moves
 from support.ranges import Trouble, small_chunks
 
