@@ -53,6 +53,10 @@ class CaptureRules(LateCopies):
         return handles
 
 
+def assert_equal(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
+
+
 @pytest.fixture
 def model() -> Model:
     torch.manual_seed(0)
@@ -117,7 +121,7 @@ def eager_step(model: Model, lengths: list[int]) -> None:
     model.zero_grad(set_to_none=True)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_numbers_are_those_of_a_plain_capture(model, made, seed):
     (x,) = batches([12], seed)
     with suspended(made):
@@ -125,8 +129,7 @@ def test_numbers_are_those_of_a_plain_capture(model, made, seed):
     assert made.captures.regions.nbytes == 0
     made = offloader(model, seed)
     eager_step(model, [12, 12])  # the warm-up shows how many groups there are
-    found = capture(made, model, x)
-    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
+    assert_equal(capture(made, model, x), want)
     assert made.copies.num_out > 0
 
 
@@ -184,18 +187,28 @@ def test_a_pass_with_replays_leads_as_the_whole_pass_before_it(model, made, frac
     made.reset()
 
 
-def test_a_pass_that_only_warms_up_moves_nothing(model, made):
+def test_a_pass_that_only_warms_up_moves_nothing_and_switches_nothing_off_if_it_fails(model, made):
     made.disable_offload()
     capture(made, model, *batches([12], 0))
-    made.enable_offload()
-    assert made.copies.num_out == 0
-    assert made.captures.regions.nbytes == 0
+    assert made.copies.num_out == made.captures.regions.nbytes == 0
+    made.forget_captures()  # in place of `enable_offload`, which Transformer Engine's warm-up would have called
+    eager_step(model, [12, 12])
+    assert made.report.num_micro_batches == 2 and made.report.total().moved_bytes > 0
 
 
 def test_a_failed_capture_leaves_no_chunk_behind(model, made):
+    def saved_before_it_fails(layer: Layer, x: torch.Tensor) -> list[StorageWeakRef]:
+        group = layer.group("qkv_linear", x)
+        with group as x:
+            y = (x * 2).exp()  # saves its output
+        y = group.group_offload(y)
+        with layer.group("core_attn", y) as y:
+            z = (y * 2).exp()
+        return [StorageWeakRef(tensor.untyped_storage()) for tensor in (y, z)]
+
     made.prepare_capture()
     made.copies.captures = True
-    saved = layer_that_fails(model.layers[0], batches([12], 0)[0])
+    saved = saved_before_it_fails(model.layers[0], batches([12], 0)[0])
     made.copies.captures = False
     made.forget_captures()
     assert made.captures.chunk is None
@@ -204,24 +217,6 @@ def test_a_failed_capture_leaves_no_chunk_behind(model, made):
     made.host_pool.take_all([])
     made.host_pool.forget_reached()
     assert made.host_pool.used_bytes == 0
-
-
-def layer_that_fails(layer: Layer, x: torch.Tensor) -> list[StorageWeakRef]:
-    """Offloads one module and fails in another; returns what they have saved."""
-    group = layer.group("qkv_linear", x)
-    with group as x:
-        y = (x * 2).exp()  # saves its output
-    y = group.group_offload(y)
-    with layer.group("core_attn", y) as y:
-        z = (y * 2).exp()
-    return [StorageWeakRef(tensor.untyped_storage()) for tensor in (y, z)]
-
-
-def test_a_warm_up_that_fails_does_not_switch_offloading_off(model, made):
-    made.disable_offload()  # Transformer Engine's warm-up calls this
-    made.forget_captures()
-    eager_step(model, [12, 12])
-    assert made.report.num_micro_batches == 2 and made.report.total().moved_bytes > 0
 
 
 def test_what_was_asked_back_and_not_used_is_collected_beside_a_capture(model, made):
@@ -240,7 +235,7 @@ def test_what_was_asked_back_and_not_used_is_collected_beside_a_capture(model, m
     found = capture(made, model, *batches([12], 0))
     dropping.remove()
     assert made.copies.num_foreign == 0
-    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
+    assert_equal(found, want)
 
 
 def test_what_a_capture_has_asked_back_and_not_used_is_waited_for_in_it(model, made):
@@ -265,4 +260,4 @@ def test_host_memory_that_comes_back_late_from_an_eager_pass_is_captured_over(mo
     used = made.host_pool.used_bytes
     found = capture(made, model, *batches([12], 0), prepared=failed.clear)
     assert used > 0 and made.captures.regions.nbytes > 0
-    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
+    assert_equal(found, want)

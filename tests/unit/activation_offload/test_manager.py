@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -79,6 +80,22 @@ def gathered(model: Model, losses, inputs) -> list[torch.Tensor]:
     return out
 
 
+def begin_pass() -> None:
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+
+
+def in_group(compute: Callable, x: torch.Tensor, module: str = "mlp", *, is_on: bool = True, **options) -> torch.Tensor:
+    """Returns what a group of a module computes from a tensor."""
+    group = Interface(is_on, x, module)
+    with group as inside:
+        y = compute(inside)
+    return group.group_offload(y, **options)
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(2, WIDTH, requires_grad=True)
+
+
 def plain(model: Model, inputs: Sequence[torch.Tensor], schedule=one_by_one) -> list[torch.Tensor]:
     with suspended(offloader()):
         return schedule(model, inputs)
@@ -125,6 +142,9 @@ def test_numbers_are_those_of_a_plain_run_whatever_the_lengths(schedule, options
         for step, numbers in zip(steps, want, strict=True):
             assert_equal(schedule(model, step), numbers)
             assert made.report.num_micro_batches == len(step)
+            total = made.report.total()
+            assert total.distinct_bytes == total.moved_bytes + total.resident_bytes + total.refused_bytes
+            assert made.report.host_peak_bytes <= made.report.host_bytes
         made.host_pool.take_all([])
         assert made.host_pool.used_bytes == 0
 
@@ -134,20 +154,18 @@ def test_a_missing_wait_shows(model, direction):
     class Impatient(LateCopies):
         def __init__(self) -> None:
             super().__init__(eager_share=0.0)
-            self.theirs: list[object] = []
+            self.made: dict[str, list[object]] = {"out": [], "back": []}
 
         def out(self, spans, after):
-            handle = super().out(spans, after)
-            self.theirs += [handle] if direction == "out" else []
-            return handle
+            self.made["out"].append(super().out(spans, after))
+            return self.made["out"][-1]
 
         def back(self, spans, after):
-            handle = super().back(spans, [] if direction == "out" else after)
-            self.theirs += [handle] if direction == "back" else []
-            return handle
+            self.made["back"].append(super().back(spans, [] if direction == "out" else after))
+            return self.made["back"][-1]
 
         def wait(self, handle):
-            if handle not in self.theirs:
+            if handle not in self.made[direction]:
                 super().wait(handle)
 
     inputs = batches([8, 8, 8], 0)
@@ -186,6 +204,9 @@ class Listed(LateCopies):
 
     def __init__(self) -> None:
         super().__init__()
+        self.clear()
+
+    def clear(self) -> None:
         self.sizes: dict[str, list[int]] = {"out": [], "back": []}
 
     def out(self, spans, after):
@@ -220,22 +241,27 @@ def test_a_group_that_stays_as_a_whole_begins_the_next_pass_as_others_do():
     assert Profile(chunk.groups, 1.0, has_margin=False).lead == 1
 
 
-def test_a_layer_leaves_by_one_request_but_the_first_at_once(model):
-    """The host pays for each request, and the link is idle until the first."""
+def test_a_layer_leaves_and_comes_back_by_one_request_except_where_each_group_is_waited_for(model):
+    """The host pays for each request, and the link is idle until the first; the last layer stays."""
     copies = Listed()
     made = offloader(model, copies=copies)
     one_by_one(model, batches([8], 0))  # records the groups of a layer
-    copies.sizes["out"].clear()
+    copies.clear()
     inputs = batches([8], 1)
     assert_equal(one_by_one(model, inputs), plain(model, inputs))
-    report = made.report.modules
+    report, total = made.report.modules, made.report.total()
     per_layer = [report[name].moved_bytes // (LAYERS - 1) for name in MODULES if report[name].moved_bytes]
     assert len(per_layer) > 1
-    assert copies.sizes["out"] == [*per_layer, *[sum(per_layer)] * (LAYERS - 2)]  # the last layer stays
+    assert copies.sizes["out"] == [*per_layer, *[sum(per_layer)] * (LAYERS - 2)]
+    *urgent, second, first = copies.sizes["back"]
+    assert len(urgent) == len(MODULES)
+    assert max(urgent) < first <= second == sum(urgent)  # nothing of the first layer's input is moved
+    assert sum(copies.sizes["back"]) == total.prefetched_bytes
+    assert total.late_bytes == 0
     copies = Listed()
     offloader(model, copies=copies, max_inflight=1)  # it counts groups: each is waited for by itself
     one_by_one(model, batches([8], 0))
-    copies.sizes["out"].clear()
+    copies.clear()
     one_by_one(model, batches([8], 1))
     assert copies.sizes["out"] == per_layer * (LAYERS - 1)
 
@@ -256,28 +282,27 @@ def test_a_pass_behind_one_too_short_to_leave_does_so_layer_by_layer(model):
     assert total.moved_bytes == moved and total.small_bytes > 0
 
 
-def test_layers_of_two_kinds_ask_at_their_own_ends():
-    """Covers dense layers before those of experts."""
-    names = [*["qkv_linear", "core_attn"] * 2, *["qkv_linear", "core_attn", "moe_act"] * 2]
-    chunk = committed(names)
-    asks = Profile(chunk.groups, 1.0, has_margin=False).asks
-    assert asks == {("qkv_linear", 0), ("core_attn", 0), ("core_attn", 1), ("moe_act", 0), ("moe_act", 1)}
-    asks = Profile(chunk.groups, 1.0, has_margin=True).asks
-    assert asks == {("qkv_linear", 0), ("core_attn", 0), ("core_attn", 1), ("moe_act", 0)}
+PAIR, TRIPLE = ["qkv_linear", "core_attn"], ["qkv_linear", "core_attn", "moe_act"]
+ASKS = {("qkv_linear", 0), ("core_attn", 0), ("core_attn", 1), ("moe_act", 0)}
 
 
 @pytest.mark.parametrize(
-    ("names", "fraction", "has_margin", "lead"),
+    ("names", "fraction", "has_margin", "lead", "asks"),
     [
-        (["qkv_linear", "core_attn"] * 4, 1.0, False, 1),
-        (["qkv_linear", "core_attn"] * 4, 1.0, True, 1),
-        (["qkv_linear", "core_attn"] * 4, 0.7, True, 2),
-        (["qkv_linear", "core_attn"] * 2 + ["qkv_linear", "core_attn", "moe_act"] * 2, 1.0, False, 2),
-        (["qkv_linear"], 1.0, True, 1),  # nothing is offloaded
+        (PAIR * 4, 1.0, False, 1, None),
+        (PAIR * 4, 1.0, True, 1, None),
+        (PAIR * 4, 0.7, True, 2, None),
+        (PAIR * 2 + TRIPLE * 2, 1.0, False, 2, ASKS | {("moe_act", 1)}),
+        (PAIR * 2 + TRIPLE * 2, 1.0, True, 2, ASKS),
+        (["qkv_linear"], 1.0, True, 1, None),  # nothing is offloaded
     ],
 )
-def test_copies_may_lag_two_layers_where_not_all_leave_alike(names, fraction, has_margin, lead):
-    assert Profile(committed(names).groups, fraction, has_margin=has_margin).lead == lead
+def test_copies_may_lag_two_layers_and_ask_at_their_own_ends_where_not_all_leave_alike(
+    names, fraction, has_margin, lead, asks
+):
+    profile = Profile(committed(names).groups, fraction, has_margin=has_margin)
+    assert profile.lead == lead
+    assert asks is None or profile.asks == asks
 
 
 def test_what_leaves_is_decided_anew_where_groups_or_sizes_differ(model):
@@ -295,18 +320,21 @@ def test_what_leaves_is_decided_anew_where_groups_or_sizes_differ(model):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.01, 0.3, 0.5, 0.8, 1.0])
-def test_the_first_pass_keeps_to_the_fraction_as_the_plan_says(model, fraction):
-    made = offloader(model, fraction=fraction)
-    (x,) = batches([8], 0)
+def test_the_first_pass_keeps_to_the_fraction_as_the_plan_says_and_others_to_one_of_bytes(model, fraction):
+    made, (x,) = offloader(model, fraction=fraction), batches([8], 0)
     loss = model(x)
-    (chunk,) = made._chunks
-    sizes = [group.nbytes for group in chunk.groups]
-    planned = choose_in_first_pass([sizes], fraction)
+    sizes = [group.nbytes for group in made._chunks[0].groups]
     loss.backward()
     made.reset()
     total = made.report.total()
-    assert total.moved_bytes == sum(nbytes for nbytes, leaves in zip(sizes, planned, strict=True) if leaves)
+    assert total.moved_bytes == sum(itertools.compress(sizes, choose_in_first_pass([sizes], fraction)))
     assert total.moved_bytes + total.resident_bytes == total.distinct_bytes
+    one_by_one(model, [x])
+    whole = offloader(model)
+    one_by_one(model, [x])
+    one_by_one(model, [x])
+    share = made.report.total().moved_bytes / whole.report.total().moved_bytes
+    assert fraction - 0.2 < share <= fraction
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
@@ -342,36 +370,13 @@ class _NoListener(GroupListener):
 
 
 def test_a_group_asks_once_for_all_of_its_copies(model):
-    class Counted(LateCopies):
-        num_requests = 0
-
-        def _queue(self, copy, after):
-            self.num_requests += 1
-            return super()._queue(copy, after)
-
-    copies = Counted()
+    copies = Listed()
     offloader(model, copies=copies, margin_stage=None, modules=("core_attn",))
     for layer in model.layers:
         layer.modules_on = ("core_attn",)
     one_by_one(model, batches([8], 0))
     assert copies.num_out > LAYERS and copies.num_back > LAYERS  # several storages in a group
-    assert copies.num_requests == 2 * LAYERS
-
-
-def test_a_layer_ahead_all_of_its_groups_come_back_by_one_request(model):
-    """The groups needed first come back one by one, since each may be waited for."""
-    copies = Listed()
-    made = offloader(model, copies=copies)
-    one_by_one(model, batches([8], 0))
-    copies.sizes["back"].clear()
-    inputs = batches([8], 1)
-    assert_equal(one_by_one(model, inputs), plain(model, inputs))
-    total = made.report.total()
-    *urgent, second, first = copies.sizes["back"]
-    assert len(urgent) == len(MODULES)
-    assert max(urgent) < first <= second == sum(urgent)  # nothing of the first layer's input is moved
-    assert sum(copies.sizes["back"]) == total.prefetched_bytes
-    assert total.late_bytes == 0
+    assert len(copies.sizes["out"]) == len(copies.sizes["back"]) == LAYERS
 
 
 @pytest.mark.parametrize("warm", [1, 2, 3])
@@ -421,94 +426,60 @@ def test_a_storage_that_another_module_keeps_is_copied_back_all_the_same(model):
 
 
 def test_forward_only_passes_leave_no_trace(model):
-    made = offloader(model)
     inputs = batches([8, 9], 0)
     want = plain(model, inputs)
     made = offloader(model)
-    with torch.no_grad():
-        model(inputs[0].detach())
-    Interface.reset()
-    assert made.report.num_micro_batches == 0
-    assert_equal(one_by_one(model, inputs), want)
-    before = made.report
-    with torch.no_grad():
-        model(inputs[0].detach())
-    Interface.reset()
-    assert made.report is before
-    assert_equal(one_by_one(model, inputs), want)
-
-
-def test_a_full_slab_is_counted_and_harms_nothing(model):
-    inputs = batches([30, 30], 0)
-    want = plain(model, inputs)
-    made = offloader(model, nbytes=16_384)
-    assert_equal(one_by_one(model, inputs), want)
-    total = made.report.total()
-    assert 0 < total.moved_bytes <= 2 * 16_384
-    assert total.refused_bytes == total.distinct_bytes - total.moved_bytes - total.resident_bytes > 0
-    assert made.report.host_peak_bytes <= made.report.host_bytes == 16_384
-
-
-def test_the_fraction_is_one_of_bytes(model):
-    inputs = batches([10] * 4, 0)
-    for fraction in (0.25, 0.5, 0.75):
-        made = offloader(model, fraction=fraction)
-        one_by_one(model, inputs)
-        one_by_one(model, inputs)
-        total = made.report.total()
-        margin = total.resident_bytes - (total.distinct_bytes - total.moved_bytes)
-        assert margin == 0
-        whole = offloader(model)
-        one_by_one(model, inputs)
-        one_by_one(model, inputs)
-        share = total.moved_bytes / whole.report.total().moved_bytes
-        assert fraction - 0.2 < share <= fraction
+    for num_reported in (0, len(inputs)):
+        before = made.report
+        with torch.no_grad():
+            model(inputs[0].detach())
+        Interface.reset()
+        assert made.report is before or not num_reported
+        assert made.report.num_micro_batches == num_reported
+        assert_equal(one_by_one(model, inputs), want)
 
 
 def test_parameters_and_small_storages_stay(model):
     copies = LateCopies()
     made = offloader(model, copies=copies, min_elements=10_000)
     one_by_one(model, batches([8], 0))
-    assert copies.num_out == 0
     total = made.report.total()
-    assert total.small_bytes > 0
-    assert total.distinct_bytes == 0
+    assert total.small_bytes > total.distinct_bytes == copies.num_out == 0
     whole = torch.nn.Parameter(torch.ones(WIDTH, WIDTH))
     offloader(torch.nn.ParameterList([whole]), copies=copies)
-    whole = whole.detach()
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
-    x = torch.ones(2, WIDTH, requires_grad=True)
-    group = Interface(True, x, "mlp")
-    with group as x:
-        y = x @ whole.t()  # saves a view of `whole`
-    group.group_offload(y).sum().backward()
+    begin_pass()
+    in_group(lambda x: x @ whole.detach().t(), ones()).sum().backward()  # saves a view of `whole`
     assert copies.num_out == 0
 
 
 def test_what_will_be_recomputed_stays_until_its_pass_is_over():
-    made = offloader()
-    tensor = torch.ones(8, WIDTH)
+    made, tensor = offloader(), torch.ones(2, WIDTH)
     made.exclude_recomputed(tensor.untyped_storage())  # no pass is under way, as in log-probs
-    assert eligible_bytes(tensor) == tensor.nbytes
-    assert eligible_bytes(tensor, lambda: made.exclude_recomputed(tensor.untyped_storage())) == 0
-    assert eligible_bytes(tensor) == tensor.nbytes
+    for is_excluded in (False, True, False):
+        begin_pass()
+        if is_excluded:
+            made.exclude_recomputed(tensor.untyped_storage())
+        in_group(lambda x: x * tensor, ones()).sum().backward()
+        Interface.reset()
+        assert made.report.total().distinct_bytes == (0 if is_excluded else tensor.nbytes)
 
 
 @pytest.mark.parametrize("is_alias", [True, False])
 def test_a_leaf_that_autograd_keeps_is_emptied_if_no_other_code_knows_it(is_alias):
     """Selective recomputation starts from such a leaf; a leaf of the user's stays as it is."""
-    made = offloader()
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
-    leaf = torch.ones(8, WIDTH, requires_grad=True)
-    group = Interface(True, torch.zeros(8, WIDTH, requires_grad=True), "mlp")
-    with group as y, made.saving_to_recompute() if is_alias else contextlib.nullcontext():
-        y = SavesALeaf.apply(y, [leaf, leaf])
-    y = group.group_offload(y)
+    made, leaf = offloader(), ones()
+
+    def save(y: torch.Tensor) -> torch.Tensor:
+        with made.saving_to_recompute() if is_alias else contextlib.nullcontext():
+            return SavesALeaf.apply(y, [leaf, leaf])
+
+    begin_pass()
+    y = in_group(save, ones())
     made.drain()
-    assert leaf.untyped_storage().nbytes() == (0 if is_alias else 4 * 8 * WIDTH)
+    assert leaf.untyped_storage().nbytes() == (0 if is_alias else 4 * 2 * WIDTH)
     y.sum().backward()
     Interface.reset()
-    assert made.report.total().moved_bytes == 4 * 8 * WIDTH
+    assert made.report.total().moved_bytes == 4 * 2 * WIDTH
 
 
 class SavesALeaf(torch.autograd.Function):
@@ -523,13 +494,13 @@ class SavesALeaf(torch.autograd.Function):
     def backward(ctx, grad):
         for leaf in ctx.saved_tensors:
             assert leaf.requires_grad
-            assert torch.equal(leaf.detach(), torch.ones(8, WIDTH))
+            assert torch.equal(leaf.detach(), torch.ones(2, WIDTH))
         return grad, None
 
 
 def test_a_storage_at_the_address_of_one_that_was_to_be_recomputed_is_none():
     made = offloader()
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    begin_pass()
     for _ in range(100):
         made.exclude_recomputed(torch.ones(8, WIDTH).untyped_storage())
     others = [torch.ones(8, WIDTH) for _ in range(100)]
@@ -537,40 +508,48 @@ def test_a_storage_at_the_address_of_one_that_was_to_be_recomputed_is_none():
 
 
 def test_leaves_saved_behind_what_is_to_be_recomputed_stay_as_they_are():
-    made = offloader()
-    leaves = [torch.ones(8, WIDTH, requires_grad=True) for _ in range(2)]
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
-    group = Interface(True, torch.zeros(8, WIDTH, requires_grad=True), "mlp")
-    with group as y:
+    made, leaves = offloader(), [ones(), ones()]
+
+    def save(y: torch.Tensor) -> torch.Tensor:
         with made.saving_to_recompute():
             pass
         y = SavesALeaf.apply(y, leaves[:1])
         with pytest.raises(MemoryError), made.saving_to_recompute():
             raise MemoryError
-        y = SavesALeaf.apply(y, leaves[1:])
-    y = group.group_offload(y)
+        return SavesALeaf.apply(y, leaves[1:])
+
+    begin_pass()
+    y = in_group(save, ones())
     made.drain()
-    assert all(torch.equal(leaf.detach(), torch.ones(8, WIDTH)) for leaf in leaves)
+    assert all(torch.equal(leaf.detach(), torch.ones(2, WIDTH)) for leaf in leaves)
     y.sum().backward()
 
 
+def patched() -> tuple[object, object]:
+    return CheckpointWithoutOutput.checkpoint, fine_grained_activation_offload.fine_grained_offloading_group_offload
+
+
 def test_a_manager_that_has_lost_its_place_changes_nothing(monkeypatch):
-    theirs = CheckpointWithoutOutput.checkpoint, fine_grained_activation_offload.fine_grained_offloading_group_offload
+    theirs = patched()
     made = offloader()
     PipelineOffloadManager.reset_instance()
     monkeypatch.setattr(checkpoints, "_get_all_rng_states", lambda: None)
     tensor = torch.ones(3, requires_grad=True)
     assert torch.equal(CheckpointWithoutOutput(fp8=None).checkpoint(torch.tanh, tensor), tensor.tanh())
     activation_offload.uninstall(made)
-    module = fine_grained_activation_offload
-    assert (CheckpointWithoutOutput.checkpoint, module.fine_grained_offloading_group_offload) == theirs
+    assert patched() == theirs
 
 
-def test_a_manager_whose_place_another_one_has_taken_leaves_it_there():
-    made, other = offloader(), offloader()
-    activation_offload.uninstall(made)
-    assert PipelineOffloadManager.OFFLOAD_MGR is other
-    assert CheckpointWithoutOutput.checkpoint is activation_offload._checkpoint
+def test_a_manager_leaves_the_place_that_another_has_taken_and_gives_back_its_own():
+    theirs = patched()
+    first, second = offloader(), offloader()
+    ours = patched()
+    activation_offload.uninstall(first)
+    assert PipelineOffloadManager.OFFLOAD_MGR is second
+    assert patched() == ours != theirs
+    activation_offload.uninstall(second)
+    assert PipelineOffloadManager.OFFLOAD_MGR is None
+    assert patched() == theirs
 
 
 class Refusing(LateCopies):
@@ -626,13 +605,10 @@ def test_everything_is_given_up_where_a_gpu_has_failed(model, monkeypatch, call)
     """Every wait on a failed GPU raises."""
     copies = LateCopies(eager_share=0.0)
     made = offloader(model, copies=copies)
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
-    x, y = (torch.zeros(8, WIDTH, requires_grad=True) for _ in range(2))
-    group = Interface(True, x, "mlp")
-    with group as x:
-        y = x * y
+    begin_pass()
+    x = ones()
+    y = in_group(torch.exp, x)
     refs = [StorageWeakRef(tensor.untyped_storage()) for tensor in (x, y)]
-    y = group.group_offload(y)
     assert len(made._inflight) == 1
     for name in ("wait", "synchronize"):
         monkeypatch.setattr(copies, name, lambda *_: lack_of_memory(torch.empty(0)))
@@ -641,21 +617,8 @@ def test_everything_is_given_up_where_a_gpu_has_failed(model, monkeypatch, call)
     assert len(made._inflight) == 0
     assert made.host_pool.memory.numel() == 0 or call == "reset"
     assert not made._chunks
-    del x, y, group
+    del x, y
     assert all(ref.expired() for ref in refs)
-
-
-def eligible_bytes(saved: torch.Tensor, before: Callable[[], None] = lambda: None) -> int:
-    """Returns the bytes that may move in a step whose only group saves this tensor."""
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
-    before()
-    x = torch.ones(8, WIDTH, requires_grad=True)
-    group = Interface(True, x, "mlp")
-    with group as x:
-        y = x * saved
-    group.group_offload(y).sum().backward()
-    Interface.reset()
-    return PipelineOffloadManager.OFFLOAD_MGR.report.total().distinct_bytes
 
 
 def test_no_copy_uses_the_host_memory_of_one_that_is_closed(model):
@@ -672,29 +635,18 @@ def test_no_copy_uses_the_host_memory_of_one_that_is_closed(model):
     assert all(handle.reached() for handle in copies._pending)
 
 
-def test_a_change_in_place_is_refused(model):
+def test_a_change_in_place_is_refused():
     offloader()
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
-    x = torch.ones(2, WIDTH, requires_grad=True)
-    group = Interface(True, x, "mlp")
-    with group as x:
-        y = (x * 2).exp()  # saves its output
-        y.add_(1)
-    with pytest.raises(
-        InPlaceError, match=r"shape \[2, 16\] that mlp saved .* remove mlp from policy\.megatron_cfg\.offload_modules"
-    ):
-        group.group_offload(y)
+    begin_pass()
+    with pytest.raises(InPlaceError, match=r"shape \[2, 16\] that mlp saved .* remove mlp from .*offload_modules"):
+        in_group(lambda x: (x * 2).exp().add_(1), ones())  # exp saves its output
 
 
 def saved_by_a_group(is_on: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a tensor of ones [2, WIDTH] and its exponential, which a group's backward pass needs."""
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
-    x = torch.ones(2, WIDTH, requires_grad=True)
-    group = Interface(is_on, x, "mlp")
-    with group as inside:
-        y = inside.exp()
-    group.group_offload(y)
-    return x, y
+    begin_pass()
+    x = ones()
+    return x, in_group(torch.exp, x, is_on=is_on)
 
 
 @pytest.mark.parametrize("options", [{"fraction": 0.0}, {"min_elements": 1 << 20}, {"nbytes": 0}], ids=str)
@@ -733,11 +685,8 @@ def test_what_has_left_comes_back_as_it_was_saved():
     was = y.detach().clone()
     with torch.no_grad():
         y.add_(100)
-    weight = torch.ones(2, WIDTH, requires_grad=True)
-    group = Interface(True, y, "attn_proj")
-    with group as inside:
-        z = inside.detach() * weight
-    group.group_offload(z)
+    weight = ones()
+    z = in_group(lambda inside: inside.detach() * weight, y, "attn_proj")
     made.drain()
     z.sum().backward()
     assert torch.equal(weight.grad, was + 100)
@@ -747,25 +696,12 @@ def test_what_has_left_comes_back_as_it_was_saved():
     assert made.host_pool.used_bytes == 0
 
 
-def test_a_failed_pass_leaves_nothing_behind(model):
-    made = offloader(model)
-    want = plain(model, batches([8], 0))
-    made = offloader(model)
-    loss = model(batches([20], 1)[0])
-    assert made.host_pool.used_bytes > 0
-    Interface.reset()  # the worker does this in its `finally`
-    del loss
-    made.host_pool.take_all([])
-    assert made.host_pool.used_bytes == 0
-    assert_equal(one_by_one(model, batches([8], 0)), want)
-
-
 @pytest.mark.parametrize("is_interrupted", [False, True], ids=["whole", "interrupted"])
 @pytest.mark.parametrize("options", [{}, {"fraction": 0.0}, {"min_elements": 1 << 20}], ids=str)
 def test_a_pass_without_a_backward_pass_is_gone_with_its_output(options, is_interrupted):
     """exp saves its output: if it were kept as it is, its node would keep itself and all before it alive."""
     made = offloader(**options)
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    begin_pass()
     before = torch.ones(2, WIDTH, requires_grad=True) * 1
     alive = StorageWeakRef(before.untyped_storage())
     x = before.square()
@@ -787,7 +723,7 @@ def test_a_pass_that_a_change_in_place_has_ended_is_gone_with_its_output(fails_a
     alive = []
 
     def forward() -> None:
-        Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+        begin_pass()
         x = torch.ones(2, WIDTH, requires_grad=True) * 1
         alive.append(StorageWeakRef(x.untyped_storage()))
         x = x.square()
@@ -811,76 +747,48 @@ def test_a_pass_that_a_change_in_place_has_ended_is_gone_with_its_output(fails_a
 
 def test_what_stays_has_the_gradients_of_a_plain_run():
     offloader(min_elements=1 << 20)
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    begin_pass()
     x = torch.linspace(-1, 1, WIDTH, requires_grad=True)
-    group = Interface(True, x * 1, "mlp")
-    with group as inside:
-        y = (inside * inside).exp()
-    y = group.group_offload(y)
+    y = in_group(lambda inside: (inside * inside).exp(), x * 1)
     (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     assert torch.equal(first, (2 * x * (x * x).exp()).detach())
     (second,) = torch.autograd.grad(first.sum(), x)  # the saved tensor has kept its autograd history
     torch.testing.assert_close(second, ((2 + 4 * x * x) * (x * x).exp()).detach())
 
 
-def test_a_graph_may_be_walked_twice(model):
-    inputs = batches([8], 0)
-    model.zero_grad(set_to_none=True)
-    with suspended(offloader()):
-        want = torch.autograd.grad(model(inputs[0]), list(model.parameters()))
-    offloader(model)
-    loss = model(inputs[0])
-    PipelineOffloadManager.OFFLOAD_MGR._inflight.release(max_held=0)
-    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    assert_equal(first, want)
-
-
 def square_with_delayed_commit() -> tuple[torch.Tensor, torch.Tensor, StorageWeakRef]:
     """Returns a tensor of ones, its square, which is a group of a graph's replay, and the storage that this saves."""
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    begin_pass()
     Interface.enter_replay()
-    x = torch.ones(2, WIDTH, requires_grad=True)
-    group = Interface(True, x * 1, "moe_act")
-    with group as y:
-        z = y * y
-    z = group.group_offload(z, delay_offload=True)
+    x = ones()
+    y = x * 1
+    z = in_group(torch.square, y, "moe_act", delay_offload=True)
     Interface.exit_replay()
     return x, z, StorageWeakRef(y.untyped_storage())
 
 
-def test_delayed_commits_are_made_when_they_are_flushed(model):
+@pytest.mark.parametrize("is_flushed_before", [True, False], ids=["in time", "too late"])
+def test_delayed_commits_are_made_when_they_are_flushed_before_the_backward_pass(is_flushed_before):
+    """On an earlier pipeline stage with one micro-batch, the last layer's commit comes after its backward pass."""
     copies = LateCopies()
     made = offloader(copies=copies)
-    x, z, _ = square_with_delayed_commit()
-    assert copies.num_out == 0
-    Interface.flush_delayed_groups()
-    assert copies.num_out > 0
-    z.sum().backward()
-    assert torch.equal(x.grad, torch.full_like(x, 2.0))
-    made.reset()
-
-
-@pytest.fixture
-def no_garbage_collection() -> Iterator[None]:
     gc.collect()
     gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_garbage_collection")
-@pytest.mark.parametrize("is_flushed_before", [True, False], ids=["in time", "too late"])
-def test_the_tensors_of_a_delayed_commit_are_gone_after_the_backward_pass(is_flushed_before):
-    """On an earlier pipeline stage with one micro-batch, the last layer's commit comes after its backward pass."""
-    made = offloader(copies=LateCopies())
-    _, z, saved = square_with_delayed_commit()
-    if is_flushed_before:
+    try:
+        x, z, saved = square_with_delayed_commit()
+        assert copies.num_out == 0
+        if is_flushed_before:
+            Interface.flush_delayed_groups()
+            assert copies.num_out > 0
+        z.sum().backward()
         Interface.flush_delayed_groups()
-    z.sum().backward()
-    Interface.flush_delayed_groups()
-    del z
-    made.reset()
-    assert saved.expired()
+        assert (copies.num_out > 0) == is_flushed_before
+        del z
+        made.reset()
+        assert saved.expired()
+    finally:
+        gc.enable()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
 
 
 def test_a_replay_that_fails_delays_no_commit_of_later_steps():
@@ -888,24 +796,9 @@ def test_a_replay_that_fails_delays_no_commit_of_later_steps():
     made = offloader(copies=copies)
     Interface.enter_replay()  # its layer fails before it calls `exit_replay`
     made.reset()
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
-    group = Interface(True, torch.ones(2, WIDTH, requires_grad=True), "moe_act")
-    with group as x:
-        y = x.exp()
-    group.group_offload(y, delay_offload=True)
+    begin_pass()
+    in_group(torch.exp, ones(), "moe_act", delay_offload=True)
     assert copies.num_out > 0
-    made.reset()
-
-
-def test_a_commit_that_is_flushed_behind_its_backward_pass_copies_nothing():
-    copies = LateCopies()
-    made = offloader(copies=copies)
-    x, z, _ = square_with_delayed_commit()
-    z.sum().backward()
-    Interface.flush_delayed_groups()
-    assert copies.num_out == 0
-    assert made.cur_forward_chunk().groups == []
-    assert torch.equal(x.grad, torch.full_like(x, 2.0))
     made.reset()
 
 
@@ -959,11 +852,7 @@ def test_what_has_not_been_asked_for_when_a_pass_fails_is_not_copied(model):
     made = offloader(model, copies=copies)
     one_by_one(model, batches([8], 0))
     made.init_model_chunk_offload_handler(0, None, 0)
-    x = model.layers[0](batches([8], 1)[0])
-    group = Interface(True, x, "qkv_linear")  # the second layer's, which makes requests at its end
-    with group as inside:
-        y = inside.exp()
-    group.group_offload(y)
+    in_group(torch.exp, model.layers[0](batches([8], 1)[0]), "qkv_linear")  # the second layer's requests at its end
     before = copies.num_out
     assert len(made.cur_forward_chunk().pending) == 1
     made.reset()
@@ -974,8 +863,8 @@ def test_what_has_not_been_asked_for_when_a_pass_fails_is_not_copied(model):
 def test_the_end_of_a_group_adds_nothing_to_the_graph(several):
     copies = LateCopies()
     made = offloader(copies=copies)
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
-    x = torch.ones(2, WIDTH, requires_grad=True)
+    begin_pass()
+    x = ones()
     group = Interface(True, x, "mlp")
     with group as inside:
         y = inside * inside
@@ -991,20 +880,6 @@ def test_the_end_of_a_group_adds_nothing_to_the_graph(several):
 
 def test_an_output_that_needs_no_gradient_ends_its_group():
     made = offloader()
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
-    group = Interface(True, torch.ones(2, WIDTH), "mlp")
-    with group as x:
-        y = x * x
-    assert group.group_offload(y) is y
+    begin_pass()
+    in_group(torch.square, torch.ones(2, WIDTH))
     assert made.cur_forward_chunk().open == []
-
-
-def test_megatron_cores_own_manager_is_as_it_was_afterwards():
-    theirs = fine_grained_activation_offload.fine_grained_offloading_group_offload
-    first, second = offloader(), offloader()
-    assert fine_grained_activation_offload.fine_grained_offloading_group_offload is not theirs
-    activation_offload.uninstall(first)  # another manager has replaced it
-    assert PipelineOffloadManager.OFFLOAD_MGR is second
-    activation_offload.uninstall(second)
-    assert PipelineOffloadManager.OFFLOAD_MGR is None
-    assert fine_grained_activation_offload.fine_grained_offloading_group_offload is theirs

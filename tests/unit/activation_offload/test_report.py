@@ -22,49 +22,33 @@ from nemo_offload_rl.memory.units import MIB
     [
         ("attn_norm", None, "Transformer Engine fuses this norm into the linear layer after it"),
         ("moe_act", None, "no layer of this pipeline stage offloads it"),
-        (
-            "core_attn",
-            ModuleReport(distinct_bytes=3 * MIB, refused_bytes=3 * MIB),
-            "3 MiB did not fit into the host memory",
-        ),
+        ("core_attn", ModuleReport(distinct_bytes=3 * MIB, refused_bytes=3 * MIB), "3 MiB did not fit into the host"),
         ("core_attn", ModuleReport(distinct_bytes=MIB, resident_bytes=MIB), "activation_offload_fraction"),
         ("core_attn", ModuleReport(small_bytes=MIB // 2), r"0\.5 MiB are .* below .*min_offloaded_tensor_size"),
         ("core_attn", ModuleReport(), "saved nothing"),
-        (
-            "core_attn",
-            ModuleReport(moved_bytes=MIB),
-            "moved 1 MiB to the host but freed none: .* offload attn_proj as well",
-        ),
-        (
-            "mlp_norm",
-            ModuleReport(moved_bytes=MIB, duplicate_bytes=MIB),
-            "keeps all of it on the GPU, or its backward pass",
-        ),
+        ("core_attn", ModuleReport(moved_bytes=MIB), "moved 1 MiB to the host but freed none: .* offload attn_proj"),
+        ("mlp_norm", ModuleReport(moved_bytes=MIB, duplicate_bytes=MIB), "keeps all of it on the GPU, or its backward"),
     ],
 )
 def test_a_module_without_effect_has_a_reason(module, report, words):
-    reason = why_no_effect(module, report, [module], offloads_later=True)
-    assert reason is not None
-    assert re.search(words, reason)
+    assert re.search(words, why_no_effect(module, report, [module], offloads_later=True) or "")
 
 
 @pytest.mark.parametrize(("beside", "advises"), [("qkv_linear", True), ("attn_proj", False), ("layer_input", False)])
 def test_attn_proj_is_advised_only_where_it_is_not_offloaded_and_may_be(beside, advises):
     report, modules = ModuleReport(moved_bytes=2 * MIB), ["core_attn", beside]
-    freed_none = why_no_effect("core_attn", report, modules, offloads_later=True)
-    assert freed_none is not None
-    assert ("offload attn_proj" in freed_none) == ("offload attn_proj" in stays_alive("core_attn", report, modules))
-    assert ("offload attn_proj" in freed_none) == advises
+    freed_none = why_no_effect("core_attn", report, modules, offloads_later=True) or ""
+    for words in (freed_none, stays_alive("core_attn", report, modules)):
+        assert ("offload attn_proj" in words) == advises
 
 
-def test_a_module_of_which_only_the_first_micro_batch_left_has_none_either():
+def test_a_module_of_which_only_the_first_micro_batch_left_has_no_effect_either():
     report = ModuleReport(distinct_bytes=4 * MIB, moved_bytes=MIB, freed_bytes=MIB, resident_bytes=3 * MIB)
     assert why_no_effect("core_attn", report, ["core_attn"], offloads_later=True) is None
-    reason = why_no_effect("core_attn", report, ["core_attn"], offloads_later=False)
-    assert reason is not None
-    assert reason.startswith("all of its 4 MiB, except in the first micro-batch, stay on the GPU because of")
-    report.refused_bytes = MIB  # more room would not change that
-    assert why_no_effect("core_attn", report, ["core_attn"], offloads_later=False) == reason
+    for refused_bytes in (0, MIB):  # more room would not change that
+        report.refused_bytes = refused_bytes
+        reason = why_no_effect("core_attn", report, ["core_attn"], offloads_later=False) or ""
+        assert reason.startswith("all of its 4 MiB, except in the first micro-batch, stay on the GPU because of")
 
 
 def test_a_module_with_one_has_none():
@@ -88,7 +72,6 @@ def test_the_table_has_a_line_for_each_module():
         (1.0, 0.182, 0.076, 0.6),  # 0.58, as on an H200
         (1.0, 0.190, 0.026, 0.85),  # 0.86
         (0.5, 1.0, 0.5, 0.25),
-        (1.0, 1.9, 1.2, 0.35),  # 0.37
         (0.55, 1.0, 0.01, 0.5),  # 0.54, which is nearest to the present fraction
         (1.0, 1.0, 0.0, 0.95),
         (1.0, 1.0, 0.98, None),  # 0.02
@@ -101,32 +84,19 @@ def test_the_fraction_is_what_moved_without_waits(fraction, link_s, waited_s, su
     assert suggested_fraction(fraction, link_s, waited_s) == suggested
 
 
-def test_a_link_that_is_too_slow_is_said_with_a_fraction_that_fits():
-    words = gpu_waited(Waits(0.042, 0.5), 9600 * MIB, link_speed=53e9, fraction=1.0, max_inflight=None)
-    assert words == (
-        "the GPU waited 42 ms of a training step of 500 ms for copies of activations: copying 9,600 MiB over the "
-        "link takes 190 ms at 53 GB/s, longer than the passes that it overlaps with; the copies would fit with "
-        "policy.megatron_cfg.activation_offload_fraction 0.80."
-    )
+REMEDIES = r"; lower \S+_fraction, raise \S+_max_inflight_offloads, or check what else uses the link\.$"
 
 
 @pytest.mark.parametrize(
-    ("waits", "link_speed", "max_inflight", "found"),
+    ("waits", "mib", "link_speed", "max_inflight", "words"),
     [
-        (Waits(0.042, 1.5), None, None, "waited 42 ms of a training step of 1,500 ms for copies of 96 MiB of activ"),
-        (
-            Waits(0.042, 0.5),
-            53e9,
-            None,
-            "copies of activations, although an idle link copies 96 MiB in 1.9 ms at 53 GB/s;",
-        ),
-        (Waits(0.001, 0.02), 53e9, 1, "waited 1.0 ms of a training step of 20 ms for copies of activations, although"),
+        (Waits(0.042, 0.5), 9600, 53e9, None, r"takes 190 ms at 53 GB/s, .*activation_offload_fraction 0\.80\.$"),
+        (Waits(0.042, 1.5), 96, None, None, "42 ms of a .* step of 1,500 ms for copies of 96 MiB.*" + REMEDIES),
+        (Waits(0.042, 0.5), 96, 53e9, None, "although an idle link copies 96 MiB in 1.9 ms at 53 GB/s" + REMEDIES),
+        (Waits(0.001, 0.02), 96, 53e9, 1, "1.0 ms of a .* step of 20 ms for .*, although.*" + REMEDIES),
     ],
-    ids=["speed unknown", "the link is not it", "few in flight"],
+    ids=["too slow", "speed unknown", "the link is not it", "few in flight"],
 )
-def test_what_need_not_be_the_link_is_said_without_one(waits, link_speed, max_inflight, found):
-    words = gpu_waited(waits, 96 * MIB, link_speed=link_speed, fraction=1.0, max_inflight=max_inflight)
-    assert found in words
-    assert re.search(
-        r"; lower \S+_fraction, raise \S+_max_inflight_offloads, or check what else uses the link\.$", words
-    )
+def test_a_link_that_is_too_slow_is_said_with_a_fraction_that_fits(waits, mib, link_speed, max_inflight, words):
+    said = gpu_waited(waits, mib * MIB, link_speed=link_speed, fraction=1.0, max_inflight=max_inflight)
+    assert re.search(words, said), said

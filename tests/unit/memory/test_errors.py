@@ -7,14 +7,14 @@ import pytest
 from nemo_offload_rl.memory.errors import preserve_first_error
 
 
-def fail(error: BaseException) -> None:
+def raise_error(error: BaseException) -> None:
     raise error
 
 
 def close(*errors: BaseException) -> None:
     with preserve_first_error(), ExitStack() as stack:
         for error in errors:
-            stack.callback(fail, error)
+            stack.callback(raise_error, error)
 
 
 def use_and_close(error: BaseException, *errors: BaseException) -> None:
@@ -34,11 +34,8 @@ def test_the_first_error_is_raised_through_nested_stacks(caplog):
     assert "second" in caplog.text
 
 
-def test_without_one_the_cleanups_own_error_is_raised():
+def test_a_cleanups_own_error_is_raised_without_another_and_if_it_is_an_interrupt():
     with pytest.raises(ValueError, match="alone"):
         close(ValueError("alone"))
-
-
-def test_an_interrupt_of_the_cleanup_is_raised():
     with pytest.raises(KeyboardInterrupt):
         use_and_close(KeyError("first"), KeyboardInterrupt())

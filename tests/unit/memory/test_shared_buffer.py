@@ -52,15 +52,10 @@ def test_host_memory_is_given_back_and_leaves_no_name():
     assert num_open_buffers() == before
 
 
-def test_a_process_that_has_gone_is_said(other_process):
+def test_a_process_that_has_gone_and_another_node_are_said(other_process, monkeypatch):
     buffer = make_shared_buffer(NBYTES, torch.device("cpu"))
-    handle = dataclasses.replace(buffer.handle, pid=2**22 + 1)  # larger than every process id
-    assert "that process must be alive and of the same user" in other_process(handle)
-    buffer.close()
-
-
-def test_another_node_is_said(monkeypatch):
-    buffer = make_shared_buffer(NBYTES, torch.device("cpu"))
+    gone = dataclasses.replace(buffer.handle, pid=2**22 + 1)  # larger than every process id
+    assert "that process must be alive and of the same user" in other_process(gone)
     monkeypatch.setattr(shared_buffer, "_node", lambda: "elsewhere")
     with pytest.raises(SharedBufferError, match=r"cannot be opened on elsewhere: .* one node"), buffer.handle.opened():
         pass

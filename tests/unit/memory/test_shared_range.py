@@ -12,11 +12,10 @@ from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError, VirtualRange
 from nemo_offload_rl.memory.shared_range import DescriptorError, DescriptorOffer, SharedGpuRange, make_shared_range
 
 NBYTES = 5_000_000
-on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def wait(device):
-    if device == "cuda":
+def settle(tensor):
+    if tensor.is_cuda:
         torch.cuda.synchronize()
 
 
@@ -24,16 +23,14 @@ def add_one(pipe):
     """Runs as the second process: adds 1 to every byte of a range, and returns the address it was mapped at."""
     peer = None
     while (handle := pipe.recv()) is not None:
-        if isinstance(handle, str):
-            peer.close()
-            peer = None
+        if handle == "close":
+            peer = peer.close()
             pipe.send(None)
             continue
-        if peer is None:
-            peer = handle.make_peer()
+        peer = peer or handle.make_peer()
         peer.map(handle)
         peer.tensor.add_(1)
-        wait(peer.tensor.device.type)
+        settle(peer.tensor)
         pipe.send((peer.tensor.data_ptr(), peer.tensor.numel()))
         peer.unmap()
 
@@ -44,14 +41,14 @@ def other_process():
         yield ask
 
 
-@on_each_device
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_both_processes_see_one_memory_at_addresses_that_stay(other_process, device):
     shared = make_shared_range(NBYTES, torch.device(device))
     addresses = set()
     for value in (3, 40, 7):
         handle = shared.map()
         shared.tensor.fill_(value)
-        wait(device)
+        settle(shared.tensor)
         peer_address, size = other_process(handle)
         assert size == NBYTES
         assert shared.tensor.eq(value + 1).all()
@@ -92,26 +89,20 @@ def test_host_memory_is_given_back_and_leaves_no_name():
     assert num_open_buffers() == before
 
 
-def test_a_descriptor_is_handed_over_until_its_offer_is_closed(tmp_path):
+def test_a_descriptor_is_handed_over_to_the_same_user_until_its_offer_is_closed(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("content")
-    offer = DescriptorOffer(os.open(tmp_path / "file", os.O_RDONLY))
+    offer, own = DescriptorOffer(os.open(tmp_path / "file", os.O_RDONLY)), os.getuid()
     for _ in range(2):
         with open(offer.address.receive()) as received:
             received.seek(0)
             assert received.read() == "content"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: own + 1)
+        with pytest.raises(DescriptorError, match="must belong to the same user"):
+            offer.address.receive()
     offer.close()
     with pytest.raises(DescriptorError, match=rf"Cannot receive a file descriptor from process {os.getpid()}"):
         offer.address.receive()
-
-
-def test_another_users_process_gets_no_descriptor(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    offer = DescriptorOffer(os.open(tmp_path / "file", os.O_RDONLY))
-    own = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: own + 1)
-    with pytest.raises(DescriptorError, match="both processes must belong to the same user"):
-        offer.address.receive()
-    offer.close()
 
 
 def no_sockets(*arguments):
@@ -129,29 +120,31 @@ def test_a_descriptor_that_cannot_be_offered_is_closed(tmp_path, monkeypatch):
         os.fstat(descriptor)
 
 
+class MappedRange:
+    """Counts its mapped chunks."""
+
+    tensor, num_mapped = torch.empty(8), 0
+
+    def __init__(self, *arguments):
+        pass
+
+    def map(self, index):
+        MappedRange.num_mapped += 1
+
+    def unmap(self, index):
+        MappedRange.num_mapped -= 1
+
+    def export(self):
+        return os.open(os.devnull, os.O_RDONLY)
+
+
 def test_gpu_memory_that_cannot_be_offered_is_unmapped(monkeypatch):
-    class Range:
-        tensor, num_mapped = torch.empty(8), 0
-
-        def __init__(self, *arguments):
-            pass
-
-        def map(self, index):
-            Range.num_mapped += 1
-
-        def unmap(self, index):
-            Range.num_mapped -= 1
-
-        def export(self):
-            return os.open(os.devnull, os.O_RDONLY)
-
-    monkeypatch.setattr(shared_range, "_ExportedRange", Range)
+    monkeypatch.setattr(shared_range, "_ExportedRange", MappedRange)
     shared = SharedGpuRange(8, torch.device("cuda"))
-    with monkeypatch.context() as patch:
-        patch.setattr(socket, "socket", no_sockets)
-        with pytest.raises(OSError, match="too many open files"):
-            shared.map()
-    assert Range.num_mapped == 0  # else the next refit could not map it
+    monkeypatch.setattr(socket, "socket", no_sockets)
+    with pytest.raises(OSError, match="too many open files"):
+        shared.map()
+    assert MappedRange.num_mapped == 0  # else the next refit could not map it
 
 
 @pytest.mark.parametrize("cached", [True, False])
