@@ -140,6 +140,15 @@ def delay_compute(monkeypatch: Any, seconds: float = 0.01) -> Counter[str]:
 each_delay = pytest.mark.parametrize("delay", [delay_moves, delay_compute], ids=["late copies", "late compute"])
 
 
+def save(worker: MegatronPolicyWorker, folder: Path) -> None:
+    """Saves a checkpoint whose padding of shards, uninitialised memory in megatron-core, is filled."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        worker.save_checkpoint(str(folder), save_optimizer=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def saved_between_steps(
     worker: MegatronPolicyWorker, folder: Path, *, offload: bool
 ) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
@@ -154,12 +163,7 @@ def saved_between_steps(
     run_steps(worker, 2, visit_phases=offload)
     if offload:
         worker.offload_after_refit()
-    # megatron-core pads shards with uninitialised memory, which this mode fills.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        worker.save_checkpoint(str(folder), save_optimizer=True)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    save(worker, folder)
     if offload:
         assert worker.residency.where(Target.PARAMS) is Placement.HOST
         assert worker.offloader.mapped_bytes == 0  # saving moved nothing to the GPU

@@ -1,4 +1,5 @@
 import gc
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,3 +44,8 @@ def make_worker() -> Iterator[Callable[..., MegatronPolicyWorker]]:
         built[-1].shutdown()  # each earlier one was shut down when the next was built
         built.clear()
         gc.collect()  # models are reference cycles; each holds 60 gloo threads until collected
+
+
+@pytest.fixture
+def deterministic_kernels() -> None:
+    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"

@@ -1,39 +1,26 @@
 """Tests the worker on a CUDA GPU, with Transformer Engine and deterministic kernels: numbers compare exactly."""
 
-import os
-
 import pytest
 import torch
-from support.tiny import TINY_QWEN3, random_batch, tiny_policy
+from support.gpu import EXACTLY, SHAPE
+from support.tiny import TINY_QWEN3, packed_rows, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import DPOLoss, NLLLoss
-from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
-]
-
-# Large enough for cuDNN's fused attention, and for freed memory to show.
-GPU_QWEN3 = TINY_QWEN3 | {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
+pytestmark = EXACTLY
 
 
-@pytest.fixture(autouse=True)
-def _deterministic(monkeypatch):
-    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+def gpu_policy(packing=False, **megatron):
+    policy = tiny_policy(TINY_QWEN3 | SHAPE, "bfloat16", **megatron)
+    return policy | {"sequence_packing": packed_rows(48)} if packing else policy
 
 
-def gpu_policy(precision="bfloat16", packing=False, **megatron):
-    policy = tiny_policy(GPU_QWEN3, precision, **megatron)
-    if packing:
-        policy["sequence_packing"] = {
-            "enabled": True,
-            "train_mb_tokens": 48,
-            "logprob_mb_tokens": 48,
-            "algorithm": "modified_first_fit_decreasing",
-            "sequence_length_round": 8,
-        }
-    return policy
+OVERLAP = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def assert_close(got, want, loss, grad_norm):
+    assert got["loss"] == pytest.approx(want["loss"], rel=loss)
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=grad_norm)
 
 
 def steps(worker, count=3):
@@ -65,8 +52,7 @@ def test_packed_losses_are_the_unpacked_ones(make_worker):
     got_steps = steps(packed)
     torch.testing.assert_close(got, want, rtol=0, atol=0.03)
     for a, b in zip(got_steps, want_steps, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=5e-3)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-2)
+        assert_close(a, b, 5e-3, 2e-2)
     # 8 rows are 4 micro-batches of 2; packed rows of 48 tokens hold as many as fit.
     assert got_steps[0]["num_microbatches"] != want_steps[0]["num_microbatches"]
 
@@ -83,8 +69,7 @@ def test_packed_pairs_have_the_loss_and_gradient_of_padded_ones(make_worker):
             result = worker.train(batch, DPOLoss(0.1, 1.0, 0.1, False, False), gbs=4, mbs=2)
         results.append(result)
     padded, packed = results
-    assert packed["loss"] == pytest.approx(padded["loss"], rel=5e-3)
-    assert packed["grad_norm"] == pytest.approx(padded["grad_norm"], rel=2e-2)
+    assert_close(packed, padded, 5e-3, 2e-2)
     assert packed["metrics"]["num_valid_samples"] == padded["metrics"]["num_valid_samples"] == 4
 
 
@@ -114,21 +99,13 @@ def test_a_resumed_run_continues_bit_for_bit(make_worker, tmp_path, precision_aw
     assert steps(worker) == want
 
 
-def test_overlapped_reduction_and_gather_change_no_number(make_worker):
-    plain = steps(make_worker(gpu_policy()))
-    overlap = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": True}
-    assert steps(make_worker(gpu_policy(distributed_data_parallel_config=overlap))) == plain
-
-
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_mlps_in_tiles_differ_by_rounding_and_in_one_tile_not_at_all(make_worker, recomputed):
     plain = steps(make_worker(gpu_policy(activation_checkpointing=recomputed)))
-    overlap = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": True}
-    tiled = {"activation_checkpointing": recomputed, "distributed_data_parallel_config": overlap}
+    tiled = {"activation_checkpointing": recomputed, "distributed_data_parallel_config": OVERLAP}
     assert steps(make_worker(gpu_policy(mlp_tile_tokens=1000, **tiled))) == plain
     for got, want in zip(steps(make_worker(gpu_policy(mlp_tile_tokens=7, **tiled))), plain, strict=True):
-        assert got["loss"] == pytest.approx(want["loss"], rel=0.01)
-        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=0.02)
+        assert_close(got, want, 0.01, 0.02)
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])

@@ -1,6 +1,5 @@
 """Tests activation offloading on a CUDA GPU: numbers compare exactly, and late copies show a missing wait."""
 
-import os
 import random
 import re
 from typing import Any
@@ -8,19 +7,23 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+from support.gpu import EXACTLY, SHAPE
 from support.phases import checksums, delay_moves, each_delay
-from support.tiny import TINY_DEEPSEEK_V3, TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
+from support.tiny import (
+    TINY_DEEPSEEK_V3,
+    TINY_QWEN3,
+    TINY_QWEN3_MOE,
+    offloading_activations,
+    packed_rows,
+    random_batch,
+    tiny_policy,
+)
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.worker.skipped_steps import TooManySkippedStepsError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
-]
+pytestmark = EXACTLY
 
-SHAPE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
 MOE_SHAPE = SHAPE | {"moe_intermediate_size": 512}
 ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
 EXPERTS = ["expert_fc1", "moe_act"]
@@ -30,23 +33,12 @@ MBS = 2
 NUM_STEPS = 10
 
 
-@pytest.fixture(autouse=True)
-def _deterministic():
-    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
-
-
 def policy_of(model: str, *, packed: bool = False, **megatron: Any) -> dict[str, Any]:
     configs = {"dense": TINY_QWEN3 | SHAPE, "moe": TINY_QWEN3_MOE | MOE_SHAPE, "latent": TINY_DEEPSEEK_V3}
     policy = tiny_policy(configs[model], "bfloat16", moe_grouped_gemm=True, **megatron)
     policy["max_total_sequence_length"] = LONGEST
     if packed:
-        policy["sequence_packing"] = {
-            "enabled": True,
-            "train_mb_tokens": 2 * LONGEST,
-            "logprob_mb_tokens": 2 * LONGEST,
-            "sequence_length_round": 8,
-            "algorithm": "modified_first_fit_decreasing",
-        }
+        policy["sequence_packing"] = packed_rows(2 * LONGEST)
     return policy
 
 
@@ -127,43 +119,27 @@ def test_a_gpu_that_waits_for_copies_is_said_once(make_worker, monkeypatch, capl
     want = steps(make_worker(policy_of("dense")), 3)
     worker = make_worker(offloading_activations(policy_of("dense"), ATTENTION))
     delay_moves(monkeypatch, seconds=0.003)
-    told = []
-    train = worker.train
-
-    def train_and_listen(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        caplog.clear()
-        report: dict[str, Any] = train(*args, **kwargs)
-        told.append([message for message in caplog.messages if message.startswith("the GPU waited")])
-        return report
-
-    monkeypatch.setattr(worker, "train", train_and_listen)
     assert steps(worker, 3) == want
-    assert [len(messages) for messages in told] == [0, 1, 0]
-    found = re.match(r"the GPU waited ([\d.,]+) ms of a training step of ([\d.,]+) ms for copies of", told[1][0])
+    (told,) = [message for message in caplog.messages if message.startswith("the GPU waited")]
+    found = re.match(r"the GPU waited ([\d.,]+) ms of a training step of ([\d.,]+) ms for copies of", told)
     assert found is not None
     waited, whole = (float(number.replace(",", "")) for number in found.groups())
     assert 0.02 * whole < waited < whole
-
-
-def delayed_copies(monkeypatch: Any, seconds: float) -> None:
-    """Delays torch's copies on side streams, as megatron-core's manager makes them, and ours."""
-    delay_moves(monkeypatch, seconds)
-    copy = torch.Tensor.copy_
-    main = torch.cuda.current_stream()
-
-    def late(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if self.device != source.device and torch.cuda.current_stream() != main:
-            torch.cuda._sleep(int(seconds * 1.5e9))
-        return copy(self, source, non_blocking=non_blocking)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", late)
 
 
 def test_late_copies_show_in_the_manager_of_megatron_core(make_worker, monkeypatch):
     """With the same delays and the same model, ours computes what a plain run does; megatron-core's does not."""
     want = steps(make_worker(policy_of("dense")), 3)
     worker = make_worker(offloading_activations(policy_of("dense"), ATTENTION))
-    delayed_copies(monkeypatch, 0.005)
+    delay_moves(monkeypatch, 0.005)
+    copy, main = torch.Tensor.copy_, torch.cuda.current_stream()
+
+    def late(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if self.device != source.device and torch.cuda.current_stream() != main:  # as megatron-core's manager copies
+            torch.cuda._sleep(int(0.005 * 1.5e9))
+        return copy(self, source, non_blocking=non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", late)
     assert steps(worker, 3) == want
     worker.activations.close()
     PipelineOffloadManager.OFFLOAD_MGR = None

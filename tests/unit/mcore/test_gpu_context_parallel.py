@@ -3,24 +3,19 @@
 Each rank has a GPU, or both share the only one (see `support.ranks`).
 """
 
-import os
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.gpu import EXACTLY, SHAPE
 from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, batch_of_lengths, offloading_activations, packed_rows, tiny_policy
 
 from nemo_offload_rl.mcore.context_parallel import positions_of_ranks
-from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
-]
+pytestmark = EXACTLY
 
-SHAPE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
 AGAIN = {"activation_checkpointing": True, "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES: dict[str, dict[str, Any]] = {
     "padded": {},
@@ -84,7 +79,6 @@ def furthest(found: list[float], wanted: list[float]) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_are_those_of_whole_rows(case, monkeypatch):
     """They are as close as another order of the rows is, which moves tokens between experts by rounding alone."""
-    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     (whole,) = run_ranks(partial(run, case, False), 1, num_ports=1)
     (backwards,) = run_ranks(partial(run, case, True), 1, num_ports=1)

@@ -1,26 +1,19 @@
 """Tests the CPU optimizer on a CUDA GPU: late copies, and checkpoints between all ways to keep the state."""
 
-import os
-
 import pytest
 import torch
+from support.gpu import EXACTLY, SHAPE, refuse_page_locks
 from support.phases import checksums, delay_moves, run_steps
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.checkpoint.optimizer_loading import join_masters
-from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers
 from nemo_offload_rl.mcore.patches.optimizers import reload_masters
-from nemo_offload_rl.memory.host_pages import CudaPageLocker, PageLockError
 from nemo_offload_rl.residency.table import Target
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
-]
+pytestmark = EXACTLY
 
-SHAPE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
 # Fraction, and whether the optimizer is precision-aware.
 WAYS = {
     "fused_adam": (None, False),
@@ -29,11 +22,6 @@ WAYS = {
     "whole": (1.0, True),
     "half, masters on the GPU": (0.5, False),
 }
-
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
 
 
 def policy_of(way, kind="", *, overlap=True, precision="bfloat16", **optimizer):
@@ -154,11 +142,7 @@ def test_every_way_loads_the_same_masters_from_every_other(make_worker, tmp_path
 
 def test_host_memory_that_cannot_be_page_locked_changes_no_number(make_worker, monkeypatch):
     plain = run_steps(make_worker(policy_of("half")), 3, visit_phases=False)
-
-    def refuse(self, address, nbytes):
-        raise PageLockError("refused on purpose")
-
-    monkeypatch.setattr(CudaPageLocker, "lock", refuse)
+    refuse_page_locks(monkeypatch)
     worker = make_worker(policy_of("half"))
     (optimizer,) = cpu_optimizers(worker.state.optimizer)
     assert not optimizer._parts[0].params[0].master.tensor.is_pinned()

@@ -5,19 +5,18 @@ import itertools
 import pytest
 import ray
 import torch
+from support.gpu import NEEDS_TE
 from support.phases import each_delay
 from support.refit_sides import look, start_engine
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.cuda_ipc import CudaIpcTransport
 from nemo_offload_rl.refit.interface import Receiver
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
+    *NEEDS_TE,
     pytest.mark.skipif(torch.cuda.device_count() > 1, reason="the engine must be on the GPU of this process"),
 ]
 
@@ -27,6 +26,10 @@ def engine(ray_cluster):
     actor = start_engine(ray_cluster)
     yield actor
     ray.kill(actor)
+
+
+def graphed(engine, verify=False):
+    return CudaIpcTransport([Receiver(engine, (0,))], verify=verify, graphs=True, min_gain_s=-100.0)
 
 
 @each_delay
@@ -40,7 +43,7 @@ def test_replays_bring_what_a_fresh_export_has_after_every_phase(
     policy["use_pinned_optimizer_offload"] = True
     policy["refit_buffer_size_gb"] = bucket_gib
     worker = make_worker(policy)
-    transport = CudaIpcTransport([Receiver(engine, (0,))], verify=False, graphs=True, min_gain_s=-100.0)
+    transport = graphed(engine)
     worker.prepare_refit_info(transport)
     delay(monkeypatch, seconds=0.002)
     seen = []
@@ -63,7 +66,7 @@ def test_replays_bring_what_a_fresh_export_has_after_every_phase(
 def test_a_parameter_that_moves_is_exported_from_where_it_is(make_worker, engine):
     ray.get(engine.start.remote("cuda"))
     worker = make_worker(tiny_policy(TINY_QWEN3, "bfloat16"))
-    worker.prepare_refit_info(CudaIpcTransport([Receiver(engine, (0,))], verify=False, graphs=True, min_gain_s=-100.0))
+    worker.prepare_refit_info(graphed(engine))
     worker.send_weights()
     parameter = next(iter(worker.state.model[0].parameters()))
     parameter.data = parameter.data + 1
@@ -76,7 +79,7 @@ def test_a_parameter_that_moves_is_exported_from_where_it_is(make_worker, engine
 def test_the_checksums_of_a_verified_refit_are_those_of_an_export_driven_from_python(make_worker, engine):
     ray.get(engine.start.remote("cuda"))
     worker = make_worker(tiny_policy(TINY_QWEN3, "bfloat16"))
-    worker.prepare_refit_info(CudaIpcTransport([Receiver(engine, (0,))], verify=True, graphs=True, min_gain_s=-100.0))
+    worker.prepare_refit_info(graphed(engine, verify=True))
     for _ in range(3):
         worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
         assert worker.send_weights() == look(engine)["sums"]

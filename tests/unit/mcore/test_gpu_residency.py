@@ -1,33 +1,18 @@
 """Tests the offloader on a CUDA GPU: equal numbers, and memory that the driver counts as free."""
 
-import os
-
-import megatron.core.optimizer
 import pytest
 import torch
+from support.gpu import EXACTLY, MIB, gpu_policy, refuse_page_locks
 from support.phases import checksums, delay_moves, differing, each_delay, run_steps, saved_between_steps
-from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+from support.tiny import random_batch
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.memory.gpu_range import VirtualRange
-from nemo_offload_rl.memory.host_pages import CudaPageLocker, PageLockError
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.residency.target import ResidencyError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
-]
-
-SHAPE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
-MIB = 2**20
-
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+pytestmark = EXACTLY
 
 
 def offloading(policy, *, pinned=True, verify=False):
@@ -37,13 +22,9 @@ def offloading(policy, *, pinned=True, verify=False):
 
 
 def policy_of(kind, monkeypatch):
-    policy = tiny_policy((TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3) | SHAPE, "bfloat16")
-    policy["megatron_cfg"]["optimizer"]["use_precision_aware_optimizer"] = "precision_aware" in kind
+    policy = gpu_policy(kind, monkeypatch)
     if "early" in kind:  # a refit follows each training, and state is offloaded from the end of the training
         policy["generation"] = {"backend": "transformers", "temperature": 1.0, "colocated": {"enabled": True}}
-    if "torch_adamw" in kind:
-        monkeypatch.setattr(megatron.core.optimizer, "Adam", torch.optim.AdamW)
-        monkeypatch.setattr(megatron.core.optimizer, "USING_PYTORCH_OPTIMIZER", True)
     return policy
 
 
@@ -78,11 +59,7 @@ def test_a_missing_wait_would_show(make_worker, monkeypatch):
 
 def test_staging_carries_what_cannot_be_page_locked(make_worker, monkeypatch):
     plain = run_steps(make_worker(policy_of("fused_adam", monkeypatch)), 3, visit_phases=False)
-
-    def refuse(self, address, nbytes):
-        raise PageLockError("refused on purpose")
-
-    monkeypatch.setattr(CudaPageLocker, "lock", refuse)
+    refuse_page_locks(monkeypatch)
     worker = make_worker(offloading(policy_of("fused_adam", monkeypatch), verify=True), init_reference_model=True)
     assert not worker.offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges[0].host.pinned
     assert run_steps(worker, 3, visit_phases=True) == plain

@@ -1,45 +1,26 @@
 """Tests streamed optimizer state on a CUDA GPU: equal numbers, and no more GPU memory than the window."""
 
-import os
-
-import megatron.core.optimizer
 import pytest
 import torch
-from support.phases import checkpoint_entries, checksums, delay_compute, differing, each_delay, run_steps
-from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+from support.gpu import EXACTLY, MIB, gpu_policy, refuse_page_locks
+from support.phases import checkpoint_entries, checksums, delay_compute, differing, each_delay, run_steps, save
+from support.tiny import random_batch
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError
-from nemo_offload_rl.memory.host_pages import CudaPageLocker, PageLockError
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.streamed.init_state import has_no_memory
 from nemo_offload_rl.residency.streamed.step import HalfUpdatedError
 from nemo_offload_rl.residency.streamed.window import Window
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
-]
+pytestmark = EXACTLY
 
-SHAPE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
-MIB = 2**20
 WINDOW_MIB = 8
 
 
-@pytest.fixture(autouse=True)
-def _deterministic():
-    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
-
-
 def policy_of(kind, monkeypatch, *, streamed=True, verify=False):
-    policy = tiny_policy((TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3) | SHAPE, "bfloat16")
-    policy["megatron_cfg"]["optimizer"]["use_precision_aware_optimizer"] = "precision_aware" in kind
-    policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = "undistributed" not in kind
-    if "torch_adamw" in kind:
-        monkeypatch.setattr(megatron.core.optimizer, "Adam", torch.optim.AdamW)
-        monkeypatch.setattr(megatron.core.optimizer, "USING_PYTORCH_OPTIMIZER", True)
+    policy = gpu_policy(kind, monkeypatch)
     policy["offload_optimizer_for_refit"] = True
     policy["residency"] |= {"verify": verify, "huge_pages": False, "stream_window_mib": WINDOW_MIB}
     if streamed:
@@ -140,17 +121,13 @@ def test_the_gpu_never_holds_more_of_it_than_the_window(make_worker, monkeypatch
 
 @pytest.mark.parametrize("kind", ["fused_adam", "precision_aware", "undistributed"])
 def test_checkpoints_are_those_of_resident_state_and_load_either_way(make_worker, monkeypatch, tmp_path, kind):
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills megatron-core's uninitialised padding of shards
-    try:
-        worker = make_worker(policy_of(kind, monkeypatch, streamed=False))
-        run_steps(worker, 2, visit_phases=False)
-        worker.save_checkpoint(str(tmp_path / "resident"), save_optimizer=True)
-        wanted = run_steps(worker, 2, visit_phases=False)
-        worker = make_worker(policy_of(kind, monkeypatch))
-        run_steps(worker, 2, visit_phases=True)
-        worker.save_checkpoint(str(tmp_path / "streamed"), save_optimizer=True)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    worker = make_worker(policy_of(kind, monkeypatch, streamed=False))
+    run_steps(worker, 2, visit_phases=False)
+    save(worker, tmp_path / "resident")
+    wanted = run_steps(worker, 2, visit_phases=False)
+    worker = make_worker(policy_of(kind, monkeypatch))
+    run_steps(worker, 2, visit_phases=True)
+    save(worker, tmp_path / "streamed")
     assert differing(checkpoint_entries(tmp_path / "resident"), checkpoint_entries(tmp_path / "streamed")) == []
     run_steps(worker, 1, visit_phases=False)
     worker.load_checkpoint(str(tmp_path / "resident"))
@@ -181,11 +158,7 @@ def test_a_checkpoint_of_the_cpu_optimizer_is_trained_on(make_worker, monkeypatc
 
 def test_staging_carries_what_cannot_be_page_locked(make_worker, monkeypatch):
     plain = run_steps(make_worker(policy_of("fused_adam", monkeypatch, streamed=False)), 3, visit_phases=False)
-
-    def refuse(self, address, nbytes):
-        raise PageLockError("refused on purpose")
-
-    monkeypatch.setattr(CudaPageLocker, "lock", refuse)
+    refuse_page_locks(monkeypatch)
     worker = make_worker(policy_of("fused_adam", monkeypatch, verify=True))
     assert worker.offloader.context.arena.pinned_bytes == 0
     assert run_steps(worker, 3, visit_phases=True) == plain

@@ -3,24 +3,16 @@
 Each rank has a GPU, or both share the only one (see `support.ranks`).
 """
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import megatron.core.optimizer
 import pytest
-import torch
+from support.gpu import EXACTLY, gpu_policy
 from support.other_ranks import KINDS, Part, differing, rejoined, run_part
 from support.ranks import run_ranks, worker_of_rank
-from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
-from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
-]
+pytestmark = EXACTLY
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 CPU_OPTIMIZER = {
@@ -38,10 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "moe_ep2": {"expert_model_parallel_size": 2},
     "dp2_streamed": {"distributed_data_parallel_config": OVERLAP},
-    "dp2_precision_aware_streamed": {
-        "distributed_data_parallel_config": OVERLAP,
-        "optimizer": {"use_precision_aware_optimizer": True},
-    },
+    "dp2_precision_aware_streamed": {"distributed_data_parallel_config": OVERLAP},
     "dp2_torch_adamw_streamed": {"distributed_data_parallel_config": OVERLAP},
     "moe_ep2_streamed": {"expert_model_parallel_size": 2},
 }
@@ -57,10 +46,9 @@ def run(layout: str, rank: int, world_size: int, port: int, delay: str | None) -
     from support import phases
 
     offload = delay is not None
-    shape = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
-    hf_config = (TINY_QWEN3_MOE if layout.startswith("moe") else TINY_QWEN3) | shape
     overrides = dict(LAYOUTS[layout])
-    policy = tiny_policy(hf_config, "bfloat16")
+    patch = pytest.MonkeyPatch()
+    policy = gpu_policy(layout, patch)
     ddp_config = policy["megatron_cfg"]["distributed_data_parallel_config"]
     ddp_config.update(overrides.pop("distributed_data_parallel_config", {}))
     policy["megatron_cfg"]["optimizer"].update(overrides.pop("optimizer", {}))
@@ -69,15 +57,12 @@ def run(layout: str, rank: int, world_size: int, port: int, delay: str | None) -
     policy["residency"] |= {"verify": offload, "huge_pages": False, "host_memory_limit_gib": None, "table": None}
     if offload and layout.endswith("streamed"):
         policy["residency"] |= {"stream_window_mib": 4, "table": {"train": {"optimizer_state": "streamed"}}}
-    with pytest.MonkeyPatch.context() as patch:
-        if "torch_adamw" in layout:
-            patch.setattr(megatron.core.optimizer, "Adam", torch.optim.AdamW)
-            patch.setattr(megatron.core.optimizer, "USING_PYTORCH_OPTIMIZER", True)
-        worker = worker_of_rank(policy, rank, world_size, port)
-        if delay is not None:
-            # A streamed step has hundreds of copies, and ranks that share a GPU spin one after the other.
-            getattr(phases, delay)(patch, 0.001 if layout.endswith("streamed") else 0.01)
-        reports = phases.run_steps(worker, num_steps(layout), visit_phases=offload)
+    worker = worker_of_rank(policy, rank, world_size, port)
+    if delay is not None:
+        # A streamed step has hundreds of copies, and ranks that share a GPU spin one after the other.
+        getattr(phases, delay)(patch, 0.001 if layout.endswith("streamed") else 0.01)
+    reports = phases.run_steps(worker, num_steps(layout), visit_phases=offload)
+    patch.undo()
     worker.shutdown()
     return reports
 
@@ -92,7 +77,6 @@ def run_each(layout: str, rank: int, world_size: int, ports: list[int]) -> list[
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_phases_between_steps_change_no_number(layout, monkeypatch):
-    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     found = run_ranks(partial(run_each, layout), 2, num_ports=len(DELAYS), timeout_s=480)
     for rank, (plain, *delayed) in enumerate(found):

@@ -1,10 +1,12 @@
 """Tests the whole offloader on plain torch models and optimizers, between two places of host memory."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
 import re
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,12 +15,11 @@ from support.jobs import CPU, WIDTH, Job, adamw, amsgrad, assert_equal, enter_an
 from support.phases import delay_moves
 from support.ranges import Trouble, small_chunks
 
-from nemo_offload_rl.memory.gpu_range import make_range
 from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
 from nemo_offload_rl.residency.attach import Offloader, attach, needed_host_bytes
 from nemo_offload_rl.residency.context import Options
 from nemo_offload_rl.residency.flat_buffer import BufferEntry, CorruptedTransferError, FlatBuffer, FlatBufferTarget
-from nemo_offload_rl.residency.metrics import MemoryNow, Meter
+from nemo_offload_rl.residency.metrics import Meter
 from nemo_offload_rl.residency.optimizer_state import state_tensors
 from nemo_offload_rl.residency.residency import Residency
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
@@ -106,7 +107,7 @@ def test_entering_train_does_not_wait_for_the_optimizer_state(offloaders):
     assert entered < required / 2
 
 
-def test_memory_is_really_given_back_in_generate(offloaders):
+def test_memory_is_really_given_back_in_generate_and_the_host_side_is_as_large_as_the_state(offloaders):
     job = make_job(num_layers=16)
     offloader = offloaders(job)
     run_steps(job, 1, offloader)
@@ -118,18 +119,11 @@ def test_memory_is_really_given_back_in_generate(offloaders):
     offloader.residency.enter(Phase.GENERATE)
     assert offloader.mapped_bytes == 0
     assert before - psutil.Process().memory_info().rss > 0.9 * nbytes
-    offloader.residency.enter(Phase.TRAIN)
-    offloader.residency.require(Target.OPTIMIZER_STATE)
-    assert offloader.mapped_bytes == nbytes
-
-
-def test_the_host_side_is_as_large_as_the_state(offloaders):
-    job = make_job(num_layers=16)
-    offloader = offloaders(job)
-    run_steps(job, 1, offloader)
     moments = sum(t.nbytes for name, t in state_tensors(job.optimizer, CPU) if not name.startswith("master"))
     held = [backed.host.mapped_bytes for backed in offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges]
     assert moments <= sum(held) <= 1.01 * moments
+    enter_and_require(offloader)
+    assert offloader.mapped_bytes == nbytes
 
 
 def generating(offloaders, job: Job, trouble: Trouble) -> tuple[Offloader, dict[str, torch.Tensor]]:
@@ -147,20 +141,15 @@ def test_params_that_find_no_memory_leave_everything_where_it_was(offloaders, ch
     job, trouble = make_job(), Trouble()
     offloader, wanted = generating(offloaders, job, trouble)
     trouble.chunks_left = chunk
-    with pytest.raises(ResidencyError) as raised:
+    with pytest.raises(ResidencyError, match=r"^Cannot move params to the GPU for phase train: out of mem") as raised:
         offloader.residency.enter(Phase.TRAIN)
-    message = str(raised.value)
-    assert message.startswith("Cannot move params to the GPU for phase train: out of memory for 0.")
-    (tensor,) = re.findall(r"out of memory for 0\.(\S+)", message)
+    (tensor,) = re.findall(r"out of memory for 0\.(\S+)", str(raised.value))
     assert tensor in dict(job.model.named_parameters())
     assert offloader.residency.phase is Phase.GENERATE
-    assert (
-        offloader.residency.where(Target.PARAMS) is offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
-    )
+    assert {offloader.residency.where(target) for target in (Target.PARAMS, Target.OPTIMIZER_STATE)} == {Placement.HOST}
     assert offloader.mapped_bytes == 0
     trouble.chunks_left = None
-    offloader.residency.enter(Phase.TRAIN)
-    offloader.residency.require(Target.OPTIMIZER_STATE)
+    enter_and_require(offloader)
     assert_equal(job.everything(), wanted)
 
 
@@ -175,7 +164,7 @@ def test_optimizer_state_that_finds_no_memory_is_told_at_the_step_and_can_come_l
     trouble.chunks_left = num_param_chunks + 1
     offloader.residency.enter(Phase.TRAIN)
     with pytest.raises(
-        ResidencyError, match=r"^Cannot move optimizer_state to the GPU .* out of memory for exp_avg(_sq)?\[0\.\d+\]"
+        ResidencyError, match=r"^Cannot move optimizer_state to the GPU .* memory for exp_avg(_sq)?\[0\."
     ):
         job.step(2)
     assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
@@ -204,19 +193,10 @@ def test_steps_with_single_targets_placed_between_are_bit_equal_to_steps_without
     assert_equal(job.everything(), plain.everything())
 
 
-class LockingHost:
-    """Grants every page-lock, and locks nothing."""
-
-    def lock(self, address, nbytes):
-        pass
-
-    def unlock(self, address):
-        pass
-
-
 def test_optimizer_state_alone_can_be_left_pageable():
     job = make_job(dtype=torch.bfloat16)
-    with PinnedArena(locker=LockingHost()) as arena:
+    locker = SimpleNamespace(lock=lambda address, nbytes: None, unlock=lambda address: None)
+    with PinnedArena(locker=locker) as arena:
         offloader = attach([job.model], job.optimizer, arena, options=Options(pinned_optimizer_state=False))
         pinned = {
             name: {backed.host.pinned for backed in offloader.targets[name].flat_buffer.backed_ranges}
@@ -275,9 +255,7 @@ def test_new_state_that_finds_no_gpu_memory_to_move_through_is_kept_and_moves_la
     offloader = offloaders(job, ranges=trouble)
     losses = [job.step(0)]
     trouble.chunks_left = 2  # some moments fit, and must move out again
-    with pytest.raises(
-        ResidencyError, match=r"Cannot move optimizer_state off .*Cannot allocate the GPU memory range for"
-    ):
+    with pytest.raises(ResidencyError, match=r"Cannot move optimizer_state off .*Cannot allocate the GPU memory"):
         offloader.residency.enter(Phase.REFIT)
     assert offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.nbytes == 0
     trouble.chunks_left = None
@@ -298,9 +276,7 @@ def test_verify_finds_a_flipped_bit(offloaders, target):
     offloader.residency.enter(Phase.GENERATE)
     buffer_slice = offloader.targets[target].flat_buffer.slices[0]
     buffer_slice.backed.host.tensor[buffer_slice.offset] ^= 1
-    with pytest.raises(
-        CorruptedTransferError, match=f"checksums of {target} differ .*, at {re.escape(buffer_slice.name)} "
-    ):
+    with pytest.raises(CorruptedTransferError, match=f"checksums of {target} .*at {re.escape(buffer_slice.name)} "):
         enter_and_require(offloader)
 
 
@@ -326,21 +302,6 @@ def test_state_that_load_state_dict_replaces_takes_its_predecessors_place(offloa
     assert len(moments) == 2 * len(list(job.model.parameters()))
     found = job.everything()
     assert_equal({name: found[name] for name in moments}, {name: wanted[name] for name in moments})
-
-
-def test_reference_weights_are_swapped_in_and_out_whatever_happens(offloaders):
-    job = make_job()
-    first = {name: parameter.detach().clone() for name, parameter in job.model.named_parameters()}
-    offloader = offloaders(job, with_reference=True, verify=True)
-    run_steps(job, 2, offloader)
-    offloader.residency.enter(Phase.LOGPROB)
-    places, trained = job.places(), job.model.state_dict()
-    trained = {name: tensor.clone() for name, tensor in trained.items()}
-    with pytest.raises(KeyError, match="out of the block"):
-        fail_with_the_reference(offloader, job, first)
-    assert_equal(dict(job.model.state_dict()), trained)
-    assert any(not torch.equal(trained[name], first[name]) for name in first)
-    assert job.places() == places
 
 
 def test_use_in_the_wrong_phase_is_an_error_in_words(offloaders):
@@ -391,77 +352,24 @@ def test_a_view_that_would_not_follow_is_refused():
     arena.close()  # raises if anything is left behind
 
 
-def test_closing_gives_everything_back_and_takes_the_hooks_away():
+@pytest.mark.parametrize("raises", [False, True])
+def test_closing_gives_everything_back_also_when_a_hook_raises(raises):
     job, arena = make_job(), PinnedArena()
     offloader = attach([job.model], job.optimizer, arena, options=Options(with_reference=True), ranges=small_chunks)
     run_steps(job, 1, offloader)
     offloader.residency.enter(Phase.GENERATE)
     assert PinnedArena.live_bytes() > 0
-    offloader.close()
-    assert PinnedArena.live_bytes() == arena.allocated_bytes == offloader.mapped_bytes == 0
-    assert not job.model._forward_pre_hooks
-    assert not job.optimizer._optimizer_step_pre_hooks
-
-
-def test_closing_undoes_everything_also_when_a_hook_raises():
-    job, arena = make_job(), PinnedArena()
-    offloader = attach([job.model], job.optimizer, arena, ranges=small_chunks)
 
     def fail() -> None:
         raise KeyError("a hook of the trainer's")
 
-    offloader = dataclasses.replace(offloader, hooks=[fail, *offloader.hooks, fail])
-    with pytest.raises(KeyError, match="a hook of the trainer's"):
+    if raises:
+        offloader = dataclasses.replace(offloader, hooks=[fail, *offloader.hooks, fail])
+    with pytest.raises(KeyError, match="a hook of the trainer's") if raises else contextlib.nullcontext():
         offloader.close()
     assert PinnedArena.live_bytes() == arena.allocated_bytes == offloader.mapped_bytes == 0
     assert not job.model._forward_pre_hooks
     assert not job.optimizer._optimizer_step_pre_hooks
-
-
-def fail_with_the_reference(offloader: Offloader, job: Job, reference: dict[str, torch.Tensor]) -> None:
-    with offloader.reference.swapped_in():
-        assert_equal({name: p.detach().clone() for name, p in job.model.named_parameters()}, reference)
-        raise KeyError("out of the block")
-
-
-class Gauge(Meter):
-    """Measures a GPU with a given number of free bytes."""
-
-    free = 0
-
-    def memory(self):
-        return MemoryNow(host_rss=0, host_pinned=0, gpu_free=self.free)
-
-
-def test_prefetch_brings_back_what_fits():
-    with PinnedArena() as arena:
-        mover, meter = Mover(CPU, arena), Gauge(CPU)
-        housings = {target: FlatBuffer(target, CPU, arena) for target in (Target.PARAMS, Target.OPTIMIZER_STATE)}
-        for (target, flat_buffer), nbytes in zip(housings.items(), (10_000, 40_000), strict=True):
-            tensor = torch.arange(nbytes // 4)
-            flat_buffer.add([BufferEntry(str(target), tensor.untyped_storage(), [tensor])])
-        targets = {target: FlatBufferTarget(flat_buffer, mover) for target, flat_buffer in housings.items()}
-        table = {phase: {target: DEFAULT_TABLE[phase][target] for target in targets} for phase in Phase}
-        residency = Residency(targets, table, meter=meter)
-        residency.enter(Phase.GENERATE)
-        meter.free = 25_000
-        residency.prefetch(Phase.TRAIN, reserve_bytes=20_000)
-        assert not any(residency.where(target) is Placement.GPU for target in targets)
-        residency.prefetch(Phase.TRAIN)
-        assert residency.where(Target.PARAMS) is Placement.GPU
-        assert residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
-        residency.enter(Phase.TRAIN)  # moves the rest, whether it fits or not
-        assert all(residency.where(target) is Placement.GPU for target in targets)
-        assert housings[Target.PARAMS].mapped_bytes and housings[Target.OPTIMIZER_STATE].mapped_bytes
-        mover.close()
-        for flat_buffer in housings.values():
-            flat_buffer.close()
-
-
-def test_ranges_of_the_usual_chunk_size_work_alike(offloaders):
-    plain, job = make_job(), make_job()
-    offloader = offloaders(job, ranges=make_range)
-    assert run_steps(job, 3, offloader) == run_steps(plain, 3)
 
 
 def test_what_moved_is_measured(offloaders):

@@ -28,7 +28,10 @@ class Gated(HostRange):
 
 
 @pytest.mark.parametrize(("missing_bytes", "comes"), [(0, True), (1, False)])
-def test_memory_that_an_earlier_prefetch_will_still_map_is_not_free(offloaders, monkeypatch, missing_bytes, comes):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_memory_that_an_earlier_prefetch_will_still_map_is_not_free(
+    offloaders, monkeypatch, missing_bytes, comes, at_once
+):
     Gated.gate.set()
     job = make_job()
     offloader = offloaders(job, ranges=lambda nbytes, device, chunk_bytes: Gated(nbytes, CHUNK_BYTES))
@@ -42,9 +45,11 @@ def test_memory_that_an_earlier_prefetch_will_still_map_is_not_free(offloaders, 
     )
     offloader.residency.enter(Phase.GENERATE)
     Gated.gate.clear()
-    offloader.residency.prefetch(Phase.LOGPROB)  # the parameters, of which nothing is mapped yet
+    if not at_once:
+        offloader.residency.prefetch(Phase.LOGPROB)  # the parameters, of which nothing is mapped yet
     offloader.residency.prefetch(Phase.TRAIN, reserve_bytes=RESERVE_BYTES)
     found = offloader.residency.where(Target.OPTIMIZER_STATE)
+    assert offloader.residency.where(Target.PARAMS) is Placement.GPU
     Gated.gate.set()
     offloader.residency.enter(Phase.LOGPROB)
     assert found is (Placement.GPU if comes else Placement.HOST)

@@ -11,7 +11,6 @@ from support.ranges import Trouble
 from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError, TorchRange
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.attach import attach, needed_host_bytes
-from nemo_offload_rl.residency.context import Options
 from nemo_offload_rl.residency.flat_buffer import CorruptedTransferError
 from nemo_offload_rl.residency.optimizer_state import state_tensors
 from nemo_offload_rl.residency.streamed import window
@@ -192,30 +191,23 @@ def failing(monkeypatch):
     FailingStream.left = None
 
 
-def test_a_step_that_fails_in_the_middle_ends_everything(streaming, failing):
+@pytest.mark.parametrize(
+    ("error", "raised", "words"),
+    [
+        (RuntimeError, HalfUpdatedError, r"in chunk \d+ of \d+ \(RuntimeError: the link is down\).*newest"),
+        (KeyboardInterrupt, KeyboardInterrupt, "the link is down"),
+    ],
+)
+def test_a_step_that_fails_in_the_middle_ends_everything(streaming, failing, monkeypatch, error, raised, words):
     job = make_job()
     offloader = streaming(job)
     job.step(0)
+    monkeypatch.setattr(failing, "error", error)
     failing.left = 7
-    with pytest.raises(HalfUpdatedError, match=r"in chunk \d+ of \d+ \(RuntimeError: the link is down\).*newest"):
+    with pytest.raises(raised, match=words):
         job.step(1)
     failing.left = None
-    assert_refused(job, offloader)
-
-
-def test_a_step_that_fails_before_it_has_updated_anything_can_be_made_again(streaming, failing):
-    plain, job = make_job(), make_job()
-    offloader = streaming(job)
-    run_steps(plain, 1)
-    failing.left = 2
-    with pytest.raises(RuntimeError, match="the link is down"):
-        job.step(0)
-    failing.left = None
-    for parameter in job.model.parameters():
-        parameter.grad = None
-    job.model.load_state_dict(make_job().model.state_dict())  # restores the batch statistics
-    run_steps(job, 1)
-    assert_same(offloader, job, plain)
+    assert_refused(job, offloader, f"{error.__name__}.*half updated")
 
 
 class Chain:
@@ -234,27 +226,39 @@ class Chain:
         second.step()
 
 
-def link_fails_in_the_second(job, offloader, failing):
-    failing.left = 2 * offloader.targets[Target.OPTIMIZER_STATE].steps[0].num_chunks  # out and back, first optimizer
+@pytest.mark.parametrize(("make_optimizer", "num_copies"), [(adamw, 2), (Chain, 0)])
+def test_a_step_that_fails_before_it_has_updated_anything_can_be_made_again(
+    streaming, failing, make_optimizer, num_copies
+):
+    plain, job = make_job(make_optimizer), make_job(make_optimizer)
+    offloader = streaming(job)
+    wanted = run_steps(plain, 3)
+    assert job.step(0) == wanted[0]
+    statistics = copy.deepcopy(job.model.state_dict())
+    failing.left = num_copies
+    with pytest.raises(RuntimeError, match="the link is down"):
+        job.step(1)
+    failing.left = None
+    job.model.load_state_dict(statistics)
+    for parameter in job.model.parameters():
+        parameter.grad = None
+    assert [job.step(1), job.step(2)] == wanted[1:]
+    assert_same(offloader, job, plain)
 
 
-def hook_of_the_second_fails(job, offloader, failing):
+@pytest.mark.parametrize("error", ["the link is down", "no step"])
+def test_an_error_before_the_second_optimizers_first_update_ends_everything(streaming, failing, error):
     def hook(*_):
         raise RuntimeError("no step")
 
-    job.optimizer.chained_optimizers[1].register_step_pre_hook(hook)
-
-
-@pytest.mark.parametrize(
-    ("fail", "error"),
-    [(link_fails_in_the_second, "RuntimeError: the link is down"), (hook_of_the_second_fails, "RuntimeError: no step")],
-)
-def test_an_error_before_the_second_optimizers_first_update_ends_everything(streaming, failing, fail, error):
     job = make_job(Chain)
     offloader = streaming(job)
     job.step(0)
-    fail(job, offloader, failing)
-    with pytest.raises(HalfUpdatedError, match=rf"in chunk 1 of \d+ of optimizer 2 of 2 \({error}\)"):
+    if error == "no step":
+        job.optimizer.chained_optimizers[1].register_step_pre_hook(hook)
+    else:  # behind the copies of the first optimizer, out and back
+        failing.left = 2 * offloader.targets[Target.OPTIMIZER_STATE].steps[0].num_chunks
+    with pytest.raises(HalfUpdatedError, match=rf"in chunk 1 of \d+ of optimizer 2 of 2 \(RuntimeError: {error}\)"):
         job.step(1)
     failing.left = None
     assert_refused(job, offloader)
@@ -273,35 +277,6 @@ def test_an_error_between_optimizers_ends_everything(streaming, late_copies, kin
         job.step(1)
     job.optimizer.between = Chain.between
     assert_refused(job, offloader, "after 1 of 2 optimizers: .*half updated")
-
-
-def test_a_chain_whose_first_optimizer_fails_before_any_update_can_be_stepped_again(streaming, failing):
-    plain, job = make_job(Chain), make_job(Chain)
-    offloader = streaming(job)
-    wanted = run_steps(plain, 3)
-    assert job.step(0) == wanted[0]
-    statistics = copy.deepcopy(job.model.state_dict())
-    failing.left = 0
-    with pytest.raises(RuntimeError, match="the link is down"):
-        job.step(1)
-    failing.left = None
-    job.model.load_state_dict(statistics)
-    for parameter in job.model.parameters():
-        parameter.grad = None
-    assert [job.step(1), job.step(2)] == wanted[1:]
-    assert_same(offloader, job, plain)
-
-
-def test_an_interrupt_in_the_middle_ends_everything(streaming, failing, monkeypatch):
-    job = make_job()
-    offloader = streaming(job)
-    job.step(0)
-    monkeypatch.setattr(failing, "error", KeyboardInterrupt)
-    failing.left = 7
-    with pytest.raises(KeyboardInterrupt):
-        job.step(1)
-    failing.left = None
-    assert_refused(job, offloader, "KeyboardInterrupt.*half updated")
 
 
 def test_a_window_that_was_filled_for_a_step_that_is_skipped_changes_nothing(streaming, late_copies):
@@ -385,14 +360,13 @@ def test_groups_of_another_optimizer_leave_hyperparameters_as_they_are(streaming
     assert found | {"params": None} == wanted | {"params": None}
 
 
-def test_what_cannot_be_streamed_is_refused_in_words(streaming):
-    job = make_job(sgd)
-    with pytest.raises(ValueError, match="the state tensors of SGD are not known before its first step; use Adam"):
-        attach([job.model], job.optimizer, PinnedArena(), table=STREAMED_TABLE)
-    own_masters = make_job(adamw, torch.bfloat16)
-    with pytest.raises(ValueError, match="neither a parameter of the model nor a master"):
-        attach([own_masters.model], own_masters.optimizer, PinnedArena(), table=STREAMED_TABLE)
-    job = make_job()
-    job.model[0].weight.data = job.model[0].weight.data.t()
-    with pytest.raises(ValueError, match="has strides"):
-        attach([job.model], job.optimizer, PinnedArena(), table=STREAMED_TABLE, options=Options())
+def test_what_cannot_be_streamed_is_refused_in_words():
+    turned = make_job()
+    turned.model[0].weight.data = turned.model[0].weight.data.t()
+    for job, words in (
+        (make_job(sgd), "the state tensors of SGD are not known before its first step; use Adam"),
+        (make_job(adamw, torch.bfloat16), "neither a parameter of the model nor a master"),
+        (turned, "has strides"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            attach([job.model], job.optimizer, PinnedArena(), table=STREAMED_TABLE)
