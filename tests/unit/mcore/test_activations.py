@@ -26,6 +26,7 @@ from nemo_offload_rl.worker.activations import NoEffectError
 ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
 DENSE = ["attn_norm", *ATTENTION, "mlp_norm"]
 MBS = 2
+AGAIN = {"activation_checkpointing": True, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 
 
 def steps(worker: Any, num_steps: int = 3, *, visit_phases: bool = True) -> list[dict[str, Any]]:
@@ -71,14 +72,17 @@ def late(monkeypatch):
         (TINY_QWEN3, ["core_attn"], {}),
         (TINY_QWEN3, ATTENTION, {"activation_offload_fraction": 0.5}),
         (TINY_QWEN3_MOE, ATTENTION, {"fine_grained_offloading_max_inflight_offloads": 0}),
+        (TINY_QWEN3, DENSE, {}),
     ],
-    ids=["attention", "core_attn", "half", "moe, none in flight"],
+    ids=["attention", "core_attn", "half", "moe, none in flight", "norms too"],
 )
 def test_numbers_are_those_of_a_plain_run(make_worker, late, plain, config, modules, megatron):
     want = plain_steps(make_worker, plain, config)
-    worker = make_worker(offloading_activations(tiny_policy(config), modules, **megatron))
+    policy = offloading_activations(tiny_policy(config), modules, **megatron)
+    worker = make_worker(with_room(policy) if modules is DENSE else policy)
     assert steps(worker) == want
     report = worker.activations.offloader.report
+    assert all(report.modules[name].moved_bytes > 0 for name in ("attn_norm", "mlp_norm") if name in modules)
     assert report.num_micro_batches == want[-1]["num_micro_batches"]
     assert report.total().moved_bytes > 0
     metrics = worker.residency_metrics()
@@ -94,11 +98,7 @@ def test_numbers_are_those_of_a_plain_run(make_worker, late, plain, config, modu
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_beside_selective_recomputation(make_worker, late, config, recomputed):
-    selective = {
-        "activation_checkpointing": True,
-        "recompute_granularity": "selective",
-        "recompute_modules": [recomputed],
-    }
+    selective = AGAIN | {"recompute_modules": [recomputed]}
     want = steps(make_worker(tiny_policy(config, **selective)))
     worker = make_worker(offloading_activations(tiny_policy(config), ATTENTION, **selective))
     assert steps(worker) == want
@@ -125,9 +125,8 @@ def recomputing(monkeypatch):
 @pytest.mark.parametrize("modules", [["qkv_linear"], ["qkv_linear", "mlp_norm"], DENSE], ids=str)
 def test_a_norm_of_its_own_may_be_recomputed(make_worker, late, recomputing, plain, modules):
     """`qkv_linear` saves the norm's output, which is emptied before the layer's copies are requested, and refilled."""
-    again = {"activation_checkpointing": True, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
-    want = plain_steps(make_worker, plain, TINY_QWEN3, **again)
-    worker = make_worker(with_room(offloading_activations(tiny_policy(), modules, **again)))
+    want = plain_steps(make_worker, plain, TINY_QWEN3, **AGAIN)
+    worker = make_worker(with_room(offloading_activations(tiny_policy(), modules, **AGAIN)))
     assert steps(worker) == want
     report = worker.activations.offloader.report.modules
     assert report["qkv_linear"].moved_bytes > 0
@@ -137,21 +136,12 @@ def test_a_norm_of_its_own_may_be_recomputed(make_worker, late, recomputing, pla
 
 def test_beside_mlps_in_tiles_whose_norm_is_recomputed(make_worker, late, recomputing, plain):
     """An MLP in tiles saves the output of the norm, which is emptied, and refilled before the backward pass."""
-    again = {"activation_checkpointing": True, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     whole = plain_steps(make_worker, plain, TINY_QWEN3)
-    want = steps(make_worker(tiny_policy(mlp_tile_tokens=9, **again)))
-    worker = make_worker(with_room(offloading_activations(tiny_policy(mlp_tile_tokens=9), DENSE, **again)))
+    want = steps(make_worker(tiny_policy(mlp_tile_tokens=9, **AGAIN)))
+    worker = make_worker(with_room(offloading_activations(tiny_policy(mlp_tile_tokens=9), DENSE, **AGAIN)))
     assert steps(worker) == want
     for name in ("loss", "grad_norm"):
         assert [step[name] for step in want] == pytest.approx([step[name] for step in whole], rel=1e-5)
-
-
-def test_norms_too(make_worker, late, plain):
-    want = plain_steps(make_worker, plain, TINY_QWEN3)
-    worker = make_worker(with_room(offloading_activations(tiny_policy(), DENSE)))
-    assert steps(worker) == want
-    moved = {name: module.moved_bytes for name, module in worker.activations.offloader.report.modules.items()}
-    assert min(moved["attn_norm"], moved["mlp_norm"]) > 0
 
 
 def with_room(policy: dict[str, Any], nbytes: int = 2**22) -> dict[str, Any]:
@@ -171,26 +161,10 @@ def test_a_limit_of_the_host_memory_is_kept(make_worker, late, plain):
     assert worker.activations.offloader is None  # the worker closes it
 
 
-def test_a_failed_step_leaves_nothing_in_the_host_memory(make_worker, late):
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_failed_step_leaves_nothing_in_the_host_memory(make_worker, late, recomputing, monkeypatch, recomputes):
     want = make_worker(tiny_policy()).train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
-    worker = make_worker(offloading_activations(tiny_policy(), ATTENTION))
-    host_pool = worker.activations.offloader.host_pool
-
-    def broken(logprobs, data, counts):
-        assert host_pool.used_bytes > 0
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        worker.train(random_batch(4), broken, gbs=4, mbs=MBS)
-    gc.collect()
-    host_pool.take_all([])
-    assert host_pool.used_bytes == 0
-    assert worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)["loss"] == want["loss"]
-
-
-def test_nor_does_what_a_failed_step_would_have_recomputed(make_worker, late, recomputing, monkeypatch):
-    again = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"], "activation_checkpointing": True}
-    worker = make_worker(offloading_activations(tiny_policy(**again), ATTENTION))
+    worker = make_worker(offloading_activations(tiny_policy(**AGAIN if recomputes else {}), ATTENTION))
     host_pool = worker.activations.offloader.host_pool
 
     def broken(*_, **__):
@@ -198,12 +172,15 @@ def test_nor_does_what_a_failed_step_would_have_recomputed(make_worker, late, re
         raise ZeroDivisionError
 
     layers = [module for module in worker.state.model[0].modules() if isinstance(module, TransformerLayer)]
-    monkeypatch.setattr(layers[-1].mlp, "forward", broken)
-    with pytest.raises(ZeroDivisionError):
-        worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
+    with monkeypatch.context() as patch:
+        if recomputes:
+            patch.setattr(layers[-1].mlp, "forward", broken)
+        with pytest.raises(ZeroDivisionError):
+            worker.train(random_batch(4), NLLLoss() if recomputes else broken, gbs=4, mbs=MBS)
     gc.collect()
     host_pool.take_all([])
     assert host_pool.used_bytes == 0
+    assert worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)["loss"] == want["loss"]
 
 
 def test_a_module_without_effect_is_said_and_strictly_an_error(make_worker, late, caplog):
@@ -220,14 +197,7 @@ def test_a_module_without_effect_is_said_and_strictly_an_error(make_worker, late
 
 @pytest.mark.parametrize(
     ("num_layers", "fraction", "says"),
-    [
-        (
-            1,
-            1.0,
-            "except in the first micro-batch, stay on the GPU because of .* or because they belong to the last layer",
-        ),
-        (2, 0.01, "MiB stay on the GPU because of policy.megatron_cfg.activation_offload_fraction"),
-    ],
+    [(1, 1.0, "except in the first micro-batch, .* or because they belong to the last layer"), (2, 0.01, "_fraction")],
 )
 def test_what_stays_in_all_passes_but_the_first_is_an_error_too(make_worker, late, num_layers, fraction, says):
     """It is an error even if the first step has moved something, or had no room for it."""
@@ -238,60 +208,43 @@ def test_what_stays_in_all_passes_but_the_first_is_an_error_too(make_worker, lat
         make_worker(policy).train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
 
 
-def offloading_worker(make_worker: Any, waits: Waits) -> Any:
-    """Makes a worker whose copies are timed by `waits`."""
-    worker = make_worker(offloading_activations(tiny_policy(), ATTENTION))
-    worker.activations.offloader.copies.waits = waits
-    return worker
-
-
-def said_of_waits(worker: Any, caplog: Any, num_steps: int) -> list[list[str]]:
-    """Returns each step's messages about a GPU that waited."""
-    said = []
-    for _ in range(num_steps):
-        caplog.clear()
-        worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
-        said.append([message for message in caplog.messages if message.startswith("the GPU waited")])
-    return said
-
-
-def test_the_second_step_says_that_the_link_is_the_limit(make_worker, late, caplog, monkeypatch):
-    slow = LinkSpeed(d2h_bytes_per_s=1e4, h2d_bytes_per_s=1e4)  # copies take some seconds
-    monkeypatch.setattr(context, "measure_link", lambda device, arena: slow)
-    worker = offloading_worker(make_worker, Waits(0.026, 0.5))
-    first, second, third = said_of_waits(worker, caplog, 3)
-    assert (first, third) == ([], [])
-    assert len(second) == 1
-    assert second[0].startswith("the GPU waited 26 ms of a training step of 500 ms for copies of activations: ")
-    assert second[0].endswith("the copies would fit with policy.megatron_cfg.activation_offload_fraction 0.95.")
-    assert worker.activations.offloader.copies.num_timed == 1
-
-
-def test_a_step_that_fails_is_not_the_second_one(make_worker, late, caplog):
-    worker = offloading_worker(make_worker, Waits(0.026, 0.5))
+@pytest.mark.parametrize(
+    ("waits", "is_slow", "in_graphs", "words"),
+    [
+        (
+            Waits(0.026, 0.5),
+            True,
+            False,
+            "the copies would fit with policy.megatron_cfg.activation_offload_fraction 0.95",
+        ),
+        (Waits(0.026, 0.5), False, False, "raise policy.megatron_cfg.fine_grained_offloading_max_inflight_offloads"),
+        (Waits(0.01, 0.5), False, False, None),
+        (Waits(0.26, 0.5), False, True, None),
+    ],
+    ids=["a slow link", "another cause", "little", "copies in graphs"],
+)
+def test_the_second_step_that_ends_says_that_the_gpu_waited(
+    make_worker, late, caplog, monkeypatch, waits, is_slow, in_graphs, words
+):
+    if is_slow:  # copies take some seconds
+        slow = LinkSpeed(d2h_bytes_per_s=1e4, h2d_bytes_per_s=1e4)
+        monkeypatch.setattr(context, "measure_link", lambda device, arena: slow)
+    worker, said = make_worker(offloading_activations(tiny_policy(), ATTENTION)), []
+    offloader = worker.activations.offloader
+    offloader.copies.waits = waits
+    if in_graphs:
+        assert offloader.captures.regions.take_all([256]) is not None
 
     def broken(logprobs, data, counts):
         raise ZeroDivisionError
 
-    assert said_of_waits(worker, caplog, 1) == [[]]
-    with pytest.raises(ZeroDivisionError):
-        worker.train(random_batch(4), broken, gbs=4, mbs=MBS)
-    second, third = said_of_waits(worker, caplog, 2)
-    assert len(second) == 1
-    assert "raise policy.megatron_cfg.fine_grained_offloading_max_inflight_offloads" in second[0]
-    assert third == []
-
-
-def test_little_waiting_is_not_mentioned(make_worker, late, caplog):
-    worker = offloading_worker(make_worker, Waits(0.01, 0.5))
-    assert said_of_waits(worker, caplog, 3) == [[], [], []]
-    assert worker.activations.offloader.copies.num_timed == 1
-
-
-def test_nor_is_it_beside_copies_in_graphs(make_worker, late, caplog):
-    worker = offloading_worker(make_worker, Waits(0.26, 0.5))
-    assert worker.activations.offloader.captures.regions.take_all([256]) is not None
-    assert said_of_waits(worker, caplog, 3) == [[], [], []]
+    for loss in (NLLLoss(), broken, NLLLoss(), NLLLoss()):
+        caplog.clear()
+        with pytest.raises(ZeroDivisionError) if loss is broken else nullcontext():
+            worker.train(random_batch(4), loss, gbs=4, mbs=MBS)
+        said.append([message for message in caplog.messages if message.startswith("the GPU waited")])
+    assert [len(messages) for messages in said] == [0, 0, words is not None, 0]
+    assert words is None or (words in said[2][0] and "waited 26 ms of a training step of 500 ms" in said[2][0])
 
 
 def test_another_megatron_is_refused(make_worker, monkeypatch):

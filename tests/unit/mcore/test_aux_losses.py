@@ -27,20 +27,20 @@ def of_experts(report: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in report["metrics"].items() if name.startswith("moe/")}
 
 
-def by_definition(logits: torch.Tensor, real: torch.Tensor) -> dict[str, float]:
+def by_definition(logits: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the losses, without coefficients, of a micro-batch's router logits [B, S, experts] at its real tokens."""
     scores = logits.softmax(-1)
     chosen = F.one_hot(scores.topk(TOPK).indices, EXPERTS).sum(-2)
     tokens, probs = ((values * real[..., None]).sum(1) for values in (chosen, scores))  # [B, experts]
 
-    def balance(tokens: torch.Tensor, probs: torch.Tensor) -> float:
+    def balance(tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         mean_length = real.sum() / len(tokens)  # megatron-core's, also for rows of unequal lengths
-        return float((tokens * probs).sum(-1).mean() * EXPERTS / (TOPK * mean_length**2))
+        return (tokens * probs).sum(-1).mean() * EXPERTS / (TOPK * mean_length**2)
 
     return {
         "load_balancing_loss": balance(tokens.sum(0, keepdim=True), probs.sum(0, keepdim=True)),
         "seq_load_balancing_loss": balance(tokens, probs),
-        "z_loss": float(logits.logsumexp(-1)[real].square().mean()),
+        "z_loss": logits.logsumexp(-1)[real].square().mean(),
     }
 
 
@@ -76,7 +76,7 @@ def test_they_are_means_over_layers_and_the_micro_batches_of_all_optimizer_steps
         ]
         want: dict[str, float] = {}
         for name in losses[0][0]:
-            per_layer = [sum(one[name] for one in of_layer) / 4 for of_layer in losses]
+            per_layer = [float(sum(one[name] for one in of_layer)) / 4 for of_layer in losses]
             want[f"moe/{name}"] = sum(per_layer) / NUM_LAYERS
             want |= {f"moe/moe/{name}_layer_{layer}": value for layer, value in enumerate(per_layer)}
         assert of_experts(report) == pytest.approx(want, rel=1e-4)

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.gpu import NEEDS_TE, gpu_policy
 from support.late_streams import LateStream
 from support.limits import files_of_at_most
 from support.phases import delay_moves
 from support.ranks import run_ranks, worker_of_rank
-from support.tiny import TINY_QWEN3, random_batch, tiny_policy
+from support.tiny import random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.checkpoint import background_save, checkpoint_writer
 from nemo_offload_rl.mcore.checkpoint.background_save import HostSnapshot
 from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy
-from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
 from nemo_offload_rl.memory.streams import CopyStream
 from nemo_offload_rl.residency.streamed import window
@@ -56,6 +56,26 @@ def constant(policy):
     return policy
 
 
+def start(worker, folder):
+    worker.start_checkpoint(str(folder), save_optimizer=True)
+
+
+def trained(make_worker, policy=None, **options):
+    """Returns a worker behind its first step, and its log-probs."""
+    worker = make_worker(policy, **options)
+    train(worker, [0])
+    return worker, logprobs(worker)
+
+
+def assert_holds(worker, folder, want, *after):
+    """Ends a checkpoint, loads it, and checks log-probs and, if given, the reports of the steps behind it."""
+    worker.finish_checkpoint()
+    worker.load_checkpoint(str(folder))
+    assert torch.equal(logprobs(worker), want)
+    for reports in after:
+        assert train(worker, AFTER) == reports
+
+
 AFTER = [1, 2]
 """Seeds of steps behind a checkpoint: what the second one reports depends on optimizer state, too."""
 NUM_STEPS = 3  # the second checkpoint is the first to reuse a plan, the third reuses it again
@@ -89,27 +109,8 @@ def test_every_checkpoint_has_the_state_of_its_own_step(make_worker, tmp_path, g
         assert torch.equal(logprobs(fresh), want[step])
 
 
-def gpu_policy():
-    shape = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
-    return tiny_policy(TINY_QWEN3 | shape, "bfloat16")
-
-
-def on_gpu(test):
-    needs = pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)")
-    return pytest.mark.gpu(needs(test))
-
-
-on_both = pytest.mark.parametrize(
-    "make_policy",
-    [
-        pytest.param(tiny_policy, id="cpu"),
-        pytest.param(
-            gpu_policy,
-            id="gpu",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not have_transformer_engine(), reason="needs extra te")],
-        ),
-    ],
-)
+GPU = pytest.param(lambda: gpu_policy(""), id="gpu", marks=NEEDS_TE)
+on_both = pytest.mark.parametrize("make_policy", [pytest.param(tiny_policy, id="cpu"), GPU])
 GENERATION = {"backend": "transformers", "temperature": 1.0, "colocated": {"enabled": True}}
 """With it a refit follows each training: state leaves from the end of each."""
 
@@ -121,19 +122,6 @@ def with_state(policy, kind):
         policy["residency"]["table"] = {"generate": {"params": "keep"}}
     policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = "replicated" not in kind
     return policy
-
-
-def start_and_train_on(worker, folder):
-    """Starts a checkpoint after a step, trains another step at once; returns what identifies both states."""
-    train(worker, [0])
-    want = logprobs(worker)
-    worker.start_checkpoint(str(folder), save_optimizer=True)
-    return want, train(worker, AFTER)
-
-
-def load_and_train_on(worker, folder):
-    worker.load_checkpoint(str(folder))
-    return logprobs(worker), train(worker, AFTER)
 
 
 def late_copies(monkeypatch, snapshot_s, state_s):
@@ -173,22 +161,19 @@ def test_training_goes_on_once_all_copies_are_made_however_late_they_are(
 ):
     worker = make_worker(with_state(make_policy(), kind))
     late_copies(monkeypatch, *late_s)
-    want, after_it = start_and_train_on(worker, tmp_path / "policy")
-    worker.finish_checkpoint()
-    found, then = load_and_train_on(worker, tmp_path / "policy")
-    assert torch.equal(found, want)
-    assert then == after_it
+    train(worker, [0])
+    want = logprobs(worker)
+    start(worker, tmp_path)
+    assert_holds(worker, tmp_path, want, train(worker, AFTER))
 
 
 @pytest.mark.parametrize("way", ["streamed", 0.5, 1.0])
 def test_state_that_a_step_changes_on_the_host_is_written_as_it_was(make_worker, tmp_path, monkeypatch, gate, way):
     """With streamed state the next step waits for the files; what the CPU optimizer has (a share) is copied before."""
     monkeypatch.setattr(window, "CopyStream", LateStream)
-    worker, later = make_worker(policy_of(way)), []
-    train(worker, [0])
+    (worker, want), later = trained(make_worker, policy_of(way)), []
     late_copies(monkeypatch, 0.2, 0.0)
-    want, folder = logprobs(worker), str(tmp_path / "policy")
-    worker.start_checkpoint(folder, save_optimizer=True)
+    start(worker, tmp_path)
     if way == "streamed":
         worker.offload_before_refit()  # the phases before the step do not wait
         worker.offload_after_refit()
@@ -200,82 +185,69 @@ def test_state_that_a_step_changes_on_the_host_is_written_as_it_was(make_worker,
     assert not worker.is_checkpoint_written()
     gate.set()
     training.join(60)
-    worker.finish_checkpoint()
-    worker.load_checkpoint(folder)
-    assert torch.equal(logprobs(worker), want)
-    assert train(worker, AFTER) == later[:-1]
+    assert_holds(worker, tmp_path, want, later[:-1])
     assert torch.equal(logprobs(worker), later[-1])
 
 
 @on_both
 def test_a_missing_wait_for_copies_would_show(make_worker, make_policy, tmp_path, monkeypatch):
-    worker = make_worker(with_state(make_policy(), "resident"))
-    trained, copy_all = threading.Event(), background_save.copy_all
-
-    def late(*arguments):
-        assert trained.wait(60)
-        copy_all(*arguments)
-
-    monkeypatch.setattr(background_save, "copy_all", late)
+    worker, want = trained(make_worker, with_state(make_policy(), "resident"))
+    stepped, copy_all = threading.Event(), background_save.copy_all
+    monkeypatch.setattr(background_save, "copy_all", lambda *pairs: stepped.wait(60) and copy_all(*pairs))
     monkeypatch.setattr(HostSnapshot, "wait", lambda self: None)
-    want, _ = start_and_train_on(worker, tmp_path / "policy")
-    trained.set()
-    worker.finish_checkpoint()
-    assert not torch.equal(load_and_train_on(worker, tmp_path / "policy")[0], want)
+    start(worker, tmp_path)
+    train(worker, AFTER)
+    stepped.set()
+    with pytest.raises(AssertionError):
+        assert_holds(worker, tmp_path, want)
 
 
 @on_both
 @pytest.mark.parametrize("kind", ["resident", "leaves"])
 def test_copies_are_under_way_while_it_is_planned(make_worker, make_policy, tmp_path, monkeypatch, kind):
-    worker = make_worker(with_state(make_policy(), kind))
-    train(worker, [0])
+    worker, _ = trained(make_worker, with_state(make_policy(), kind))
     planned, held = threading.Event(), []
-    space, copy_all, move = checkpoint_writer.require_free, background_save.copy_all, CopyStream.copy_all
 
-    def after_planning(*arguments):
-        planned.set()
-        space(*arguments)
+    def hold(owner, name, what):
+        copy = getattr(owner, name)
 
-    def hold(what, copy):
         def held_back(*arguments):
             held.append(what)
             assert planned.wait(60)
             copy(*arguments)
 
-        return held_back
+        monkeypatch.setattr(owner, name, held_back)
 
-    monkeypatch.setattr(checkpoint_writer, "require_free", after_planning)
-    monkeypatch.setattr(background_save, "copy_all", hold("snapshot", copy_all))
-    monkeypatch.setattr(CopyStream, "copy_all", hold("state", move))
-    worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    space = checkpoint_writer.require_free
+    monkeypatch.setattr(checkpoint_writer, "require_free", lambda *sizes: (planned.set(), space(*sizes)))
+    hold(background_save, "copy_all", "snapshot")
+    hold(CopyStream, "copy_all", "state")
+    start(worker, tmp_path)
     assert set(held) == ({"snapshot", "state"} if kind == "leaves" else {"snapshot"})
     worker.finish_checkpoint()
 
 
-def test_a_disk_that_is_full_when_it_is_planned_leaves_nothing_under_way(make_worker, tmp_path, monkeypatch):
-    worker = make_worker(with_state(tiny_policy(), "resident"))
-    train(worker, [0])
-    want = logprobs(worker)
+@pytest.mark.parametrize("when", ["planned", "finished"])
+def test_a_full_disk_is_said_and_leaves_nothing_under_way(make_worker, tmp_path, monkeypatch, when):
+    worker, want = trained(make_worker, with_state(tiny_policy(), "resident"))
     late_copies(monkeypatch, 0.3, 0.0)
-    with monkeypatch.context() as full:
-        full.setattr(checkpoint_writer, "free_bytes", lambda folder: 1000)
-        with pytest.raises(DiskFullError):
-            worker.start_checkpoint(str(tmp_path / "full"), save_optimizer=True)
-    worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    with monkeypatch.context() as full, files_of_at_most(100_000):
+        if when == "planned":
+            full.setattr(checkpoint_writer, "free_bytes", lambda folder: 1000)
+        else:
+            start(worker, tmp_path / "full")
+        with pytest.raises(DiskFullError, match="" if when == "planned" else "File too large"):
+            start(worker, tmp_path / "full") if when == "planned" else worker.finish_checkpoint()
+    start(worker, tmp_path / "policy")
     train(worker, [1])
-    worker.finish_checkpoint()
-    worker.load_checkpoint(str(tmp_path / "policy"))
-    assert torch.equal(logprobs(worker), want)
+    assert_holds(worker, tmp_path / "policy", want)
     worker.shutdown()
     assert PinnedArena.live_bytes() == 0
 
 
 def test_state_leaves_behind_a_step_again_once_the_checkpoint_is_finished(make_worker, tmp_path):
-    policy = with_state(tiny_policy(), "leaves")
-    policy["generation"] = GENERATION
-    worker = make_worker(policy)
-    train(worker, [0])
-    worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    worker, _ = trained(make_worker, with_state(tiny_policy(), "leaves") | {"generation": GENERATION})
+    start(worker, tmp_path)
     train(worker, [1])
     assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU  # the save may still read its host memory
     worker.finish_checkpoint()
@@ -284,10 +256,9 @@ def test_state_leaves_behind_a_step_again_once_the_checkpoint_is_finished(make_w
 
 
 def test_the_garbage_collector_stays_as_it_is_while_files_are_written(make_worker, tmp_path, gate):
-    worker = make_worker()
-    train(worker, [0])
+    worker, _ = trained(make_worker)
     assert gc.isenabled()
-    worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    start(worker, tmp_path)
     assert not worker.is_checkpoint_written()
     assert gc.isenabled()
     gc.disable()  # as during the capture of a graph
@@ -299,11 +270,12 @@ def test_the_garbage_collector_stays_as_it_is_while_files_are_written(make_worke
         gc.enable()
 
 
-@on_gpu
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic_kernels")
+@NEEDS_TE[1]
 @pytest.mark.parametrize("kind", ["resident", "leaves", "leaves early", "leaves precision_aware"])
 def test_every_checkpoint_has_the_state_of_its_own_step_behind_late_copies(make_worker, tmp_path, monkeypatch, kind):
-    policy = constant(with_state(gpu_policy(), kind))
-    policy["megatron_cfg"]["optimizer"]["use_precision_aware_optimizer"] = "precision_aware" in kind
+    policy = constant(with_state(gpu_policy(kind), kind))
     if "early" in kind:
         policy["generation"] = GENERATION
     worker = make_worker(policy)
@@ -312,20 +284,14 @@ def test_every_checkpoint_has_the_state_of_its_own_step_behind_late_copies(make_
         folder = tmp_path / f"step_{step}"
         train(worker, [step])
         want = logprobs(worker)
-        worker.start_checkpoint(str(folder), save_optimizer=True)
-        after_it = train(worker, [step + 1, step + 2])
-        worker.finish_checkpoint()
-        worker.load_checkpoint(str(folder))
-        assert torch.equal(logprobs(worker), want)
-        assert train(worker, [step + 1, step + 2]) == after_it
+        start(worker, folder)
+        assert_holds(worker, folder, want, train(worker, AFTER))
         worker.load_checkpoint(str(folder))
 
 
 def test_state_that_is_read_on_the_host_is_not_written_over(make_worker, tmp_path, gate):
-    worker = make_worker()
-    train(worker, [0])
-    want = logprobs(worker)
-    worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    worker, want = trained(make_worker)
+    start(worker, tmp_path)
     later = train(worker, AFTER)  # state comes back and changes; its host memory is only read
     assert not worker.is_checkpoint_written()
     left = threading.Thread(target=worker.offload_before_refit)
@@ -335,51 +301,39 @@ def test_state_that_is_read_on_the_host_is_not_written_over(make_worker, tmp_pat
     gate.set()
     left.join(60)
     assert not left.is_alive() and worker.is_checkpoint_written()
-    worker.finish_checkpoint()
-    worker.load_checkpoint(str(tmp_path / "policy"))
-    assert torch.equal(logprobs(worker), want)
-    assert train(worker, AFTER) == later
+    assert_holds(worker, tmp_path, want, later)
 
 
 def test_optimizer_state_is_read_from_its_own_host_memory_and_all_else_is_copied_once(make_worker, tmp_path):
-    worker = make_worker()
-    train(worker, [0])
+    worker, _ = trained(make_worker)
     arena = worker.offloader.context.arena
-    before = arena.allocated_bytes
-    worker.start_checkpoint(str(tmp_path / "step_1"), save_optimizer=True)
-    taken = arena.allocated_bytes - before
+    before, taken = arena.allocated_bytes, []
+    for step in (1, 2):
+        start(worker, tmp_path / str(step))
+        worker.finish_checkpoint()
+        taken.append(arena.allocated_bytes - before)
+        train(worker, [step])
     params = sum(parameter.nbytes for parameter in worker.state.model[0].parameters())
-    assert 2 * params <= taken < 2.5 * params  # weights of model and optimizer; Adam's state would be as much again
-    worker.finish_checkpoint()
-    train(worker, [1])
-    worker.start_checkpoint(str(tmp_path / "step_2"), save_optimizer=True)
-    worker.finish_checkpoint()
-    assert arena.allocated_bytes - before == taken  # kept for the next checkpoint
+    assert 2 * params <= taken[0] < 2.5 * params  # weights of model and optimizer; Adam's state would be as much again
+    assert taken[1] == taken[0]  # kept for the next checkpoint
     worker.shutdown()
     assert PinnedArena.live_bytes() == 0
 
 
 def test_a_checkpoint_in_the_phase_of_generation(make_worker, tmp_path, gate):
     """Saves as after a validation: weights are on the host, where a log-prob pass of the reference also writes."""
-    worker = make_worker(init_reference_model=True)
-    train(worker, [0])
-    want = logprobs(worker)
+    worker, want = trained(make_worker, init_reference_model=True)
     worker.offload_after_refit()
     assert worker.residency.phase is Phase.GENERATE
-    worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    start(worker, tmp_path)
     worker.get_reference_policy_logprobs(random_batch(3), mbs=3)
     later = train(worker, AFTER)
     gate.set()
-    worker.finish_checkpoint()
-    worker.load_checkpoint(str(tmp_path / "policy"))
-    assert torch.equal(logprobs(worker), want)
-    assert train(worker, AFTER) == later
+    assert_holds(worker, tmp_path, want, later)
 
 
 def test_without_room_on_the_host_it_is_written_at_once(make_worker, tmp_path, monkeypatch, caplog):
-    worker = make_worker()
-    train(worker, [0])
-    want = logprobs(worker)
+    worker, want = trained(make_worker)
     allocate = PinnedArena.allocate
 
     def full(self, owner, nbytes, **options):
@@ -388,52 +342,29 @@ def test_without_room_on_the_host_it_is_written_at_once(make_worker, tmp_path, m
         return allocate(self, owner, nbytes, **options)
 
     monkeypatch.setattr(PinnedArena, "allocate", full)
-    worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    start(worker, tmp_path)
     assert worker.is_checkpoint_written()
     assert "is written before training continues, not in the background: the host is full" in caplog.text
     train(worker, [1])
-    worker.finish_checkpoint()
-    worker.load_checkpoint(str(tmp_path / "policy"))
-    assert torch.equal(logprobs(worker), want)
-
-
-def test_a_full_disk_is_said_when_it_is_finished_and_the_next_one_is_whole(make_worker, tmp_path):
-    worker = make_worker()
-    train(worker, [0])
-    with files_of_at_most(100_000):
-        worker.start_checkpoint(str(tmp_path / "full"), save_optimizer=True)
-        with pytest.raises(DiskFullError, match="File too large"):
-            worker.finish_checkpoint()
-    want = logprobs(worker)
-    worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
-    train(worker, [1])
-    worker.finish_checkpoint()
-    worker.load_checkpoint(str(tmp_path / "policy"))
-    assert torch.equal(logprobs(worker), want)
+    assert_holds(worker, tmp_path, want)
 
 
 def test_what_fails_in_the_thread_is_raised_when_it_is_finished(make_worker, tmp_path, monkeypatch):
-    worker = make_worker()
-    train(worker, [0])
-
-    def fail(*arguments, **named):
-        raise TypeError("this configuration cannot be written")
-
-    monkeypatch.setattr(background_save, "write_hf_config", fail)
-    worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    worker, _ = trained(make_worker)
+    monkeypatch.setattr(background_save, "write_hf_config", lambda: None)
+    start(worker, tmp_path)
     train(worker, [1])
-    with pytest.raises(TypeError, match="this configuration cannot be written"):
+    with pytest.raises(TypeError, match="positional argument"):
         worker.finish_checkpoint()
 
 
 def test_a_worker_that_ends_waits_for_its_writer(make_worker, tmp_path, gate):
-    worker = make_worker()
-    train(worker, [0])
-    worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    worker, _ = trained(make_worker)
+    start(worker, tmp_path)
     threading.Timer(0.2, gate.set).start()
     worker.shutdown()
     assert PinnedArena.live_bytes() == 0
-    assert not (tmp_path / "policy" / "layout.json").exists()  # it is not a checkpoint
+    assert not (tmp_path / "layout.json").exists()  # it is not a checkpoint
 
 
 def save_beside_training(rank, world_size, ports):

@@ -1,6 +1,7 @@
 """Tests which stream a worker computes on; test_gpu.py checks on a GPU where gradients are added."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,14 +17,11 @@ GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"
 
 @pytest.mark.parametrize(("megatron", "captures"), [({}, False), (GRAPHS, True)], ids=["eager", "graphs"])
 def test_a_worker_asks_for_another_stream_only_for_graphs(make_worker, monkeypatch, megatron, captures):
-    class Asked(Exception):
-        """Ends the worker once it has requested its stream."""
-
     def asked(_, **arguments):
-        raise Asked(arguments)
+        raise ZeroDivisionError(arguments)  # ends the worker once it has requested its stream
 
     monkeypatch.setattr(worker, "ComputeStream", asked)
-    with pytest.raises(Asked) as found:
+    with pytest.raises(ZeroDivisionError) as found:
         make_worker(tiny_policy(**megatron))
     assert found.value.args == ({"captures": captures},)
 
@@ -37,25 +35,15 @@ class FakeStream:
         self.waited_for.append(other)
 
 
-@dataclass
-class FakeCuda:
-    """Replaces torch.cuda's streams for one thread."""
-
-    default: FakeStream
-    current: FakeStream
-
-    def set_stream(self, stream: FakeStream) -> None:
-        self.current = stream
-
-
 @pytest.fixture
 def cuda(monkeypatch):
-    default = FakeStream()
-    fake = FakeCuda(default, default)
+    """Replaces torch.cuda's streams for one thread."""
+    fake = SimpleNamespace(default=FakeStream())
+    fake.current = fake.default
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: FakeStream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: fake.current)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda *_: fake.default)
-    monkeypatch.setattr(torch.cuda, "set_stream", fake.set_stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(fake, "current", stream))
     return fake
 
 
@@ -72,20 +60,14 @@ def test_each_stream_follows_the_one_before_it(cuda):
     assert cuda.default.waited_for == [own]
 
 
-@pytest.mark.parametrize("captures", [False, True])
-def test_a_stream_that_the_caller_chose_stays(cuda, captures):
-    cuda.current = chosen = FakeStream()
+@pytest.mark.parametrize(("captures", "is_default"), [(False, False), (True, False), (False, True)])
+def test_a_stream_that_the_caller_chose_stays_and_so_does_the_default_without_graphs(cuda, captures, is_default):
+    cuda.current = chosen = cuda.default if is_default else FakeStream()
     stream = ComputeStream(GPU, captures=captures)
     assert cuda.current is chosen
     stream.close()
     assert cuda.current is chosen
     assert cuda.default.waited_for == chosen.waited_for == []
-
-
-def test_the_default_stream_stays_without_graphs(cuda):
-    ComputeStream(GPU, captures=False).close()
-    assert cuda.current is cuda.default
-    assert cuda.default.waited_for == []
 
 
 def test_each_gradient_is_added_up_by_the_node_that_tells_the_model(make_worker):

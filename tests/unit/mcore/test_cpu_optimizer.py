@@ -1,6 +1,7 @@
 """Tests the CPU optimizer under a worker with all tensors on the CPU; test_gpu_cpu_optimizer.py uses a GPU."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import CpuOptimizer, cpu_optimizers, take_host_memory
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer_state import largest_within
+from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state
 from nemo_offload_rl.mcore.patches.optimizers import build_optimizer, reload_masters
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.plan.host_budget import HostBudgetError
@@ -34,7 +36,7 @@ def policy_of(fraction, kind="bfloat16", *, aware=True, **optimizer):
 
 
 def offloading(policy):
-    policy["residency"] |= {"verify": True, "huge_pages": False, "host_memory_limit_gib": None, "table": None}
+    policy["residency"] |= {"verify": True, "huge_pages": False}
     return policy
 
 
@@ -121,27 +123,26 @@ def test_parts_and_the_whole_are_equal(make_worker, monkeypatch):
     assert steps(worker) == whole
 
 
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_phases_move_the_gpus_share_alone(make_worker, fraction):
-    plain = run_steps(make_worker(policy_of(fraction)), 4, visit_phases=False)
-    worker = make_worker(offloading(policy_of(fraction)))
+@pytest.mark.parametrize(("fraction", "aware"), [(0.5, True), (1.0, True), (1.0, False)])
+def test_phases_move_the_gpus_share_alone(make_worker, fraction, aware):
+    plain = run_steps(make_worker(policy_of(fraction, aware=aware)), 4, visit_phases=False)
+    worker = make_worker(offloading(policy_of(fraction, aware=aware)))
     (optimizer,) = cpu_optimizers(worker.state.optimizer)
-    on_gpu = sum(p.numel() for _, p in worker.state.parameters()) - optimizer.num_on_cpu
-    assert worker.offloader.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(12 * on_gpu, rel=0.02)
-    places = [(entry.master.tensor.data_ptr(), entry.grad.tensor.data_ptr()) for entry in optimizer._parts[0].params]
+    count = sum(p.numel() for _, p in worker.state.parameters())
+    nbytes = 12 * (count - optimizer.num_on_cpu) if aware else 4 * count  # masters that megatron-core keeps on the GPU
+    assert worker.offloader.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(nbytes, rel=0.02)
+    assert worker.offloader.context.arena.allocated_bytes >= optimizer.host_bytes > 0
+
+    def places() -> list[tuple[int, int]]:
+        return [(entry.master.tensor.data_ptr(), entry.grad.tensor.data_ptr()) for entry in optimizer._parts[0].params]
+
+    before = places()
     assert run_steps(worker, 4, visit_phases=True) == plain
     worker.offload_after_refit()
     assert worker.offloader.mapped_bytes == 0
-    now = [(entry.master.tensor.data_ptr(), entry.grad.tensor.data_ptr()) for entry in optimizer._parts[0].params]
-    assert now == places
-
-
-def test_masters_that_megatron_core_keeps_on_the_gpu_leave_too(make_worker):
-    worker = make_worker(offloading(policy_of(1.0, aware=False)))
-    count = sum(p.numel() for _, p in worker.state.parameters())
-    assert worker.offloader.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(4 * count, rel=0.02)
-    plain = run_steps(make_worker(policy_of(1.0, aware=False)), 3, visit_phases=False)
-    assert run_steps(make_worker(offloading(policy_of(1.0, aware=False))), 3, visit_phases=True) == plain
+    assert places() == before
+    worker.shutdown()
+    assert PinnedArena.live_bytes() == 0
 
 
 def test_sgd_is_stepped_there_too(make_worker):
@@ -160,16 +161,6 @@ def test_its_host_memory_is_in_the_budget_before_any_is_taken(make_worker):
         make_worker(policy)
     assert PinnedArena.live_bytes() == before
     assert "policy.megatron_cfg.optimizer.optimizer_offload_fraction" in str(caught.value)
-
-
-def test_its_host_memory_is_given_back(make_worker):
-    worker = make_worker(policy_of(0.5))
-    (optimizer,) = cpu_optimizers(worker.state.optimizer)
-    assert worker.offloader.context.arena.allocated_bytes >= optimizer.host_bytes > 0
-    steps(worker, 1)
-    worker.shutdown()
-    assert PinnedArena.live_bytes() == 0
-    make_worker()
 
 
 def test_the_learning_rate_reaches_every_optimizer_without_a_schedule(make_worker):
@@ -250,3 +241,13 @@ def test_two_ranks_step_halves_of_their_shards_and_resume(tmp_path, monkeypatch)
         assert len(shares) == 2
         assert all(0.3 < on_cpu / (on_cpu + on_gpu) <= 0.5 for on_cpu, on_gpu in shares), shares
         assert got == want
+
+
+def test_each_optimizer_inside_of_another_gets_its_state():
+    parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
+    inside = [torch.optim.AdamW([parameter]) for parameter in parameters]
+    hybrid = SimpleNamespace(sub_optimizers=inside)  # as in megatron-core's HybridDeviceOptimizer
+    init_optimizer_state(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=hybrid)]))
+    for parameter, adam in zip(parameters, inside, strict=True):
+        assert set(adam.state[parameter]) == {"step", "exp_avg", "exp_avg_sq"}
+        assert adam.state[parameter]["exp_avg"].dtype is parameter.dtype

@@ -32,14 +32,19 @@ WARMUP_STEPS = 2
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
-    """Installs a replacement of Transformer Engine; `asked` has an entry for each capture."""
-    asked: list[dict[str, Any]] = []
+def captures() -> list[dict[str, Any]]:
+    """Holds the requested captures, one entry each: {'order': ..., 'kwargs': ..., 'options': ...}."""
+    return []
+
+
+@pytest.fixture
+def install(monkeypatch, captures):
+    """Returns what installs a replacement of Transformer Engine."""
 
     def make_graphed_callables(layers, sample_args, *, sample_kwargs, _order, **options):
         assert mcore_graphs.is_graph_capturing()
         assert not any(layer._forward_pre_hooks for layer in layers)
-        asked.append({"order": _order, "kwargs": sample_kwargs, "options": options})
+        captures.append({"order": _order, "kwargs": sample_kwargs, "options": options})
         pairs = zip(sample_args, sample_kwargs, strict=True)
         return tuple(EagerGraph(layers[i % len(layers)], *pair) for i, pair in enumerate(pairs))
 
@@ -54,22 +59,16 @@ def stand_in(monkeypatch):
         for module in (mcore_graphs, transformer_layer):
             monkeypatch.setattr(module, "is_te_min_version", lambda *_: True)
 
-    return types.SimpleNamespace(asked=asked, install=install)
+    return install
 
 
 @pytest.fixture
-def captures(stand_in):
-    """Returns the requested captures, one entry each: {'order': ..., 'kwargs': ..., 'options': ...}."""
-    return stand_in.asked
-
-
-@pytest.fixture
-def graphed(make_worker, stand_in):
+def graphed(make_worker, install):
     """Builds a worker whose layers know of graphs, and its `CudaGraphs`."""
 
     def make(modules=("attn", "mlp"), *, hf_config=None, **megatron):
         worker = make_worker(tiny_policy(hf_config, precision="bfloat16", **megatron))
-        stand_in.install()
+        install()
         config = worker.state.config
         config.cuda_graph_impl = "transformer_engine"
         config.cuda_graph_modules = normalize_cuda_graph_modules(list(modules))[0]
@@ -99,6 +98,14 @@ def train(worker, graphs, rows, *, seed=0, mbs=2):
         ), len(batches)
 
 
+def replaying(graphed, *arguments, **options):
+    """Returns a worker and its graphs behind their first replays."""
+    worker, graphs = graphed(*arguments, **options)
+    for seed in range(WARMUP_STEPS + 1):
+        train(worker, graphs, 4, seed=seed)
+    return worker, graphs
+
+
 def test_changing_micro_batches_replay_one_capture_and_change_no_number(make_worker, graphed, captures):
     rows = [4, 6, 2, 8, 4, 2]
     plain = make_worker(tiny_policy(precision="bfloat16"))
@@ -118,13 +125,7 @@ def test_changing_micro_batches_replay_one_capture_and_change_no_number(make_wor
     assert torch.equal(logprobs, want_logprobs)
     assert graphs.num_captures == len(captures) == 1
     assert captures[0]["order"] == [1, -1]
-
-
-def test_no_attention_mask_is_captured_or_made(graphed, captures):
-    worker, graphs = graphed()
-    for _ in range(WARMUP_STEPS + 1):
-        train(worker, graphs, 4)
-    assert [sorted(kwargs) for kwargs in captures[0]["kwargs"]] == [["rotary_pos_emb"]] * LAYERS
+    assert [sorted(kwargs) for kwargs in captures[0]["kwargs"]] == [["rotary_pos_emb"]] * LAYERS  # no attention mask
 
 
 def test_the_helper_learns_the_number_of_micro_batches_for_the_time_of_the_capture(graphed, captures):
@@ -160,9 +161,7 @@ def test_a_dispatcher_gets_the_captured_shapes_back():
 
 
 def test_another_shape_is_captured_again_and_said(graphed, captures, caplog):
-    worker, graphs = graphed()
-    for _ in range(WARMUP_STEPS + 1):
-        train(worker, graphs, 4)
+    worker, graphs = replaying(graphed)
     first = [graph for graphs_of_layer in graphs._captured.graphs for graph in graphs_of_layer]
     with caplog.at_level(logging.WARNING):
         train(worker, graphs, 4, mbs=4)
@@ -226,23 +225,9 @@ class NoRecords(FineGrainedActivationOffloadingInterface):
         return tensor
 
 
-def test_a_failed_capture_keeps_nothing(graphed):
-    worker, graphs = graphed()
-    graphs._observer = witness = Witness()
-
-    def fail(**_):
-        raise RuntimeError("out of memory")
-
-    graphs._make_helper = fail
-    for _ in range(WARMUP_STEPS):
-        train(worker, graphs, 4)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        train(worker, graphs, 4)
-    assert witness.told == ["prepare", "forget"]
-
-
 def test_a_capture_that_fails_half_way_leaves_no_capture_under_way(graphed, monkeypatch):
     worker, graphs = graphed()
+    graphs._observer = witness = Witness()
 
     def fail(*_, **__):
         gc.disable()  # as torch.cuda.graph does
@@ -256,17 +241,16 @@ def test_a_capture_that_fails_half_way_leaves_no_capture_under_way(graphed, monk
         frozen = gc.get_freeze_count()
         with pytest.raises(RuntimeError, match="out of memory"):
             train(worker, graphs, 4)
+    assert (witness.told[0], witness.told[-1]) == ("prepare", "forget")
     assert gc.isenabled() and gc.get_freeze_count() <= frozen
     assert not mcore_graphs.is_graph_capturing()
     train(worker, graphs, 4)
     assert graphs.num_replays > 0
 
 
-def test_a_step_that_fails_behind_a_routers_replay_changes_no_later_pass(make_worker, stand_in, graphed, monkeypatch):
+def test_a_step_that_fails_behind_a_routers_replay_changes_no_later_pass(graphed, monkeypatch):
     """megatron-core's layer keeps its router's output until its experts are done, and the next pass reads it first."""
-    worker, graphs = graphed(["moe_router"], hf_config=TINY_QWEN3_MOE)
-    for seed in range(WARMUP_STEPS + 1):
-        train(worker, graphs, 4, seed=seed)
+    worker, graphs = replaying(graphed, ["moe_router"], hf_config=TINY_QWEN3_MOE)
     assert graphs.num_replays > 0
     data = random_batch(4, longest=12)
     want = worker.get_logprobs(data, mbs=2)["logprobs"]
@@ -302,9 +286,7 @@ def test_micro_batches_of_two_shapes_are_refused(graphed):
 
 
 def test_deleted_graphs_leave_plain_layers_and_are_captured_anew(graphed, captures):
-    worker, graphs = graphed()
-    for _ in range(WARMUP_STEPS + 1):
-        train(worker, graphs, 4)
+    worker, graphs = replaying(graphed)
     layers, held = graphs._captured.layers, [graph for of_layer in graphs._captured.graphs for graph in of_layer]
     graphs.delete()
     graphs.delete()
@@ -315,9 +297,7 @@ def test_deleted_graphs_leave_plain_layers_and_are_captured_anew(graphed, captur
 
 
 def test_an_error_in_a_step_takes_the_graphs_off(graphed):
-    worker, graphs = graphed()
-    for _ in range(WARMUP_STEPS + 1):
-        train(worker, graphs, 4)
+    worker, graphs = replaying(graphed)
     batches, _ = worker.batcher.cut(random_batch(4), 2, "train_mb_tokens", fixed_shapes=True)
     with pytest.raises(KeyError), graphs.step(batches):
         raise KeyError
@@ -325,9 +305,7 @@ def test_an_error_in_a_step_takes_the_graphs_off(graphed):
 
 
 def test_a_step_that_replays_nothing_is_an_error(graphed):
-    worker, graphs = graphed()
-    for _ in range(WARMUP_STEPS + 1):
-        train(worker, graphs, 4)
+    worker, graphs = replaying(graphed)
     none_of_them = pytest.raises(
         RuntimeError, match="graphs of 4 layers are captured, but a training step replayed none"
     )
@@ -336,9 +314,7 @@ def test_a_step_that_replays_nothing_is_an_error(graphed):
 
 
 def test_moved_parameters_are_an_error(graphed):
-    worker, graphs = graphed()
-    for _ in range(WARMUP_STEPS + 1):
-        train(worker, graphs, 4)
+    worker, graphs = replaying(graphed)
     parameter = next(graphs._captured.layers[0].parameters())
     parameter.data = parameter.data.clone()
     with pytest.raises(RuntimeError, match=r"have moved since CUDA graphs captured.*policy\.residency\.table"):
@@ -424,11 +400,8 @@ def test_a_pipelines_shorter_step_is_the_captured_order_with_the_last_micro_batc
 
 
 def test_what_a_captured_set_can_replay():
-    shape, fewer, more = StepShape(4, 2, 12), StepShape(3, 2, 12), StepShape(5, 2, 12)
-    assert all(shape.can_replay(other, stages=1, virtual_stages=1) for other in (shape, fewer, more))
-    able = [shape.can_replay(other, stages=2, virtual_stages=1) for other in (shape, fewer, more)]
-    assert able == [True, True, False]
-    able = [shape.can_replay(other, stages=2, virtual_stages=2) for other in (shape, fewer, more)]
-    assert able == [True, False, False]
-    assert not shape.can_replay(StepShape(4, 2, 10), stages=1, virtual_stages=1)
-    assert not shape.can_replay(StepShape(4, 1, 12), stages=1, virtual_stages=1)
+    shape = StepShape(4, 2, 12)
+    others = [shape, StepShape(3, 2, 12), StepShape(5, 2, 12), StepShape(4, 2, 10), StepShape(4, 1, 12)]
+    for stages, virtual_stages, able in ((1, 1, [True] * 3), (2, 1, [True, True, False]), (2, 2, [True, False, False])):
+        found = [shape.can_replay(other, stages=stages, virtual_stages=virtual_stages) for other in others]
+        assert found == [*able, False, False]

@@ -32,11 +32,10 @@ class Failing(LateCopies):
         super().wait(handle)
 
 
-def no_stream(device, graphs):
-    raise DriverError
-
-
 def test_no_room_for_streams_is_what_is_said(make_worker, monkeypatch):
+    def no_stream(device, graphs):
+        raise DriverError
+
     monkeypatch.setattr(activation_offload, "CudaCopies", no_stream)
     before = activation_offload.CheckpointWithoutOutput.checkpoint
     with pytest.raises(DriverError):

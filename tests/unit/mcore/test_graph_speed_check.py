@@ -23,10 +23,8 @@ class Training:
         self.events.append(At(self.now))
         return self.events[-1]
 
-    def eager(self, *seconds: float, shape: object = SHAPE) -> None:
-        self.replayed(*seconds, shape=shape, capture=0)
-
-    def replayed(self, *seconds: float, shape: object = SHAPE, capture: int = 1) -> None:
+    def run(self, capture: int, *seconds: float, shape: object = SHAPE) -> None:
+        """Runs steps that replay a capture, or eager ones for 0."""
         for one in seconds:
             with self.pace.step(shape, capture):
                 self.now += one
@@ -39,68 +37,40 @@ def training(caplog) -> Training:
 
 
 def test_slower_replays_are_said_once(training, caplog):
-    training.eager(9.0, 2.0, 1.0, 3.0)
-    training.replayed(9.0, 1.5, 1.25, 1.5)
+    training.run(0, 9.0, 2.0, 1.0, 3.0)
+    training.run(1, 9.0, 1.5, 1.25, 1.5)
     assert caplog.messages == []  # the third step's events have not been read
-    training.replayed(1.5)
+    training.run(1, 1.5)
     assert caplog.messages == [slower_than_eager(1.25, 1.0, ["attn", "mlp"], copies_inside=False)]
     num_marks = len(training.events)
-    training.replayed(1.5, 1.5)
-    training.replayed(9.0, 2.5, 2.5, 2.5, 2.5, capture=2)
+    training.run(1, 1.5, 1.5)
+    training.run(2, 9.0, 2.5, 2.5, 2.5, 2.5)
     assert len(caplog.messages) == 1
     assert len(training.events) == num_marks
 
 
-@pytest.mark.parametrize("fastest", [0.5, 1.0, 1.0625])
-def test_replays_that_are_slower_by_less_than_a_tenth_are_not_said(training, caplog, fastest):
-    training.eager(9.0, 1.0)
-    training.replayed(9.0, 1.5, fastest, 1.5, 1.5)
-    num_marks = len(training.events)
-    training.replayed(*[5.0] * 5)  # after three steps the comparison ends
-    assert caplog.messages == []
-    assert len(training.events) == num_marks
-
-
-def test_the_first_eager_step_is_no_baseline(training, caplog):
-    training.eager(0.5, 1.0)  # a fast one would be too strict, a slow one too lenient
-    training.replayed(*[1.0] * 5)
-    assert caplog.messages == []
-
-
-def test_the_first_replay_after_a_capture_is_left_out(training, caplog):
-    training.eager(9.0, 1.0)
-    training.replayed(0.5, 1.5, 1.5)
-    training.replayed(0.5, 1.5, 1.5, capture=2)
-    assert caplog.messages == [slower_than_eager(1.5, 1.0, ["attn", "mlp"], copies_inside=False)]
-
-
-def test_steps_of_another_shape_are_not_compared(training, caplog):
-    training.eager(9.0, 1.0)
-    num_marks = len(training.events)
-    training.replayed(*[3.0] * 9, shape=OTHER)
-    assert len(training.events) == num_marks
-    training.replayed(1.0, 1.0, 1.0)
-    training.replayed(3.0, 3.0, shape=OTHER)
-    assert caplog.messages == []
-
-
-def test_each_shape_has_a_baseline_of_its_own(training, caplog):
-    training.eager(9.0, 1.0)
-    training.eager(4.0, shape=OTHER)
-    training.replayed(9.0, 2.0, 2.0)
-    training.replayed(5.0, 5.0, shape=OTHER)
-    assert caplog.messages == [slower_than_eager(5.0, 4.0, ["attn", "mlp"], copies_inside=False)]
-
-
-def test_one_eager_step_is_no_baseline(training, caplog):
-    training.eager(1.0)
-    training.replayed(*[9.0] * 9)
-    assert caplog.messages == []
-    assert training.events == []
+@pytest.mark.parametrize(
+    ("runs", "num_timed", "said"),
+    [
+        ([(0, 9.0, 1.0), (1, 9.0, 1.5, 0.5, 1.5, 1.5), (1, *[5.0] * 5)], 5, None),  # after three it ends
+        ([(0, 9.0, 1.0), (1, 9.0, 1.5, 1.0625, 1.5, 1.5), (1, *[5.0] * 5)], 5, None),  # less than a tenth
+        ([(0, 0.5, 1.0), (1, *[1.0] * 5)], 5, None),  # a fast first step would be too strict, a slow one too lenient
+        ([(0, 1.0), (1, *[9.0] * 9)], 0, None),  # one eager step is no baseline
+        ([(0, 9.0, 1.0), (1, 0.5, 1.5, 1.5), (2, 0.5, 1.5, 1.5)], 5, (1.5, 1.0)),  # not the first one after a capture
+        ([(0, 9.0, 1.0), (1, OTHER, *[3.0] * 9), (1, 1.0, 1.0, 1.0), (1, OTHER, 3.0, 3.0)], 4, None),
+        ([(0, 9.0, 1.0), (0, OTHER, 4.0), (1, 9.0, 2.0, 2.0), (1, OTHER, 5.0, 5.0)], 6, (5.0, 4.0)),
+    ],
+)
+def test_steps_are_compared_with_eager_ones_of_their_shape(training, caplog, runs, num_timed, said):
+    for capture, *seconds in runs:
+        shape = seconds.pop(0) if seconds[0] == OTHER else SHAPE
+        training.run(capture, *seconds, shape=shape)
+    assert len(training.events) == 2 * num_timed
+    assert caplog.messages == ([] if said is None else [slower_than_eager(*said, ["attn", "mlp"], copies_inside=False)])
 
 
 def test_no_step_waits_for_its_own_marks(training):
-    training.eager(9.0, 1.0)
+    training.run(0, 9.0, 1.0)
     _, end = training.events
     assert not end.was_waited_for
     with training.pace.step(SHAPE, 1):
@@ -109,21 +79,12 @@ def test_no_step_waits_for_its_own_marks(training):
 
 
 def test_a_step_that_fails_is_not_timed(training, caplog):
-    training.eager(9.0, 1.0)
-    training.replayed(9.0)
+    training.run(0, 9.0, 1.0)
+    training.run(1, 9.0)
     with pytest.raises(ZeroDivisionError), training.pace.step(SHAPE, 1):
         raise ZeroDivisionError
-    training.replayed(1.5, 1.5, 1.5, 1.5)
+    training.run(1, 1.5, 1.5, 1.5, 1.5)
     assert len(caplog.messages) == 1
-
-
-def test_what_is_said():
-    assert slower_than_eager(0.2345, 0.2, ["attn", "mlp"], copies_inside=True) == (
-        "a training step from CUDA graphs takes 234.5 ms, 17% longer than the 200.0 ms of an eager one of the same "
-        "shape (a graph ends only after the copies of activations inside it); capturing "
-        "policy.megatron_cfg.cuda_graph_modules ['attn', 'mlp'] may make it at most 10% slower: remove 'mlp' "
-        "from it, or set policy.megatron_cfg.cuda_graph_impl to none."
-    )
 
 
 @pytest.mark.parametrize(
@@ -131,11 +92,13 @@ def test_what_is_said():
     [
         (["attn"], "slower: set policy.megatron_cfg.cuda_graph_impl to none."),
         (["mlp"], "slower: set policy.megatron_cfg.cuda_graph_impl to none."),
-        (["attn", "moe_router"], "slower: remove modules from it, or set policy.megatron_cfg.cuda_graph_impl to none."),
+        (["attn", "moe_router"], "slower: remove modules from it, or set"),
         (["attn", "mlp", "moe_router"], "slower: remove 'mlp' from it, or set"),
     ],
 )
 def test_what_is_left_must_name_something(modules, remedy):
-    said = slower_than_eager(2.0, 1.0, modules, copies_inside=False)
-    assert remedy in said
-    assert "copies" not in said
+    for copies_inside in (False, True):
+        said = slower_than_eager(0.2345, 0.2, modules, copies_inside=copies_inside)
+        assert "takes 234.5 ms, 17% longer than the 200.0 ms" in said
+        assert remedy in said
+        assert ("copies of activations inside it" in said) == copies_inside

@@ -38,6 +38,11 @@ def steps(worker: Any, **batch: Any) -> list[dict[str, Any]]:
     return out
 
 
+def worker_of(make_worker: Any, modules: list[str], num_layers: int, **megatron: Any) -> Any:
+    policy = tiny_policy(TINY_QWEN3, **megatron)
+    return make_worker(offloading_activations(policy, modules, **FULL, recompute_num_layers=num_layers))
+
+
 @pytest.fixture(autouse=True)
 def late(monkeypatch):
     monkeypatch.setattr(activation_offload, "CudaCopies", lambda device, graphs: LateCopies(eager_share=0.1))
@@ -92,7 +97,7 @@ def test_packed_rows_of_long_and_short_samples(make_worker, modules):
 
 
 def test_of_a_layer_behind_only_the_gradient_is_there(make_worker, monkeypatch):
-    worker = make_worker(offloading_activations(tiny_policy(TINY_QWEN3), BOTH, **FULL, recompute_num_layers=2))
+    worker = worker_of(make_worker, BOTH, 2)
     backward, behind = layer_input.KeptAttentionPass.backward, []
 
     def backward_of_attention(attention: Any, inputs: Any, gradient: torch.Tensor) -> Any:
@@ -107,7 +112,7 @@ def test_of_a_layer_behind_only_the_gradient_is_there(make_worker, monkeypatch):
 
 
 def test_an_input_that_a_pipeline_holds_is_not_moved(make_worker):
-    worker = make_worker(offloading_activations(tiny_policy(TINY_QWEN3), INPUT, **FULL, recompute_num_layers=1))
+    worker = worker_of(make_worker, INPUT, 1)
     held = []
 
     def receive(_: Any, __: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -146,7 +151,7 @@ def test_attention_that_cannot_be_kept_is_recomputed(make_worker):
 
 
 def test_a_failed_backward_pass_leaves_nothing_behind(make_worker, monkeypatch):
-    worker = make_worker(offloading_activations(tiny_policy(TINY_QWEN3), BOTH, **FULL, recompute_num_layers=2))
+    worker = worker_of(make_worker, BOTH, 2)
     offloader = worker.activations.offloader
     batch = random_batch(4, 12)
     worker.train(batch, NLLLoss(), gbs=4, mbs=2)
@@ -174,15 +179,8 @@ def test_a_failed_backward_pass_leaves_nothing_behind(make_worker, monkeypatch):
 
 @pytest.mark.parametrize(("num_layers", "times"), [(1, [2, 2, 2, 2]), (2, [3, 2, 3, 2])])
 def test_an_mlp_in_tiles_is_not_computed_for_an_output_that_nothing_reads(make_worker, num_layers, times):
-    """The values of a layer's output are needed in the forward pass, and as inputs of the layers behind in a segment.
-
-    Its own gradients compute the tiles again in any case.
-    """
-    worker = make_worker(
-        offloading_activations(
-            tiny_policy(TINY_QWEN3, mlp_tile_tokens=6), BOTH, **FULL, recompute_num_layers=num_layers
-        )
-    )
+    """Values are needed forward and as inputs of layers behind; gradients compute tiles again in any case."""
+    worker = worker_of(make_worker, BOTH, num_layers, mlp_tile_tokens=6)
     calls = [0] * 4
     for index, layer in enumerate(worker.state.model[0].module.decoder.layers):
 

@@ -40,48 +40,50 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
     return hidden, weight, targets, torch.randn(14, 2, 2, generator=generator)
 
 
-def whole(kept: tuple[SamplingFilter, ...], temperature: float, dtype: torch.dtype = torch.float32):
-    """Returns values and gradients from whole logits."""
+def run(compute, kept: tuple[SamplingFilter, ...], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """Returns the values [S, B, F] that `compute` makes of hidden states, weight and targets, and both gradients."""
     hidden, weight, targets, factors = inputs(dtype)
     hidden.requires_grad_()
     weight.requires_grad_()
-    logits = hidden @ weight.t()
-    columns = [
-        token_logprobs(logits, targets, vocab_size=VOCABULARY, temperature=temperature, tp_group=None, kept=one)
-        for one in kept
-    ]
-    values = torch.stack(columns, dim=-1)
+    values = compute(hidden, weight, targets)
     (values * factors[..., : len(kept)]).sum().backward()
     return values.detach(), hidden.grad, weight.grad
+
+
+def whole(kept: tuple[SamplingFilter, ...], temperature: float, dtype: torch.dtype = torch.float32):
+    """Returns values and gradients from whole logits."""
+    options = {"vocab_size": VOCABULARY, "temperature": temperature, "tp_group": None}
+
+    def compute(hidden, weight, targets):
+        logits = hidden @ weight.t()
+        return torch.stack([token_logprobs(logits, targets, **options, kept=one) for one in kept], dim=-1)
+
+    return run(compute, kept, dtype)
+
+
+def chunked(kept: tuple[SamplingFilter, ...] = (KEEP_ALL,), temperature: float = 1.0, chunk: int = 5) -> LinearLogprobs:
+    return LinearLogprobs(VOCABULARY, temperature, kept, chunk, None, False)
+
+
+def assert_close(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
+    for one, other, tolerance in zip(got, want, (1e-6, 1e-5, 1e-5), strict=False):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("kept", [(KEEP_ALL,), FILTERED], ids=["plain", "filtered"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
 def test_chunks_are_equal_to_whole_logits(kept, temperature, chunk):
-    hidden, weight, targets, factors = inputs()
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    compute = LinearLogprobs(VOCABULARY, temperature, kept, chunk, None, False)
-    values = compute(hidden, weight, targets)
-    (values * factors[..., : len(kept)]).sum().backward()
-
-    want, want_hidden, want_weight = whole(kept, temperature)
-    torch.testing.assert_close(values.detach(), want, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(hidden.grad, want_hidden, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(weight.grad, want_weight, rtol=1e-5, atol=1e-5)
-    assert weight.grad[VOCABULARY:].abs().max() == 0
+    got = run(chunked(kept, temperature, chunk), kept)
+    assert_close(got, whole(kept, temperature))
+    assert got[2][VOCABULARY:].abs().max() == 0
 
 
 def test_chunks_in_bfloat16_differ_from_whole_logits_by_rounding():
-    hidden, weight, targets, factors = inputs(torch.bfloat16)
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    values = LinearLogprobs(VOCABULARY, 1.0, (KEEP_ALL,), 5, None, False)(hidden, weight, targets)
-    (values * factors[..., :1]).sum().backward()
-    want, want_hidden, want_weight = whole((KEEP_ALL,), 1.0, torch.bfloat16)
-    torch.testing.assert_close(values.detach(), want, rtol=1e-3, atol=1e-3)
-    for got, expected in ((hidden.grad, want_hidden), (weight.grad, want_weight)):
+    values, *gradients = run(chunked(), (KEEP_ALL,), torch.bfloat16)
+    want, *want_gradients = whole((KEEP_ALL,), 1.0, torch.bfloat16)
+    torch.testing.assert_close(values, want, rtol=1e-3, atol=1e-3)
+    for got, expected in zip(gradients, want_gradients, strict=True):
         assert got.dtype == torch.bfloat16
         assert (got - expected).norm() < 5e-3 * expected.norm()
 
@@ -107,7 +109,7 @@ def test_no_operation_has_the_logits_of_all_tokens(is_chunked):
     targets = targets.repeat(8, 1)
     with LargestTensor() as largest:
         if is_chunked:
-            LinearLogprobs(VOCABULARY, 1.0, (KEEP_ALL,), 16, None, False)(hidden, weight, targets).sum().backward()
+            chunked(chunk=16)(hidden, weight, targets).sum().backward()
         else:
             logits = hidden @ weight.t()
             token_logprobs(logits, targets, vocab_size=VOCABULARY, temperature=1.0, tp_group=None).sum().backward()
@@ -117,8 +119,7 @@ def test_no_operation_has_the_logits_of_all_tokens(is_chunked):
 
 def test_a_frozen_weight_has_no_gradient():
     hidden, weight, targets, _ = inputs()
-    hidden.requires_grad_()
-    LinearLogprobs(VOCABULARY, 1.0, (KEEP_ALL,), 5, None, False)(hidden, weight, targets).sum().backward()
+    chunked()(hidden.requires_grad_(), weight, targets).sum().backward()
     assert hidden.grad is not None and weight.grad is None
 
 
@@ -228,11 +229,8 @@ def test_a_vocabulary_split_over_ranks():
     for index, (sequence_parallel, kept) in enumerate(cases):
         want, want_hidden, want_weight = whole(kept, 0.7)
         for rank, results in enumerate(of_ranks):
-            values, grad_hidden, grad_weight = map(torch.as_tensor, results[index])
-            torch.testing.assert_close(values, want, rtol=1e-6, atol=1e-6)
             own = want_hidden.chunk(2)[rank] if sequence_parallel else want_hidden
-            torch.testing.assert_close(grad_hidden, own, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(grad_weight, want_weight.chunk(2)[rank], rtol=1e-5, atol=1e-5)
+            assert_close(tuple(map(torch.as_tensor, results[index])), (want, own, want_weight.chunk(2)[rank]))
 
 
 # --- in a worker -----------------------------------------------------------------------------------------------------
@@ -276,8 +274,7 @@ def test_a_step_with_chunks_is_one_without(make_worker, loss, tied, generation):
         result = worker.train(data, loss, gbs=data.size // data.group_size, mbs=2)
         found.append((logprobs, torch.cat(gradients), result["loss"], result["metrics"]))
     (logprobs, gradient, value, metrics), (chunked_logprobs, chunked_gradient, chunked_value, chunked_metrics) = found
-    torch.testing.assert_close(chunked_logprobs, logprobs, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(chunked_gradient, gradient, rtol=1e-5, atol=1e-5)
+    assert_close((chunked_logprobs, chunked_gradient), (logprobs, gradient))
     assert gradient.abs().max() > 0.01
     assert chunked_value == pytest.approx(value, rel=1e-6)
     assert chunked_metrics == pytest.approx(metrics, rel=1e-5)
@@ -307,8 +304,7 @@ def test_packed_rows_are_read_as_padded_ones(make_worker, is_packed):
         found.append((values.detach(), hidden.grad))
     (want, want_gradient), (values, gradient) = found
     assert values.shape == (*batch.data["input_ids"].shape, 1)
-    torch.testing.assert_close(values, want, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(gradient, want_gradient, rtol=1e-5, atol=1e-5)
+    assert_close((values, gradient), (want, want_gradient))
 
 
 def test_log_prob_passes_have_chunks_of_their_own(make_worker, monkeypatch):

@@ -78,10 +78,8 @@ def test_filtered_log_probs_are_those_of_the_distribution_that_is_sampled(monkey
 
 
 def test_a_target_that_the_filter_would_drop_counts_as_kept():
-    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
-    got = token_logprobs(
-        logits[:, None], torch.tensor([[3]]), vocab_size=4, temperature=1.0, tp_group=None, kept=SamplingFilter(top_k=2)
-    )
+    logits, kept = torch.tensor([[[3.0, 2.0, 1.0, 0.0]]]), SamplingFilter(top_k=2)
+    got = token_logprobs(logits, torch.tensor([[3]]), vocab_size=4, temperature=1.0, tp_group=None, kept=kept)
     torch.testing.assert_close(got[0, 0], torch.tensor([3.0, 2.0, 0.0]).log_softmax(0)[2])
 
 

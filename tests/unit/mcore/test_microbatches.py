@@ -5,6 +5,7 @@ import torch
 from support.tiny import random_batch
 
 from nemo_offload_rl.mcore.batches import (
+    modified_first_fit_decreasing,
     pack_bins,
     packed_microbatches,
     padded_length,
@@ -15,24 +16,16 @@ from nemo_offload_rl.mcore.batches import (
 )
 
 
-def test_bins_hold_every_sample_once_and_no_more_than_fits():
-    lengths = [9, 3, 7, 5, 5, 2, 8, 1]
-    bins = pack_bins(lengths, 10)
-    assert sorted(i for items in bins for i in items) == list(range(8))
-    assert all(sum(lengths[i] for i in items) <= 10 for items in bins)
-    assert len(bins) == 4  # 40 tokens in bins of 10
-
-
-def test_a_sample_beyond_the_capacity_gets_a_bin_of_its_own():
-    assert pack_bins([12, 3, 4], 10) == [[0], [1, 2]]
-
-
 def test_bins_are_split_until_every_rank_has_as_many():
+    assert pack_bins([12, 3, 4], 10) == [[0], [1, 2]]
+    assert pack_bins([8, 8, 3, 4], 10, group_size=2) == [[0, 1], [2, 3]]
     bins = pack_bins([1, 1, 1, 1], 10, min_bins=3)
     assert len(bins) == 3
     assert sorted(i for items in bins for i in items) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="2 samples cannot fill 3 packed micro-batches"):
         pack_bins([1, 1], 10, min_bins=3)
+    with pytest.raises(ValueError, match="2 groups of 2 samples cannot fill 3 packed"):
+        pack_bins([1, 1, 1, 1], 10, min_bins=3, group_size=2)
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -55,12 +48,6 @@ def test_neither_packing_nor_padding_splits_a_group(seed):
         assert torch.cat(seen).unique().tolist() == list(range(data.size))
     assert sum(batch.data.size for batch in packed) == data.size
     assert sum(float(batch.data["sample_mask"].sum()) for batch in padded) == float(data["sample_mask"].sum())
-
-
-def test_groups_larger_than_a_bin_or_fewer_than_the_ranks_need():
-    assert pack_bins([8, 8, 3, 4], 10, group_size=2) == [[0, 1], [2, 3]]
-    with pytest.raises(ValueError, match="2 groups of 2 samples cannot fill 3 packed"):
-        pack_bins([1, 1, 1, 1], 10, min_bins=3, group_size=2)
 
 
 def test_packed_rows_come_back_as_padded_rows():
@@ -102,3 +89,47 @@ def test_lengths_are_rounded_up_and_limited():
     with pytest.raises(ValueError, match=r"17 tokens, more than policy\.max_total_sequence_length 16"):
         padded_length(17, 4, 16)
     assert with_length(random_batch(2, longest=12), 16)["token_mask"].shape == (2, 16)
+
+
+def first_fit_decreasing(sizes, capacity):
+    room = []
+    for size in sorted(sizes, reverse=True):
+        slot = next((n for n, free in enumerate(room) if size <= free), None)
+        if slot is None:
+            room.append(capacity)
+            slot = len(room) - 1
+        room[slot] -= size
+    return len(room)
+
+
+def sizes_of(bins, sizes):
+    return [[sizes[index] for index in items] for items in bins]
+
+
+def test_each_phase_does_its_part():
+    # Large: 60, 52. Medium: 45, 36. Small: 20, 18. Tiny: 5.
+    assert sizes_of(modified_first_fit_decreasing(sizes := [5, 20, 36, 52, 18, 45, 60], 100), sizes) == [
+        [60, 36],  # the largest medium item that fits
+        [52, 45],
+        [20, 18, 5],  # first-fit decreasing of the rest
+    ]
+    # 76 has no medium partner and gets no pair: what fits, largest first. 55 gets a pair, smallest first.
+    assert sizes_of(modified_first_fit_decreasing(sizes := [76, 55, 20, 22, 24, 3, 2], 100), sizes) == [
+        [76, 22, 2],
+        [55, 20, 24],
+        [3],
+    ]
+
+
+def test_every_item_is_in_one_bin_and_none_overflows():
+    for seed in range(200):
+        rng = random.Random(seed)
+        capacity = rng.randint(1, 100)
+        sizes = [rng.randint(1, 2 * capacity if seed % 3 == 0 else capacity) for _ in range(rng.randint(0, 80))]
+        bins = modified_first_fit_decreasing(sizes, capacity)
+        assert sorted(index for items in bins for index in items) == list(range(len(sizes)))
+        for items in sizes_of(bins, sizes):
+            assert sum(items) <= capacity or len(items) == 1
+        least = sum(min(size, capacity) for size in sizes) / capacity
+        assert len(bins) <= 71 / 60 * max(least, first_fit_decreasing(sizes, capacity)) + 1
+        assert bins == modified_first_fit_decreasing(sizes, capacity)

@@ -16,6 +16,16 @@ from nemo_offload_rl.mcore import patches
 from nemo_offload_rl.mcore.patches.cpu_device import MODULES_WITH_LITERAL_CUDA
 
 CORE = "megatron.core"
+WRITER = f"{CORE}.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
+HYBRID = f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
+DISTRIBUTED = f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer"
+DDP = f"{CORE}.distributed.distributed_data_parallel:DistributedDataParallel"
+LAYER = f"{CORE}.transformer.transformer_layer:TransformerLayer"
+RANDOM = f"{CORE}.tensor_parallel.random"
+ROUTER = f"{CORE}.transformer.moe.router:TopKRouter"
+COLUMN = f"{CORE}.tensor_parallel.layers:ColumnParallelLinear"
+ROTARY = f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding"
+C10D = "torch.distributed.distributed_c10d"
 MAPPING = "megatron.bridge.models.conversion.param_mapping"
 OFFLOAD = f"{CORE}.pipeline_parallel.fine_grained_activation_offload"
 ROPE = f"{CORE}.models.common.embeddings.rope_utils"
@@ -42,13 +52,13 @@ SIGNATURES = {
     f"{OFFLOAD}:PipelineOffloadManager.reset": "(self)",
     f"{OFFLOAD}:PipelineOffloadManager.cuda_graph_stream": "(self)",
     f"{OFFLOAD}:PipelineOffloadManager.cuda_graph_event": "(self)",
-    f"{CORE}.tensor_parallel.random:CheckpointWithoutOutput.checkpoint": "(self, run_function, *args)",
+    f"{RANDOM}:CheckpointWithoutOutput.checkpoint": "(self, run_function, *args)",
     # checkpoint_writer
-    f"{CORE}.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.finish": "(self, metadata, results)",
-    f"{CORE}.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data_multithread": (
+    f"{WRITER}.finish": "(self, metadata, results)",
+    f"{WRITER}.write_preloaded_data_multithread": (
         "(transform_list, use_msc, rank, write_buckets, global_results_queue)"
     ),
-    f"{CORE}.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data": (
+    f"{WRITER}.write_preloaded_data": (
         "(transform_list, local_proc_idx, write_bucket, results_queue, count_queue, use_fsync, **kwargs)"
     ),
     # cpu_device
@@ -72,67 +82,55 @@ SIGNATURES = {
     "torch.cuda.streams:Event.wait": "(self, stream=None)",
     "torch.cuda.streams:Event.query": "(self)",
     "torch.nn.modules.module:Module.cuda": "(self, device=None)",
-    f"{CORE}.tensor_parallel.random:_get_cuda_rng_state": "(device='cuda', clone=False, graph_safe=False)",
-    f"{CORE}.tensor_parallel.random:_set_cuda_rng_state": "(new_state, device=-1, graph_safe=False)",
+    f"{RANDOM}:_get_cuda_rng_state": "(device='cuda', clone=False, graph_safe=False)",
+    f"{RANDOM}:_set_cuda_rng_state": "(new_state, device=-1, graph_safe=False)",
     f"{CORE}.transformer.moe.moe_utils:maybe_move_tensor_to_cpu": "(tensor, as_numpy=False, record_stream=False)",
     # cpu_optimizer: what it uses of megatron-core's optimizer, and how masters are reloaded
-    f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer.__init__": (
+    f"{HYBRID}.__init__": (
         "(self, params, offload_fraction=0.5, cpu_optimizer_cls=None, gpu_optimizer_cls=None, "
         "param_update_in_fp32=False, pin_cpu_grads=True, pin_cpu_params=True, overlap_cpu_optimizer_d2h_h2d=True, "
         "**kwargs)"
     ),
-    f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer.step": "(self, closure=None)",
-    f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer.update_fp32_param_by_new_param": "(self)",
-    f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer.dummy_step": "(self)",
-    f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer._sync_hdo_state_to_sub_optimizers": (
-        "(self)"
-    ),
+    f"{HYBRID}.step": "(self, closure=None)",
+    f"{HYBRID}.update_fp32_param_by_new_param": "(self)",
+    f"{HYBRID}.dummy_step": "(self)",
+    f"{HYBRID}._sync_hdo_state_to_sub_optimizers": "(self)",
     f"{CORE}.optimizer:get_megatron_optimizer": (
         "(config, model_chunks, config_overrides=None, use_gloo_process_groups=True, pg_collection=None, "
         "dump_param_to_param_group_map=None)"
     ),
-    f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer._get_model_param_range_map": "(self, param)",
-    f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states": (
-        "(self, model_param, tensors)"
-    ),
+    f"{DISTRIBUTED}._get_model_param_range_map": "(self, param)",
+    f"{DISTRIBUTED}._set_main_param_and_optimizer_states": "(self, model_param, tensors)",
     # gradient_nodes
-    f"{CORE}.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook": "(self, param)",
+    f"{DDP}._make_backward_post_hook": "(self, param)",
     # graph_inputs
     f"{CORE}.transformer.module:GraphableMegatronModule.get_layer_static_inputs": (
         "(self, seq_length, micro_batch_size)"
     ),
-    f"{CORE}.transformer.transformer_layer:TransformerLayer._get_te_cuda_graph_replay_args": "(self, *args, **kwargs)",
-    f"{CORE}.transformer.transformer_layer:TransformerLayer._te_cuda_graph_replay": "(self, *args, **kwargs)",
-    f"{CORE}.transformer.transformer_layer:TransformerLayer._forward_mlp": (
-        "(self, hidden_states, inference_context=None, padding_mask=None, packed_seq_params=None)"
-    ),
+    f"{LAYER}._get_te_cuda_graph_replay_args": "(self, *args, **kwargs)",
+    f"{LAYER}._te_cuda_graph_replay": "(self, *args, **kwargs)",
+    f"{LAYER}._forward_mlp": "(self, hidden_states, inference_context=None, padding_mask=None, packed_seq_params=None)",
     # layer_input: what it replaces; and the random numbers that a recomputed layer starts with
     f"{CORE}.recompute:checkpointed_forward": (
         "(self, hidden_states, attention_mask, context, context_mask, rotary_pos_emb, attention_bias, "
         "packed_seq_params, use_inner_quantization_context, padding_mask=None, extract_layer_indices=None, "
         "layer_offset=0)"
     ),
-    f"{CORE}.tensor_parallel.random:_get_all_rng_states": "()",
-    f"{CORE}.tensor_parallel.random:_set_all_rng_states": ("(cpu_rng_state, cuda_rng_state, cuda_rng_state_tracker)"),
-    f"{CORE}.tensor_parallel.random:_fork_rng": "()",
+    f"{RANDOM}:_get_all_rng_states": "()",
+    f"{RANDOM}:_set_all_rng_states": "(cpu_rng_state, cuda_rng_state, cuda_rng_state_tracker)",
+    f"{RANDOM}:_fork_rng": "()",
     # residency.streamed.init_state
-    f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params": "(self)",
+    f"{DISTRIBUTED}._copy_main_params_to_model_params": "(self)",
     f"{CORE}.optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params": "(self)",
     # object_collectives: a group that is given by name
-    "torch.distributed.distributed_c10d:all_gather_object": "(object_list, obj, group=None)",
-    "torch.distributed.distributed_c10d:gather_object": (
-        "(obj, object_gather_list=None, dst=None, group=None, group_dst=None)"
-    ),
-    "torch.distributed.distributed_c10d:scatter_object_list": (
+    f"{C10D}:all_gather_object": "(object_list, obj, group=None)",
+    f"{C10D}:gather_object": "(obj, object_gather_list=None, dst=None, group=None, group_dst=None)",
+    f"{C10D}:scatter_object_list": (
         "(scatter_object_output_list, scatter_object_input_list=None, src=None, group=None, group_src=None)"
     ),
-    "torch.distributed.distributed_c10d:broadcast_object_list": (
-        "(object_list, src=None, group=None, device=None, group_src=None)"
-    ),
+    f"{C10D}:broadcast_object_list": "(object_list, src=None, group=None, device=None, group_src=None)",
     # output_layer, whose call runs the hooks; the weight is the layer's or the one passed to the processor
-    f"{CORE}.tensor_parallel.layers:ColumnParallelLinear.forward": (
-        "(self, input_, weight=None, runtime_gather_output=None)"
-    ),
+    f"{COLUMN}.forward": "(self, input_, weight=None, runtime_gather_output=None)",
     # packed_rotary: what it replaces, with the arguments that its caller names; and what it calls
     f"{ROPE}:_apply_rotary_pos_emb_thd": (
         "(t, cu_seqlens, freqs, rotary_interleaved=False, mla_rotary_interleaved=False, mscale=1.0, cp_group=None, "
@@ -143,20 +141,18 @@ SIGNATURES = {
     ),
     # process_groups
     f"{CORE}.parallel_state:destroy_model_parallel": "()",
-    f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward": (
-        "(self, max_seq_len, offset=0, packed_seq=False, cp_group=None)"
-    ),
-    f"{YARN}:YarnRotaryEmbedding.forward": ("(self, max_seq_len, offset=0, packed_seq=False, cp_group=None)"),
+    f"{ROTARY}.forward": "(self, max_seq_len, offset=0, packed_seq=False, cp_group=None)",
+    f"{YARN}:YarnRotaryEmbedding.forward": "(self, max_seq_len, offset=0, packed_seq=False, cp_group=None)",
     # rotary_frequencies
     "megatron.bridge.models.gpt_provider:GPTModelProvider.provide": (
         "(self, pre_process=None, post_process=None, vp_stage=None)"
     ),
     # router_losses
-    f"{CORE}.transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss": (
+    f"{ROUTER}.attach_and_log_load_balancing_loss": (
         "(self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, needs_dp_avg=True, "
         "valid_token_count=None)"
     ),
-    f"{CORE}.transformer.moe.router:TopKRouter._apply_expert_bias": "(self, routing_map, padding_mask=None)",
+    f"{ROUTER}._apply_expert_bias": "(self, routing_map, padding_mask=None)",
     # weight_export
     f"{MAPPING}:split_qkv_weights": "(provider, qkv, feature_dim=None)",
     f"{MAPPING}:split_qkv_biases": "(config, qkv)",
@@ -169,9 +165,9 @@ SIGNATURES = {
 
 ATTRIBUTES = {
     # router_losses
-    f"{CORE}.transformer.moe.router:TopKRouter": {"calculate_per_token_loss", "tp_cp_group"},
+    ROUTER: {"calculate_per_token_loss", "tp_cp_group"},
     # saved_state
-    f"{CORE}.transformer.transformer_layer:TransformerLayer": {"mlp_norm_manager", "off_interface"},
+    LAYER: {"mlp_norm_manager", "off_interface"},
     f"{CORE}.transformer.moe.shared_experts:SharedExpertMLP": {"_overlap_state"},
     f"{CORE}.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher": {"_comm_manager"},
     f"{CORE}.transformer.moe.moe_layer:MoELayer": {"token_dispatcher", "cudagraph_tensor_store"},
@@ -179,20 +175,20 @@ ATTRIBUTES = {
         "per_param_grad_ready_counts", "grad_reduce_handle",
     },
     # cpu_optimizer, and residency.streamed.init_state
-    f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer": {
+    DISTRIBUTED: {
         "model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups",
     },
     f"{CORE}.optimizer.optimizer:Float16OptimizerWithFloat16Params": {"float16_groups", "fp32_from_float16_groups"},
     # gradient_nodes, saved_state
-    f"{CORE}.distributed.distributed_data_parallel:DistributedDataParallel": {
+    DDP: {
         "grad_accs", "bucket_groups", "expert_parallel_bucket_groups",
     },
     # rotary_frequencies
-    f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding": {"inv_freq"},
+    ROTARY: {"inv_freq"},
     # output_layer, linear_logprob
-    f"{CORE}.tensor_parallel.layers:ColumnParallelLinear": {"weight", "sequence_parallel"},
+    COLUMN: {"weight", "sequence_parallel"},
     # activation_offload
-    f"{CORE}.tensor_parallel.random:CheckpointWithoutOutput": {"outputs"},
+    f"{RANDOM}:CheckpointWithoutOutput": {"outputs"},
     f"{OFFLOAD}:PipelineOffloadManager": {"OFFLOAD_MGR", "_in_replay"},
 }  # fmt: skip
 """Module and class: attributes that its source sets."""

@@ -26,13 +26,7 @@ from nemo_offload_rl.residency.target import ResidencyError
 
 def offloading(policy, *, pinned=True, verify=True, **residency):
     policy["use_pinned_optimizer_offload"] = pinned
-    policy["residency"] |= {
-        "verify": verify,
-        "huge_pages": False,
-        "host_memory_limit_gib": None,
-        "table": None,
-        **residency,
-    }
+    policy["residency"] |= {"verify": verify, "huge_pages": False} | residency
     return policy
 
 
@@ -164,21 +158,6 @@ def test_masters_and_moments_leave_and_what_the_model_shares_stays(make_worker):
     assert worker.offloader.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(8 * count, rel=0.02)
 
 
-def test_objects_and_addresses_stay(make_worker):
-    worker = make_worker(offloading(policy_of("bf16")))
-    inner = worker.state.optimizer.chained_optimizers[0].optimizer
-
-    def everything():
-        state = [value for values in inner.state.values() for value in values.values()]
-        tensors = [*(p for _, p in worker.state.parameters()), *state, *(p for p in inner.state)]
-        return [(id(tensor), tensor.data_ptr()) for tensor in tensors]
-
-    before = everything()
-    run_steps(worker, 3, visit_phases=True)
-    worker.prepare_for_training()
-    assert everything() == before
-
-
 @pytest.mark.parametrize("kind", ["bf16", "fp32 undistributed"])
 def test_a_checkpoint_saved_while_offloaded_has_the_same_bytes(make_worker, tmp_path, kind):
     def saved(name, offload):
@@ -219,41 +198,21 @@ def test_reference_weights_are_swapped_in_and_out(make_worker):
     assert checksums(worker) == bits
 
 
-def failing_copies(worker, monkeypatch, *, number, lasts):
-    """Makes one copy to the GPU fail, `number` copies from now, or that one and all later ones."""
+@pytest.mark.parametrize("number", [0, 1], ids=["in", "back"])  # the params have one chunk
+def test_weights_that_a_swap_has_lost_are_refused_by_every_verb(make_worker, monkeypatch, tmp_path, number):
+    worker = make_worker(offloading(policy_of("bf16")), init_reference_model=True)
+    data = random_batch(8)
+    worker.train(data, NLLLoss(), gbs=8, mbs=2)
     mover, done = worker.offloader.context.mover, []
     copy_back = mover._copy_back
 
     def copy_or_fail(backed, chunk):
         done.append(chunk)
-        if len(done) > number and (lasts or len(done) == number + 1):
+        if len(done) > number:
             raise MemoryError("no staging buffer")
         copy_back(backed, chunk)
 
     monkeypatch.setattr(mover, "_copy_back", copy_or_fail)
-
-
-@pytest.mark.parametrize("number", [0, 1], ids=["in", "back"])  # the params have one chunk
-def test_a_swap_that_fails_once_leaves_the_policys_weights(make_worker, monkeypatch, number):
-    worker = make_worker(offloading(policy_of("bf16")), init_reference_model=True)
-    data = random_batch(4)
-    worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
-    want, bits = worker.get_logprobs(data, mbs=2)["logprobs"], checksums(worker)
-    failing_copies(worker, monkeypatch, number=number, lasts=False)
-    with pytest.raises(MemoryError, match="no staging buffer"):
-        worker.get_reference_policy_logprobs(data, mbs=2)
-    assert checksums(worker) == bits
-    assert torch.equal(worker.get_logprobs(data, mbs=2)["logprobs"], want)
-    worker.get_reference_policy_logprobs(data, mbs=2)
-    run_steps(worker, 1, visit_phases=True)
-
-
-@pytest.mark.parametrize("number", [0, 1], ids=["in", "back"])
-def test_weights_that_a_swap_has_lost_are_refused_by_every_verb(make_worker, monkeypatch, tmp_path, number):
-    worker = make_worker(offloading(policy_of("bf16")), init_reference_model=True)
-    data = random_batch(8)
-    worker.train(data, NLLLoss(), gbs=8, mbs=2)
-    failing_copies(worker, monkeypatch, number=number, lasts=True)
     verbs = [
         lambda: worker.get_reference_policy_logprobs(data, mbs=2),
         lambda: worker.get_logprobs(data, mbs=2),
@@ -297,9 +256,8 @@ def test_a_single_cell_of_the_table_can_be_overridden(make_worker):
     worker.offload_after_refit()
     assert worker.residency.where(Target.PARAMS) is Placement.GPU
     assert worker.offloader.mapped_bytes == worker.offloader.nbytes()[Target.PARAMS]
-    assert (
-        worker.offloader.targets[Target.PARAMS].flat_buffer.backed_ranges[0].host is None
-    )  # so it uses no host memory
+    (params,) = worker.offloader.targets[Target.PARAMS].flat_buffer.backed_ranges
+    assert params.host is None  # so it uses no host memory
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -311,15 +269,6 @@ def test_too_little_host_memory_is_refused_before_anything_is_pinned(make_worker
     with pytest.raises(HostBudgetError, match="host_memory_limit_gib"):
         make_worker(offloading(policy_of("bf16"), pinned=pinned, host_memory_limit_gib=params_alone))
     assert PinnedArena.live_bytes() == 0
-
-
-def test_a_worker_gives_all_its_host_memory_back(make_worker):
-    worker = make_worker(offloading(policy_of("bf16")), init_reference_model=True)
-    assert PinnedArena.live_bytes() > 0
-    worker.residency.enter(Phase.GENERATE)
-    worker.shutdown()
-    assert PinnedArena.live_bytes() == 0
-    make_worker()
 
 
 def hold_host_memory(when, port, pipe):

@@ -10,19 +10,15 @@ from support.tiny import TINY_QWEN3_MOE, in_transformers, random_batch, tiny_pol
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.batches import packed_microbatches, padded_microbatches
+from tests.unit.mcore.test_aux_losses import EXPERTS, KINDS, TOPK, by_definition
 
-EXPERTS, TOPK, COEFFICIENT = 4, 2, 2.0
+COEFFICIENT = 2.0
 LOSSES: dict[str, dict[str, Any]] = {
     **{
         name: {"moe_router_load_balancing_type": name, "moe_aux_loss_coeff": COEFFICIENT}
         for name in ("aux_loss", "seq_aux_loss", "global_aux_loss")
     },
     "z_loss": {"moe_z_loss_coeff": COEFFICIENT},
-}
-ALL = {
-    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
-    "moe_aux_loss_coeff": [COEFFICIENT, COEFFICIENT],
-    "moe_z_loss_coeff": COEFFICIENT,
 }
 
 
@@ -98,21 +94,9 @@ def reference_norm(worker: Any, data: Any, mbs: int, name: str) -> float:
         logprobs = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         loss = -(logprobs * mask).sum()
         real = torch.arange(ids.shape[1]) < rows["input_lengths"][:, None]
-        num_tokens = real.sum()
         for of_layer in logits:
-            of_layer = of_layer.view(*ids.shape, EXPERTS)
-            if name == "z_loss":
-                aux = of_layer.logsumexp(-1)[real].square().mean()
-            else:
-                scores = of_layer.softmax(-1)
-                chosen = F.one_hot(scores.topk(TOPK).indices, EXPERTS).sum(-2)
-                # Sums [rows, experts]; the loss of whole micro-batches adds their rows first.
-                tokens, probs = (chosen * real[..., None]).sum(1), (scores * real[..., None]).sum(1)
-                if name == "aux_loss":
-                    tokens, probs = tokens.sum(0, keepdim=True), probs.sum(0, keepdim=True)
-                mean_length = num_tokens / len(tokens)
-                aux = (tokens * probs).sum(-1).mean() * EXPERTS / (TOPK * mean_length**2)
-            loss = loss + num_tokens * COEFFICIENT * aux
+            aux = by_definition(of_layer.view(*ids.shape, EXPERTS), real)[name if name == "z_loss" else KINDS[name]]
+            loss = loss + real.sum() * COEFFICIENT * aux
         (loss / trained).backward()
     return float(torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]))
 

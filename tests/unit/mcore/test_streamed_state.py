@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.late_copies import LateCopies
 from support.late_streams import LateStream
-from support.phases import checkpoint_entries, checksums, delay_compute, differing, run_steps
-from support.ranks import run_ranks, worker_of_rank
+from support.phases import checkpoint_entries, checksums, delay_compute, differing, run_steps, save
+from support.ranks import off_and_on, run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -18,7 +18,7 @@ from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.streamed import window
 from nemo_offload_rl.residency.streamed.init_state import has_no_memory
 from nemo_offload_rl.residency.streamed.step import HalfUpdatedError
-from nemo_offload_rl.residency.table import Phase, Placement, Target
+from nemo_offload_rl.residency.table import Placement, Target
 
 STREAMED = {"train": {"optimizer_state": "streamed"}}
 
@@ -31,14 +31,9 @@ def _late_copies(monkeypatch):
 def policy_of(kind, *, streamed=True, **keys):
     policy = tiny_policy(TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3, "float32" if "fp32" in kind else "bfloat16")
     policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = "undistributed" not in kind
+    policy["megatron_cfg"]["expert_model_parallel_size"] = 2 if "ep2" in kind else 1
     policy["offload_optimizer_for_refit"] = True
-    policy["residency"] |= {
-        "verify": False,
-        "huge_pages": False,
-        "host_memory_limit_gib": None,
-        "stream_window_mib": 1,
-        "table": STREAMED if streamed else None,
-    }
+    policy["residency"] |= {"huge_pages": False, "stream_window_mib": 1, "table": STREAMED if streamed else None}
     return policy | keys
 
 
@@ -64,7 +59,7 @@ def test_activations_may_be_offloaded_beside_it(make_worker, monkeypatch):
     assert worker.activations.offloader.report.total().moved_bytes > 0
 
 
-def test_nothing_of_the_state_is_ever_made_on_the_device(make_worker):
+def test_nothing_of_the_state_is_ever_made_on_the_device_where_the_window_alone_comes_and_goes(make_worker):
     worker = make_worker(policy_of("bf16"))
     count = sum(p.numel() for _, p in worker.state.parameters())
     state = worker.offloader.targets[Target.OPTIMIZER_STATE]
@@ -77,8 +72,14 @@ def test_nothing_of_the_state_is_ever_made_on_the_device(make_worker):
     assert worker.offloader.nbytes()[Target.OPTIMIZER_STATE] == 2**20
     worker.prepare_for_training()
     worker.residency.require(Target.OPTIMIZER_STATE)
+    assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.STREAMED
     assert worker.offloader.mapped_bytes == sum(worker.offloader.nbytes().values())
+    run_steps(worker, 2, visit_phases=True)
+    metrics = worker.residency_metrics()
+    assert metrics["train/optimizer_state/gb"] == pytest.approx(2 * 2 * state.host_nbytes / 1e9)
+    assert "refit/optimizer_state/gb" not in metrics
     worker.offload_after_refit()
+    assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
     assert worker.offloader.mapped_bytes == 0
 
 
@@ -94,18 +95,14 @@ def test_masters_that_megatron_core_makes_have_no_memory():
 
 @pytest.mark.parametrize("kind", ["bf16", "bf16 undistributed"])
 def test_checkpoints_are_those_of_resident_state_and_load_into_streamed_state(make_worker, tmp_path, kind):
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills megatron-core's uninitialised padding of shards
-    try:
-        worker = make_worker(policy_of(kind, streamed=False))
-        run_steps(worker, 2, visit_phases=False)
-        worker.save_checkpoint(str(tmp_path / "resident"), save_optimizer=True)
-        wanted = run_steps(worker, 2, visit_phases=False)
-        worker = make_worker(policy_of(kind))
-        run_steps(worker, 2, visit_phases=True)
-        worker.offload_after_refit()
-        worker.save_checkpoint(str(tmp_path / "streamed"), save_optimizer=True)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    worker = make_worker(policy_of(kind, streamed=False))
+    run_steps(worker, 2, visit_phases=False)
+    save(worker, tmp_path / "resident")
+    wanted = run_steps(worker, 2, visit_phases=False)
+    worker = make_worker(policy_of(kind))
+    run_steps(worker, 2, visit_phases=True)
+    worker.offload_after_refit()
+    save(worker, tmp_path / "streamed")
     # So a streamed run's checkpoint also resumes with resident state.
     assert differing(checkpoint_entries(tmp_path / "resident"), checkpoint_entries(tmp_path / "streamed")) == []
     run_steps(worker, 1, visit_phases=True)
@@ -181,9 +178,7 @@ def test_after_a_step_that_failed_in_the_middle_every_verb_is_refused(make_worke
 
 def errors_of_a_chain(rank, world_size, ports):
     """Returns the error of a step whose copies fail at the start of the experts' optimizer, and later verbs' errors."""
-    policy = policy_of("bf16 moe")
-    policy["megatron_cfg"]["expert_model_parallel_size"] = 2
-    worker, data = worker_of_rank(policy, rank, world_size, ports[0]), random_batch(8)
+    worker, data = worker_of_rank(policy_of("bf16 moe ep2"), rank, world_size, ports[0]), random_batch(8)
     worker.train(data, NLLLoss(), gbs=16, mbs=2)
     state, said = worker.offloader.targets[Target.OPTIMIZER_STATE], []
     assert len(state.steps) == 2
@@ -217,13 +212,26 @@ def test_no_verb_goes_on_where_experts_fail_behind_the_others_update(tmp_path, m
         )
 
 
-def test_the_window_alone_comes_and_goes(make_worker):
-    worker = make_worker(policy_of("bf16"))
-    run_steps(worker, 2, visit_phases=True)
-    metrics = worker.residency_metrics()
-    nbytes = worker.offloader.targets[Target.OPTIMIZER_STATE].host_nbytes
-    assert metrics["train/optimizer_state/gb"] == pytest.approx(2 * 2 * nbytes / 1e9)
-    assert "refit/optimizer_state/gb" not in metrics
-    assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
-    worker.residency.enter(Phase.TRAIN)
-    assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.STREAMED
+LAYOUTS = ["bf16", "bf16 moe ep2"]
+
+
+def run(layout, rank, world_size, port, *, streamed):
+    """Returns the steps' reports on this rank, whose shards cut parameters, and the number of its chunks."""
+    window.CopyStream = LateStream  # in this process, which no other test uses
+    worker = worker_of_rank(policy_of(layout, streamed=streamed), rank, world_size, port)
+    torch.set_num_threads(1)
+    reports = run_steps(worker, 3, visit_phases=streamed)
+    steps = worker.offloader.targets[Target.OPTIMIZER_STATE].steps if streamed else []
+    worker.shutdown()
+    return reports, sum(step.num_chunks for step in steps)
+
+
+def all_layouts(rank, world_size, ports):
+    return off_and_on(LAYOUTS, ports, lambda layout, port, on: run(layout, rank, world_size, port, streamed=on))
+
+
+def test_steps_of_two_ranks_are_those_with_resident_state():
+    for rank, layouts in enumerate(run_ranks(all_layouts, 2, num_ports=2 * len(LAYOUTS))):
+        for layout, ((plain, _), (streamed, num_chunks)) in layouts.items():
+            assert streamed == plain, f"rank {rank}, {layout}"
+            assert num_chunks > 3

@@ -1,4 +1,4 @@
-"""Tests that two ranks compute what one does: DP, TP, sequence parallel, PP, virtual PP, EP, packed rows, on gloo."""
+"""Tests that two ranks compute what one does, on gloo: DP, TP, PP, EP, CP, packed rows, biases, windows, experts."""
 
 import functools
 from pathlib import Path
@@ -10,45 +10,75 @@ from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, logprobs_in_transformers, packed_rows, random_batch, tiny_policy
 from support.toy_policy import LocalTransport
 
+from tests.unit.mcore.test_export import Loaded
+
 # Of the logits and of MLPs, which the backward pass computes again; one rank computes them whole.
 CHUNKS = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 5, "mlp_tile_tokens": 5}
 OVERLAP = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": False}
 # Tensor parallelism by itself is that of `ODD_VOCABULARY`, and a pipeline by itself has virtual stages.
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {},
-    "tp2_sequence_parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-    "chunks_dp2_overlapped_recomputed": CHUNKS
-    | {"distributed_data_parallel_config": OVERLAP, "activation_checkpointing": True},
-    "chunks_tp2": CHUNKS | {"tensor_model_parallel_size": 2},
-    "chunks_pp2": CHUNKS | {"pipeline_model_parallel_size": 2},
-    "moe_dp2": {},
-    "moe_ep2": {"expert_model_parallel_size": 2},
-    # Packed rows on two ranks are compared with padded rows on one.
-    "packed_chunks_tp2_sequence_parallel": CHUNKS | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "packed_moe_dp2_ep2": {"expert_model_parallel_size": 2},
-    "packed_moe_pp2_vpp2_recomputed": {
-        "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 2,
-        "activation_checkpointing": True,
-    },
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4, "rope_theta": 100.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "rope_theta": 100.0,
 }
-ODD_VOCABULARY = "tp2_padded_vocabulary"
+BIASED = {"attention_bias": True}
+LLAMA = {"model_type": "llama", "num_key_value_heads": 1, "mlp_bias": True, "rope_parameters": LLAMA3} | BIASED
+WINDOW = {"use_sliding_window": True, "sliding_window": 3, "rope_parameters": YARN} | BIASED
+AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.1}
+# Each rank has another share of the rows' padding. test_architectures checks that one rank computes what transformers
+# does, and a vocabulary of 15 is padded for two.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dense": (TINY_QWEN3, {}),
+    "moe": (TINY_QWEN3_MOE, {}),
+    "odd": (TINY_QWEN3 | {"vocab_size": 15}, {}),
+    "llama": (TINY_QWEN3 | LLAMA, {}),
+    "windows": (TINY_QWEN3 | WINDOW | {"max_window_layers": 1}, {}),
+    "dense layers": (TINY_QWEN3_MOE | WINDOW | {"mlp_only_layers": [0, 2]}, AUX),
+}
+SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+STAGES = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+GATHERED = CONTEXT | {"cp_comm_type": "all_gather"}  # attention of Transformer Engine does not compute windows with p2p
+EXPERTS = {"expert_model_parallel_size": 2}
+RECOMPUTED = {"activation_checkpointing": True}
+# The model, whether its rows are packed, and the layout. Packed rows are compared with padded rows on one rank; tensor
+# parallelism by itself is that of the odd vocabulary, and a pipeline by itself has virtual stages.
+LAYOUTS: dict[tuple[str, str], tuple[bool, dict[str, Any]]] = {
+    ("dense", "dp2"): (False, {}),
+    ("dense", "tp2_sequence_parallel"): (False, SPLIT),
+    ("dense", "pp2_vpp2"): (False, STAGES),
+    ("dense", "chunks_dp2_overlapped"): (False, CHUNKS | RECOMPUTED | {"distributed_data_parallel_config": OVERLAP}),
+    ("dense", "chunks_tp2"): (False, CHUNKS | {"tensor_model_parallel_size": 2}),
+    ("dense", "chunks_pp2"): (False, CHUNKS | {"pipeline_model_parallel_size": 2}),
+    ("dense", "packed_chunks_tp2_sequence_parallel"): (True, CHUNKS | SPLIT),
+    ("moe", "dp2"): (False, {}),
+    ("moe", "ep2"): (False, EXPERTS),
+    ("moe", "packed_dp2_ep2"): (True, EXPERTS),
+    ("moe", "packed_pp2_vpp2_recomputed"): (True, STAGES | RECOMPUTED),
+    ("odd", "tp2"): (False, {"tensor_model_parallel_size": 2}),
+    ("llama", "cp2"): (False, CONTEXT),
+    ("llama", "tp2_sequence_parallel"): (False, SPLIT),
+    ("windows", "cp2"): (False, GATHERED),
+    ("windows", "pp2_vpp2"): (False, STAGES),
+    ("dense layers", "cp2"): (False, GATHERED),
+    ("dense layers", "tp2_sequence_parallel"): (False, SPLIT),
+    ("dense layers", "pp2_vpp2_recomputed"): (False, STAGES | RECOMPUTED),
+    ("dense layers", "ep2"): (False, EXPERTS),
+}
 
 
-def hf_config_of(layout: str) -> dict[str, Any] | None:
-    if layout == ODD_VOCABULARY:
-        return TINY_QWEN3 | {"vocab_size": 15}
-    return TINY_QWEN3_MOE if "moe" in layout else None
-
-
-def run(layout: str, overrides: dict[str, Any], rank: int, world_size: int, port: int) -> dict[str, Any]:
+def run(model: str, packed: bool, overrides: dict[str, Any], rank: int, world_size: int, port: int) -> dict[str, Any]:
     """Runs three steps, the last on pairs, then log-probs; each rank has all rows except those of another DP rank."""
     from nemo_offload_rl.algorithms.losses import DPOLoss, NLLLoss
     from nemo_offload_rl.mcore.logprob import linear_logprob
 
-    policy = tiny_policy(hf_config_of(layout), **overrides)
-    if layout.startswith("packed"):
+    hf_config, megatron = MODELS[model]
+    policy = tiny_policy(hf_config, **megatron, **overrides)
+    if packed:
         policy["sequence_packing"] = packed_rows(20)  # some pairs are longer
     worker = worker_of_rank(policy, rank, world_size, port, init_reference_model=True)
     torch.set_num_threads(1)
@@ -81,32 +111,31 @@ def run(layout: str, overrides: dict[str, Any], rank: int, world_size: int, port
     return out
 
 
-def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, dict[str, Any]]:
-    layouts = LAYOUTS | {ODD_VOCABULARY: {"tensor_model_parallel_size": 2}}
-    return {name: run(name, layouts[name], rank, world_size, port) for name, port in zip(layouts, ports, strict=True)}
+def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[tuple[str, str], dict[str, Any]]:
+    named = zip(LAYOUTS.items(), ports, strict=True)
+    return {name: run(name[0], *layout, rank, world_size, port) for (name, layout), port in named}
 
 
 def one_rank(rank: int, world_size: int, ports: list[int]) -> dict[str, dict[str, Any]]:
-    names = ["dp2", "moe_dp2", ODD_VOCABULARY]
-    return {name: run(name, {}, rank, world_size, port) for name, port in zip(names, ports, strict=True)}
+    return {name: run(name, False, {}, rank, world_size, port) for name, port in zip(MODELS, ports, strict=True)}
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict[str, Any]]:
-    return run_ranks(one_rank, 1, num_ports=3)[0]
+    return run_ranks(one_rank, 1, num_ports=len(MODELS))[0]
 
 
 @pytest.fixture(scope="module")
-def together() -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(all_layouts, 2, num_ports=len(LAYOUTS) + 1)
+def together() -> list[dict[tuple[str, str], dict[str, Any]]]:
+    return run_ranks(all_layouts, 2, num_ports=len(LAYOUTS), timeout_s=300)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [*LAYOUTS, ODD_VOCABULARY])
-def test_two_ranks_compute_what_one_does(alone, together, layout):
-    want = alone[layout if layout in alone else "moe_dp2" if "moe" in layout else "dp2"]
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS)
+def test_two_ranks_compute_what_one_does(alone, together, model, layout):
+    want = alone[model]
     for rank in range(2):
-        got = together[rank][layout]
+        got = together[rank][model, layout]
         assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
         assert got["grad_norms"] == pytest.approx(want["grad_norms"], rel=1e-4)
         for name in ("evaluated", "of_three_micro_batches"):
@@ -121,11 +150,11 @@ def test_two_ranks_compute_what_one_does(alone, together, layout):
             assert got["exported"][name] == (shape, pytest.approx(total, rel=1e-3, abs=2e-3)), name
 
 
-class Loaded:
-    """Receives weights and keeps them."""
-
-    def load_weights(self, named_tensors) -> None:
-        self.weights = {name: tensor.clone() for name, tensor in named_tensors}
+@pytest.mark.slow
+def test_flags_count_in_the_rows_that_are_compared(alone):
+    assert len([name for name in alone["llama"]["exported"] if name.endswith(".bias")]) == 4 * 7
+    dense = [name for name in alone["dense layers"]["exported"] if ".mlp.gate_proj." in name]
+    assert [name.split(".")[2] for name in dense] == ["0", "2"]
 
 
 def round_trip(rank: int, world_size: int, ports: list[int], folder: Path) -> dict[str, Any]:

@@ -35,15 +35,8 @@ def folder_without(weight, config, folder):
 )
 def test_a_missing_weight_is_named(make_worker, tmp_path, config, weight):
     policy = folder_without(weight, config, tmp_path)
-    with pytest.raises(
-        ValueError, match=rf"^policy\.model_name '{tmp_path}' lacks 1 weights .*such as '{weight}'; use"
-    ):
+    with pytest.raises(ValueError, match=rf"^policy\.model_name '{tmp_path}' lacks 1 weights .*such as '{weight}'"):
         make_worker(policy)
-
-
-@pytest.mark.parametrize("config", [TINY_QWEN3, UNTIED, TINY_QWEN3_MOE], ids=["tied", "untied", "experts"])
-def test_whole_folders_are_loaded(make_worker, tmp_path, config):
-    make_worker(folder_without(None, config, tmp_path))
 
 
 def test_a_weight_without_a_name_is_said(make_worker):
@@ -51,9 +44,7 @@ def test_a_weight_without_a_name_is_said(make_worker):
     policy = tiny_policy(
         TINY_QWEN3_MOE, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid", moe_router_dtype="fp32"
     )
-    with pytest.raises(
-        ValueError, match=r"has no names for 4 weights .*'decoder\.layers\.0\.mlp\.router\.expert_bias'"
-    ):
+    with pytest.raises(ValueError, match=r"has no names for 4 weights .*layers\.0\.mlp\.router\.expert_bias'"):
         make_worker(policy)
 
 
@@ -80,11 +71,12 @@ def test_an_output_layer_of_its_own_is_refused_in_a_model_that_ties_it(make_work
     assert (found - before).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("config", "rows"), [(TINY_QWEN3, 12), (UNTIED, 12)])
-def test_an_embedding_with_other_rows_than_the_vocabulary_is_refused(make_worker, tmp_path, config, rows):
-    policy = folder_without(None, config, tmp_path) | {"hf_config_overrides": {"vocab_size": rows}}
-    with pytest.raises(ValueError, match=rf"has 14 rows in 'model\.embed_tokens\.weight', but .* vocab_size {rows};"):
-        make_worker(policy)
+@pytest.mark.parametrize("config", [TINY_QWEN3, UNTIED])
+def test_an_embedding_with_other_rows_than_the_vocabulary_is_refused(make_worker, tmp_path, config):
+    policy = folder_without(None, config, tmp_path)
+    with pytest.raises(ValueError, match=r"has 14 rows in 'model\.embed_tokens\.weight', but .* vocab_size 12;"):
+        make_worker(policy | {"hf_config_overrides": {"vocab_size": 12}})
+    make_worker(policy)
 
 
 def test_weights_that_no_parameter_takes_are_named(make_worker, tmp_path, caplog):

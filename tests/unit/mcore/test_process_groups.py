@@ -1,0 +1,145 @@
+"""Tests process groups: what they listen on, which of them exchanges objects, and that all is freed again."""
+
+import gc
+import weakref
+
+import psutil
+import pytest
+import torch
+from support.gloo import keep_devices_apart
+from support.ranks import free_port, run_ranks, worker_of_rank
+from support.tiny import random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore import distributed
+from nemo_offload_rl.mcore.distributed import ParallelSizes, gather
+from nemo_offload_rl.mcore.patches.torch_distributed import make_group, objects_through, shut_down_groups_at_once
+
+
+def join(rank, world_size, port, tensor=1):
+    distributed.initialize(
+        ParallelSizes(tensor=tensor, pipeline=1, virtual_pipeline=None, expert=1, expert_tensor=1),
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        master_addr="127.0.0.1",
+        master_port=port,
+        seed=1,
+        te_rng_tracker=False,
+    )
+
+
+def listening():
+    connections = psutil.Process().net_connections("inet")
+    return {connection.laddr for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+
+def listen(rank, world_size, ports):
+    """Returns a sum over both ranks and what each listens on with process groups, and with groups created again."""
+    keep_devices_apart()  # a shared device keeps listening
+    seen = []
+    for port in ports:
+        join(rank, world_size, port, tensor=2)
+        total = torch.ones(1) * (rank + 1)
+        torch.distributed.all_reduce(total)
+        seen.append((total.item(), listening()))
+        distributed.destroy()
+        assert not listening(), "groups or their store are left"
+    return seen
+
+
+def test_all_that_listens_is_on_loopback():
+    results = run_ranks(listen, 2, num_ports=2)
+    for total, addresses in results[0] + results[1]:
+        assert total == 3
+        assert addresses, "gloo listens somewhere"
+        assert {ip for ip, _ in addresses} == {"127.0.0.1"}
+
+
+def end_twice(rank, world_size, ports):
+    """Returns a sum in a group of its own, and whether groups remain after both ways to destroy them."""
+    address = f"tcp://127.0.0.1:{ports[0]}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    total = torch.full((1,), 2.0)
+    torch.distributed.all_reduce(total, group=torch.distributed.new_group([0]))
+    shut_down_groups_at_once()
+    torch.distributed.destroy_process_group()
+    return [total.item(), torch.distributed.is_initialized()]
+
+
+def test_groups_of_a_rank_alone_are_shut_down_beside_one_another():
+    assert run_ranks(end_twice, 1, num_ports=1) == [[2.0, False]]
+
+
+def exchange(rank, world_size, ports):
+    join(rank, world_size, ports[0])
+    with objects_through(make_group()):
+        found = [gather(("from", rank))]
+        got = [None] * world_size if rank == 0 else None
+        torch.distributed.gather_object(rank, object_gather_list=got, dst=0, group=None)
+        mine = [None]
+        torch.distributed.scatter_object_list(mine, [10, 11] if rank == 0 else None, src=0, group=None)
+        told = ["told"] if rank == 0 else [None]
+        torch.distributed.broadcast_object_list(told, src=0)
+        found += [got, mine, told]
+    distributed.destroy()
+    return found
+
+
+def test_every_collective_of_objects_gives_what_it_gives_without():
+    values = [("from", 0), ("from", 1)]
+    assert run_ranks(exchange, 2, num_ports=1) == [[values, [0, 1], [10], ["told"]], [values, None, [11], ["told"]]]
+
+
+def fail_in_the_middle(group, another):
+    with objects_through(group):
+        torch.distributed.all_gather_object([None], 1)
+        torch.distributed.all_gather_object([None], 1, group=another)
+        raise OSError("the disk is full")
+
+
+def test_a_group_that_is_named_is_used_and_all_is_as_before_behind_it(monkeypatch):
+    seen = []
+
+    def all_gather_object(objects, value, group=None):
+        seen.append(group)
+
+    join(0, 1, free_port())
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+    group, another = make_group(), make_group()
+    with pytest.raises(OSError, match="the disk is full"):
+        fail_in_the_middle(group, another)
+    assert torch.distributed.all_gather_object is all_gather_object
+    assert seen == [group, another]
+    distributed.destroy()
+
+
+def test_a_worker_that_has_ended_leaves_no_model_behind():
+    """Its parameters are fp32, and the optimizer's views of them hold autograd nodes that reference the model."""
+    worker = worker_of_rank(tiny_policy(), 0, 1, free_port())
+    worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+    held = [weakref.ref(worker.state.model[0]), weakref.ref(worker.state.optimizer)]
+    worker.shutdown()
+    del worker
+    gc.collect()
+    assert [reference() for reference in held] == [None, None]
+
+
+def test_groups_that_cannot_all_be_made_are_left_again(make_worker, monkeypatch):
+    """Fails to make the last group, as a GPU without memory does; with more memory the process may try again."""
+
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "model_parallel_cuda_manual_seed", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            make_worker()
+    make_worker().train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+
+
+def test_a_schedule_whose_length_only_a_run_knows_is_refused(make_worker):
+    policy = tiny_policy()
+    policy["megatron_cfg"]["scheduler"]["lr_decay_iters"] = None
+    with pytest.raises(ValueError, match=r"lr_decay_iters is null, which a run replaces by its number of steps"):
+        make_worker(policy)
