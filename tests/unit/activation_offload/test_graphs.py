@@ -171,22 +171,6 @@ def test_replays_are_in_the_report_and_a_graphs_input_stays(model, made):
     assert made.report.total().moved_bytes == 0  # this step replayed nothing
 
 
-@pytest.mark.parametrize(("fraction", "lead"), [(1.0, 1), (0.7, 2)])
-def test_a_pass_with_replays_leads_as_the_whole_pass_before_it(model, made, fraction, lead):
-    """A pass with replays has other groups, those outside of graphs, and so says nothing about the layers' offloads."""
-    made = offloader(model, fraction=fraction)
-    eager_step(model, [12])
-    profile = made._profiles[0]
-    capture(made, model, *batches([12], 0))
-    made.init_model_chunk_offload_handler(0, None, 0)
-    loss = model.layers[1](*batches([12], 1)).sum()
-    (chunk,) = made._chunks
-    loss.backward()
-    assert chunk.lead == profile.lead == lead
-    assert made._profiles[0] is profile
-    made.reset()
-
-
 def test_a_pass_that_only_warms_up_moves_nothing_and_switches_nothing_off_if_it_fails(model, made):
     made.disable_offload()
     capture(made, model, *batches([12], 0))

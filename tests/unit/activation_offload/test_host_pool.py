@@ -1,19 +1,28 @@
-"""Tests the pool that hands out host memory by bytes."""
+"""Tests the pool of host memory, which groups are offloaded, and how far copies may lag and lead on a fast link."""
 
 import itertools
 import random
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface as Interface,
+)
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+from support.late_copies import LateCopies, LateTicket
+from support.marked_layers import Layer, Model, batches
 
+from nemo_offload_rl.activation_offload.copies import CopyHandle, Span
+from nemo_offload_rl.activation_offload.manager import ActivationOffloader
+from nemo_offload_rl.activation_offload.schedule import ActivationOptions, choose_in_first_pass, choose_offloaded
 from nemo_offload_rl.activation_offload.storage import ALIGNMENT_BYTES, PinnedHostPool, Region
+from nemo_offload_rl.mcore.patches import activation_offload
 
 PAGE = ALIGNMENT_BYTES
 
 
 class Copy:
-    """Represents a copy of a copy stream, which makes its copies in order."""
-
     def __init__(self, copy_stream: str, number: int, done: bool = False) -> None:
         self.copy_stream, self.number, self.done = copy_stream, number, done
 
@@ -119,3 +128,121 @@ def test_what_comes_back_to_a_closed_pool_is_not_lent_again():
     made.give_back(region, None)
     assert take(made, PAGE) is None
     assert made.used_bytes == 0
+
+
+MODULES = ("qkv_linear", "core_attn", "attn_proj")
+NUM_LAYERS = 16
+
+
+class Link(LateCopies):
+    """Makes copies at once, and records when a link of some speed would have, by a clock that `run` advances."""
+
+    def __init__(self) -> None:
+        super().__init__(eager_share=1.0)
+        self.speed = 1.0  # bytes per unit of time
+        self.now = 0.0
+        self.waited = 0.0
+        self._free_at = {"out": 0.0, "back": 0.0}
+        self._done_at: dict[CopyHandle, float] = {}
+
+    def run(self, time: float) -> None:
+        self.now += time
+
+    def rest(self) -> None:
+        self.now = max(self.now, *self._free_at.values())
+
+    def out(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
+        after = list(after)
+        return self._timed("out", super().out(spans, after), spans, after)
+
+    def back(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
+        after = list(after)
+        return self._timed("back", super().back(spans, after), spans, after)
+
+    def wait(self, handle: CopyHandle) -> None:
+        assert isinstance(handle, LateTicket) and handle.reached()
+        self.waited += max(0.0, self._done_at[handle] - self.now)
+        self.now = max(self.now, self._done_at[handle])
+
+    def _timed(
+        self, direction: str, handle: CopyHandle, spans: Sequence[Span], after: Sequence[CopyHandle]
+    ) -> CopyHandle:
+        begin = max(self.now, self._free_at[direction], *(self._done_at[other] for other in after))
+        self._free_at[direction] = self._done_at[handle] = begin + sum(span.nbytes for span in spans) / self.speed
+        return handle
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    yield Link()
+    activation_offload.uninstall(PipelineOffloadManager.OFFLOAD_MGR)
+
+
+def clocked_model(link: Link) -> Model:
+    """Makes a model whose layers take one unit of time forward, 0.4 of it in attention, and two backward."""
+    torch.manual_seed(0)
+    model = Model(MODULES)
+    model.layers = torch.nn.ModuleList(Layer(MODULES) for _ in range(NUM_LAYERS))
+    for layer in model.layers:
+        for module, time in ((layer.proj, 0.4), (layer.mlp, 0.6)):
+            module.register_forward_hook(lambda *_, time=time: link.run(time))
+            module.register_full_backward_hook(lambda *_, time=time: link.run(2 * time))
+    return model
+
+
+@pytest.mark.parametrize("fraction", [0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 1.0])
+def test_no_wait_for_a_link_that_is_idle_for_a_fifth_of_the_forward_pass(link, fraction):
+    """With fractions, a layer that is offloaded whole keeps the link busy for longer than a layer takes."""
+    model = clocked_model(link)
+    options = ActivationOptions(MODULES, fraction=fraction, min_elements=0)
+    keep = [parameter.untyped_storage() for parameter in model.parameters()]
+    made = ActivationOffloader(options, torch.zeros(1 << 20, dtype=torch.uint8), link, keep)
+    activation_offload.take_place(made)
+    waited: list[float] = []
+    in_flight: list[int] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: in_flight.append(len(made._inflight)))
+    for seed in range(4):
+        (x,) = batches([8], seed)
+        link.rest()
+        loss = model(x)
+        loss.backward()
+        Interface.reset()
+        moved, late = made.report.total().moved_bytes, made.report.total().late_bytes
+        assert moved > 0
+        assert late == 0 or seed == 0  # the first pass does not know the last layer yet, which has to stay
+        waited.append(link.waited)
+        link.waited = 0.0
+        link.speed = moved / (0.8 * NUM_LAYERS)
+    assert waited[2:] == [0.0, 0.0]  # the first two passes measure the pass and the speed
+    num_groups = 2  # per layer; attn_proj saves the storage that core_attn saves
+    assert max(in_flight[2 * NUM_LAYERS :]) <= (num_groups if fraction == 1 else 2 * num_groups)
+
+
+def test_they_leave_a_layer_ahead_of_an_even_pace():
+    assert choose_offloaded([[8, 8]] * 4, 0.5) == [True, True, False, True, False, True, False, False]
+    assert choose_offloaded([[8]] * 6, 0.5) == [True, False, True, False, True, False]
+    assert choose_offloaded([], 1.0) == choose_offloaded([[], []], 0.5) == choose_in_first_pass([[]], 0.5) == []
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 0.77, 1.0])
+def test_what_leaves_is_the_fraction_to_within_a_group(fraction):
+    chance = random.Random(0)
+    for _ in range(50):
+        layers = [[chance.randint(1, 9) for _ in range(chance.randint(1, 4))] for _ in range(chance.randint(1, 20))]
+        sizes = [nbytes for layer in layers for nbytes in layer]
+        leaves = choose_offloaded(layers, fraction)
+        left = sum(nbytes for nbytes, goes in zip(sizes, leaves, strict=True) if goes)
+        assert fraction * sum(sizes) - 9 <= left <= fraction * sum(sizes)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 0.77, 1.0])
+def test_in_the_first_pass_no_more_than_the_fraction_has_left_at_any_group(fraction):
+    chance = random.Random(0)
+    for _ in range(50):
+        sizes = [chance.randint(1, 9) for _ in range(chance.randint(1, 40))]
+        seen = left = 0
+        for nbytes, goes in zip(sizes, choose_in_first_pass([sizes], fraction), strict=True):
+            seen += nbytes
+            left += nbytes if goes else 0
+            assert fraction * seen - 9 <= left <= fraction * seen

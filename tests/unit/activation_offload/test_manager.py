@@ -85,7 +85,6 @@ def begin_pass() -> None:
 
 
 def in_group(compute: Callable, x: torch.Tensor, module: str = "mlp", *, is_on: bool = True, **options) -> torch.Tensor:
-    """Returns what a group of a module computes from a tensor."""
     group = Interface(is_on, x, module)
     with group as inside:
         y = compute(inside)
@@ -200,8 +199,6 @@ def test_a_storage_moves_once_and_its_memory_goes(model):
 
 
 class Listed(LateCopies):
-    """Records the bytes of each request."""
-
     def __init__(self) -> None:
         super().__init__()
         self.clear()
@@ -216,29 +213,6 @@ class Listed(LateCopies):
     def back(self, spans, after):
         self.sizes["back"].append(sum(span.nbytes for span in spans))
         return super().back(spans, after)
-
-
-def test_a_group_that_stays_as_a_whole_begins_the_next_pass_as_others_do():
-    made = offloader(modules=("layer_input",), max_inflight=0, margin_stage=None)
-    passes = []
-    for _ in range(2):  # both forward, as on a pipeline's first stages
-        made.init_model_chunk_offload_handler(0, None, None)
-        chunk = made.cur_forward_chunk()
-        passes.append([])
-        for layer in range(3):
-            tensor = torch.randn(64)
-            if layer == 0:
-                made.mark_not_offload(tensor)
-            with made.group("layer_input") as group:
-                passes[-1].append((group, made.save(tensor)))
-    for groups in passes:
-        for group, saved in reversed(groups):
-            made.reach(group)
-            made.unpack(saved)
-    made.reset()
-    report = made.report.modules["layer_input"]
-    assert (report.moved_bytes, report.late_bytes) == (4 * 256, 256)  # late is what the first backward pass begins with
-    assert Profile(chunk.groups, 1.0, has_margin=False).lead == 1
 
 
 def test_a_layer_leaves_and_comes_back_by_one_request_except_where_each_group_is_waited_for(model):
@@ -266,22 +240,6 @@ def test_a_layer_leaves_and_comes_back_by_one_request_except_where_each_group_is
     assert copies.sizes["out"] == per_layer * (LAYERS - 1)
 
 
-def test_a_pass_behind_one_too_short_to_leave_does_so_layer_by_layer(model):
-    """The pass before decides which groups make requests, and it had nothing to request."""
-    copies = Listed()
-    made = offloader(model, copies=copies, min_elements=8 * WIDTH)
-    short, long = batches([1, 8], 0)
-    model(short).backward()
-    assert copies.sizes["out"] == []
-    loss = model(long)
-    moved = sum(copies.sizes["out"])
-    assert 0 < max(copies.sizes["out"]) <= moved / (LAYERS - 1)
-    loss.backward()
-    made.reset()
-    total = made.report.total()
-    assert total.moved_bytes == moved and total.small_bytes > 0
-
-
 PAIR, TRIPLE = ["qkv_linear", "core_attn"], ["qkv_linear", "core_attn", "moe_act"]
 ASKS = {("qkv_linear", 0), ("core_attn", 0), ("core_attn", 1), ("moe_act", 0)}
 
@@ -303,17 +261,6 @@ def test_copies_may_lag_two_layers_and_ask_at_their_own_ends_where_not_all_leave
     profile = Profile(committed(names).groups, fraction, has_margin=has_margin)
     assert profile.lead == lead
     assert asks is None or profile.asks == asks
-
-
-def test_what_leaves_is_decided_anew_where_groups_or_sizes_differ(model):
-    made, profiles = offloader(model, fraction=0.5), []
-    for inputs in batches([8, 8, 9], 0):
-        one_by_one(model, [inputs])
-        profiles.append(made._profiles[0])
-    assert profiles[0] is profiles[1] is not profiles[2]
-    profile = Profile(committed(PAIR * 3).groups, 1.0, has_margin=False)
-    assert not profile.is_outdated_by(committed(PAIR * 3).groups)
-    assert profile.is_outdated_by(committed(PAIR * 2).groups)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.01, 0.3, 0.5, 0.8, 1.0])
@@ -352,7 +299,6 @@ def test_a_short_pass_does_not_say_what_leaves_in_the_next_one(model, fraction):
 
 
 def committed(names: Sequence[str]) -> Chunk:
-    """Returns a pass of groups of 8 bytes."""
     chunk = Chunk(_NoListener(), 0, OffloadPath(PinnedHostPool(torch.zeros(0, dtype=torch.uint8)), LateCopies()), 1.0)
     for name in names:
         chunk.start_group(name)
@@ -364,16 +310,6 @@ def committed(names: Sequence[str]) -> Chunk:
 class _NoListener(GroupListener):
     def commit(self, chunk: Chunk, group: Group) -> None:
         pass
-
-
-def test_a_group_asks_once_for_all_of_its_copies(model):
-    copies = Listed()
-    offloader(model, copies=copies, margin_stage=None, modules=("core_attn",))
-    for layer in model.layers:
-        layer.modules_on = ("core_attn",)
-    one_by_one(model, batches([8], 0))
-    assert copies.num_out > LAYERS and copies.num_back > LAYERS  # several storages in a group
-    assert len(copies.sizes["out"]) == len(copies.sizes["back"]) == LAYERS
 
 
 @pytest.mark.parametrize("warm", [1, 2, 3])
@@ -404,20 +340,6 @@ def test_nothing_is_asked_back_while_the_last_layers_groups_are_computed(model, 
     loss.backward()
     made.reset()
     assert made.report.total().late_bytes == 0
-
-
-def test_forward_only_passes_leave_no_trace(model):
-    inputs = batches([8, 9], 0)
-    want = plain(model, inputs)
-    made = offloader(model)
-    for num_reported in (0, len(inputs)):
-        before = made.report
-        with torch.no_grad():
-            model(inputs[0].detach())
-        Interface.reset()
-        assert made.report is before or not num_reported
-        assert made.report.num_micro_batches == num_reported
-        assert_equal(one_by_one(model, inputs), want)
 
 
 def test_parameters_and_small_storages_stay(model):
@@ -581,27 +503,6 @@ def test_a_request_that_is_refused_leaves_nothing_behind(model, direction):
     assert number > LAYERS
 
 
-@pytest.mark.parametrize("call", ["reset", "close"])
-def test_everything_is_given_up_where_a_gpu_has_failed(model, monkeypatch, call):
-    """Every wait on a failed GPU raises."""
-    copies = LateCopies(eager_share=0.0)
-    made = offloader(model, copies=copies)
-    begin_pass()
-    x = ones()
-    y = in_group(torch.exp, x)
-    refs = [StorageWeakRef(tensor.untyped_storage()) for tensor in (x, y)]
-    assert len(made._inflight) == 1
-    for name in ("wait", "synchronize"):
-        monkeypatch.setattr(copies, name, lambda *_: lack_of_memory(torch.empty(0)))
-    with pytest.raises(MemoryError):
-        getattr(made, call)()
-    assert len(made._inflight) == 0
-    assert made.host_pool.memory.numel() == 0 or call == "reset"
-    assert not made._chunks
-    del x, y
-    assert all(ref.expired() for ref in refs)
-
-
 def test_no_copy_uses_the_host_memory_of_one_that_is_closed(model):
     copies = LateCopies(eager_share=0.0)
     made = offloader(model, copies=copies)
@@ -729,17 +630,6 @@ def test_a_pass_that_a_change_in_place_has_ended_is_gone_with_its_output(fails_a
     assert made.host_pool.used_bytes == 0
 
 
-def test_what_stays_has_the_gradients_of_a_plain_run():
-    offloader(min_elements=1 << 20)
-    begin_pass()
-    x = torch.linspace(-1, 1, WIDTH, requires_grad=True)
-    y = in_group(lambda inside: (inside * inside).exp(), x * 1)
-    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    assert torch.equal(first, (2 * x * (x * x).exp()).detach())
-    (second,) = torch.autograd.grad(first.sum(), x)  # the saved tensor has kept its autograd history
-    torch.testing.assert_close(second, ((2 + 4 * x * x) * (x * x).exp()).detach())
-
-
 def square_with_delayed_commit() -> tuple[torch.Tensor, torch.Tensor, StorageWeakRef]:
     """Returns a tensor of ones, its square, which is a group of a graph's replay, and the storage that this saves."""
     begin_pass()
@@ -787,8 +677,6 @@ def test_a_replay_that_fails_delays_no_commit_of_later_steps():
 
 
 class Experts(torch.nn.Module):
-    """Runs experts whose copies wait, if delayed, for the next layer's replay."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
@@ -829,18 +717,6 @@ def test_the_last_layers_delayed_commits_are_made_where_the_pass_ends(schedule, 
         total = made.report.total()
         assert (total.distinct_bytes, total.moved_bytes) == (eager.distinct_bytes, eager.moved_bytes)
         assert (total.resident_bytes, total.refused_bytes) == (eager.resident_bytes, 0)
-
-
-def test_what_has_not_been_asked_for_when_a_pass_fails_is_not_copied(model):
-    copies = LateCopies()
-    made = offloader(model, copies=copies)
-    one_by_one(model, batches([8], 0))
-    made.init_model_chunk_offload_handler(0, None, 0)
-    in_group(torch.exp, model.layers[0](batches([8], 1)[0]), "qkv_linear")  # the second layer's requests at its end
-    before = copies.num_out
-    assert len(made.cur_forward_chunk().pending) == 1
-    made.reset()
-    assert copies.num_out == before
 
 
 @pytest.mark.parametrize("several", [None, tuple, list])

@@ -8,7 +8,6 @@ from nemo_offload_rl.activation_offload.report import (
     ModuleReport,
     StepReport,
     gpu_waited,
-    stays_alive,
     suggested_fraction,
     table,
     why_no_effect,
@@ -32,14 +31,6 @@ from nemo_offload_rl.memory.units import MIB
 )
 def test_a_module_without_effect_has_a_reason(module, report, words):
     assert re.search(words, why_no_effect(module, report, [module], offloads_later=True) or "")
-
-
-@pytest.mark.parametrize(("beside", "advises"), [("qkv_linear", True), ("attn_proj", False), ("layer_input", False)])
-def test_attn_proj_is_advised_only_where_it_is_not_offloaded_and_may_be(beside, advises):
-    report, modules = ModuleReport(moved_bytes=2 * MIB), ["core_attn", beside]
-    freed_none = why_no_effect("core_attn", report, modules, offloads_later=True) or ""
-    for words in (freed_none, stays_alive("core_attn", report, modules)):
-        assert ("offload attn_proj" in words) == advises
 
 
 def test_a_module_of_which_only_the_first_micro_batch_left_has_no_effect_either():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.tensor_parallel import random as checkpoints
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from support.late_copies import LateCopies
@@ -15,7 +16,6 @@ from support.phases import checksums
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.config.installed import declared_fields
 from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.memory.link import LinkSpeed
 from nemo_offload_rl.memory.pinned import PinnedArena
@@ -48,12 +48,10 @@ def steps(worker: Any, num_steps: int = 3, *, visit_phases: bool = True) -> list
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[dict[str, Any]]]:
-    """Holds the reports of runs without offloading, so that each configuration runs once in this module."""
     return {}
 
 
 def plain_steps(make_worker: Any, plain: dict[str, Any], config: dict[str, Any], **megatron: Any) -> Any:
-    """Returns the steps of a run without offloading, cached in `plain`."""
     kind = f"{config['model_type']} {megatron}"
     if kind not in plain:
         plain[kind] = steps(make_worker(tiny_policy(config, **megatron)))
@@ -247,7 +245,54 @@ def test_the_second_step_that_ends_says_that_the_gpu_waited(
     assert words is None or (words in said[2][0] and "waited 26 ms of a training step of 500 ms" in said[2][0])
 
 
-def test_another_megatron_is_refused(make_worker, monkeypatch):
-    monkeypatch.setattr(declared_fields, "TESTED_MEGATRON_CORE", ("0.18.0",))
-    with pytest.raises(ValueError, match=r"tested only with 0\.18\.0, but 0\.19\.2 is installed"):
-        make_worker(offloading_activations(tiny_policy(), ["core_attn"]))
+class DriverError(RuntimeError):
+    pass
+
+
+class Failing(LateCopies):
+    def out(self, spans, after):
+        if self.num_out > 2:
+            raise DriverError
+        return super().out(spans, after)
+
+    def wait(self, handle):
+        if self.num_out > 2:
+            raise RuntimeError("the GPU has failed")
+        super().wait(handle)
+
+
+def test_no_room_for_streams_is_what_is_said(make_worker, monkeypatch):
+    def no_stream(device, graphs):
+        raise DriverError
+
+    monkeypatch.setattr(activation_offload, "CudaCopies", no_stream)
+    before = activation_offload.CheckpointWithoutOutput.checkpoint
+    with pytest.raises(DriverError):
+        make_worker(offloading_activations(tiny_policy(), ATTENTION))
+    gc.collect()  # the error's frames hold views of the memory
+    assert PinnedArena.live_bytes() == 0
+    assert not isinstance(PipelineOffloadManager.OFFLOAD_MGR, activation_offload.ActivationOffloader)
+    assert activation_offload.CheckpointWithoutOutput.checkpoint is before
+
+
+def test_a_worker_that_never_trains_leaves_megatron_core_as_it_is(make_worker):
+    make_worker(offloading_activations(tiny_policy(), ATTENTION), init_optimizer=False)
+    assert PipelineOffloadManager.OFFLOAD_MGR is None
+
+
+def test_a_refused_copy_is_what_is_said_though_the_worker_ends_behind_it(make_worker, monkeypatch):
+    monkeypatch.setattr(activation_offload, "CudaCopies", lambda device, graphs: Failing(eager_share=0.0))
+    worker = make_worker(offloading_activations(tiny_policy(), ATTENTION))
+
+    def train() -> None:
+        try:
+            worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
+        finally:
+            worker.shutdown()
+
+    with pytest.raises(DriverError) as caught:
+        train()
+    assert "Cleanup after this error failed, too: RuntimeError: the GPU has failed" in caught.value.__notes__
+    del caught
+    gc.collect()
+    assert PinnedArena.live_bytes() == 0

@@ -114,7 +114,6 @@ ROWS = batch_of_lengths([12] * 8)
 
 
 def of_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, Any]:
-    """Returns the metrics of a step in each layout."""
     torch.set_num_threads(1)
     out = {}
     for name, port in zip(LAYOUTS, ports, strict=True):

@@ -17,7 +17,6 @@ from support.tiny import random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.checkpoint import background_save, checkpoint_writer
-from nemo_offload_rl.mcore.checkpoint.background_save import HostSnapshot
 from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy
 from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
 from nemo_offload_rl.memory.streams import CopyStream
@@ -25,7 +24,7 @@ from nemo_offload_rl.residency.streamed import window
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import read_manifest, write_manifest
-from tests.unit.mcore.test_checkpoint_modes import policy_of
+from tests.unit.mcore.test_checkpoint_hyperparameters import policy_of
 
 
 def train(worker, seeds):
@@ -61,14 +60,12 @@ def start(worker, folder):
 
 
 def trained(make_worker, policy=None, **options):
-    """Returns a worker behind its first step, and its log-probs."""
     worker = make_worker(policy, **options)
     train(worker, [0])
     return worker, logprobs(worker)
 
 
 def assert_holds(worker, folder, want, *after):
-    """Ends a checkpoint, loads it, and checks log-probs and, if given, the reports of the steps behind it."""
     worker.finish_checkpoint()
     worker.load_checkpoint(str(folder))
     assert torch.equal(logprobs(worker), want)
@@ -125,7 +122,6 @@ def with_state(policy, kind):
 
 
 def late_copies(monkeypatch, snapshot_s, state_s):
-    """Delays the snapshot's copies, and copies of optimizer state to and from the host."""
     copy_all = background_save.copy_all
 
     def late(stream, pairs, ready):
@@ -187,44 +183,6 @@ def test_state_that_a_step_changes_on_the_host_is_written_as_it_was(make_worker,
     training.join(60)
     assert_holds(worker, tmp_path, want, later[:-1])
     assert torch.equal(logprobs(worker), later[-1])
-
-
-@on_both
-def test_a_missing_wait_for_copies_would_show(make_worker, make_policy, tmp_path, monkeypatch):
-    worker, want = trained(make_worker, with_state(make_policy(), "resident"))
-    stepped, copy_all = threading.Event(), background_save.copy_all
-    monkeypatch.setattr(background_save, "copy_all", lambda *pairs: stepped.wait(60) and copy_all(*pairs))
-    monkeypatch.setattr(HostSnapshot, "wait", lambda self: None)
-    start(worker, tmp_path)
-    train(worker, AFTER)
-    stepped.set()
-    with pytest.raises(AssertionError):
-        assert_holds(worker, tmp_path, want)
-
-
-@on_both
-@pytest.mark.parametrize("kind", ["resident", "leaves"])
-def test_copies_are_under_way_while_it_is_planned(make_worker, make_policy, tmp_path, monkeypatch, kind):
-    worker, _ = trained(make_worker, with_state(make_policy(), kind))
-    planned, held = threading.Event(), []
-
-    def hold(owner, name, what):
-        copy = getattr(owner, name)
-
-        def held_back(*arguments):
-            held.append(what)
-            assert planned.wait(60)
-            copy(*arguments)
-
-        monkeypatch.setattr(owner, name, held_back)
-
-    space = checkpoint_writer.require_free
-    monkeypatch.setattr(checkpoint_writer, "require_free", lambda *sizes: (planned.set(), space(*sizes)))
-    hold(background_save, "copy_all", "snapshot")
-    hold(CopyStream, "copy_all", "state")
-    start(worker, tmp_path)
-    assert set(held) == ({"snapshot", "state"} if kind == "leaves" else {"snapshot"})
-    worker.finish_checkpoint()
 
 
 @pytest.mark.parametrize("when", ["planned", "finished"])

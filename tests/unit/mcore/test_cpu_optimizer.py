@@ -5,21 +5,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.optimizer import OptimizerConfig
 from safetensors.torch import load_file
 from support.metrics_page import undocumented
 from support.phases import run_steps
 from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
-from nemo_offload_rl.mcore.optimizer.cpu_optimizer import CpuOptimizer, cpu_optimizers, take_host_memory
+from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer_state import largest_within
 from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state
-from nemo_offload_rl.mcore.patches.optimizers import build_optimizer, reload_masters
+from nemo_offload_rl.mcore.patches.optimizers import reload_masters
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.residency.table import Target
-from tests.unit.mcore.test_weight_names import folder_without
+from tests.unit.mcore.test_hf_weights import folder_without
 
 
 def policy_of(fraction, kind="bfloat16", *, aware=True, **optimizer):
@@ -161,39 +160,6 @@ def test_its_host_memory_is_in_the_budget_before_any_is_taken(make_worker):
         make_worker(policy)
     assert PinnedArena.live_bytes() == before
     assert "policy.megatron_cfg.optimizer.optimizer_offload_fraction" in str(caught.value)
-
-
-def test_the_learning_rate_reaches_every_optimizer_without_a_schedule(make_worker):
-    worker = make_worker(policy_of(0.5))
-    config = OptimizerConfig(
-        optimizer="adam", lr=0.25, bf16=True, use_distributed_optimizer=True, use_precision_aware_optimizer=True,
-        optimizer_cpu_offload=True, optimizer_offload_fraction=0.5,
-    )  # fmt: skip
-    optimizer = build_optimizer(config, worker.state.model)
-    (inner,) = cpu_optimizers(optimizer)
-    with PinnedArena() as arena:
-        give_back = take_host_memory(optimizer, arena)
-        for group in inner.param_groups:
-            for param in group["params"]:
-                param.decoupled_grad = torch.ones_like(param)
-        inner.step()
-        assert len(inner.sub_optimizers) == 2
-        assert {group["lr"] for one in inner.sub_optimizers for group in one.param_groups} == {0.25}
-        inner.param_groups[0]["lr"] = 0.125
-        inner.step()
-        assert {group["lr"] for one in inner.sub_optimizers for group in one.param_groups} == {0.125, 0.25}
-        inner.param_groups[0]["lr"] = None
-        with pytest.raises(ValueError, match=r"has no learning rate; give one in OptimizerConfig\.lr"):
-            inner.step()
-        give_back()
-
-
-def test_megatron_cores_own_class_is_left_as_it_was(make_worker):
-    from megatron.core import optimizer
-    from megatron.core.optimizer import distrib_optimizer
-
-    make_worker(policy_of(0.5))
-    assert optimizer.HybridDeviceOptimizer is distrib_optimizer.HybridDeviceOptimizer is not CpuOptimizer
 
 
 def test_metrics_have_seconds_and_bytes_of_the_last_step(make_worker):

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
-from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 from megatron.core.transformer import cuda_graphs as mcore_graphs
 from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_modules
@@ -25,7 +24,8 @@ from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.config.megatron import check_graph_environment
 from nemo_offload_rl.mcore import step
 from nemo_offload_rl.mcore.graphs.cuda_graphs import CudaGraphs, NoCudaGraphs, StepShape, step_shape
-from nemo_offload_rl.mcore.graphs.graph_capture import FrozenShapes, NoObserver, slower_than_eager
+from nemo_offload_rl.mcore.graphs.graph_capture import FrozenShapes, GraphSpeedCheck, NoObserver, slower_than_eager
+from nemo_offload_rl.memory.streams import Event
 
 LAYERS = 4
 WARMUP_STEPS = 2
@@ -39,8 +39,6 @@ def captures() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def install(monkeypatch, captures):
-    """Returns what installs a replacement of Transformer Engine."""
-
     def make_graphed_callables(layers, sample_args, *, sample_kwargs, _order, **options):
         assert mcore_graphs.is_graph_capturing()
         assert not any(layer._forward_pre_hooks for layer in layers)
@@ -64,8 +62,6 @@ def install(monkeypatch, captures):
 
 @pytest.fixture
 def graphed(make_worker, install):
-    """Builds a worker whose layers know of graphs, and its `CudaGraphs`."""
-
     def make(modules=("attn", "mlp"), *, hf_config=None, **megatron):
         worker = make_worker(tiny_policy(hf_config, precision="bfloat16", **megatron))
         install()
@@ -87,7 +83,6 @@ def graphed(make_worker, install):
 
 
 def train(worker, graphs, rows, *, seed=0, mbs=2):
-    """Trains one optimizer step within `graphs.step`."""
     worker.prepare_for_training()
     data = random_batch(rows, seed=seed)
     counts = step.global_counts(data, worker.device)
@@ -99,7 +94,6 @@ def train(worker, graphs, rows, *, seed=0, mbs=2):
 
 
 def replaying(graphed, *arguments, **options):
-    """Returns a worker and its graphs behind their first replays."""
     worker, graphs = graphed(*arguments, **options)
     for seed in range(WARMUP_STEPS + 1):
         train(worker, graphs, 4, seed=seed)
@@ -126,16 +120,6 @@ def test_changing_micro_batches_replay_one_capture_and_change_no_number(make_wor
     assert graphs.num_captures == len(captures) == 1
     assert captures[0]["order"] == [1, -1]
     assert [sorted(kwargs) for kwargs in captures[0]["kwargs"]] == [["rotary_pos_emb"]] * LAYERS  # no attention mask
-
-
-def test_the_helper_learns_the_number_of_micro_batches_for_the_time_of_the_capture(graphed, captures):
-    worker, graphs = graphed()
-    worker.state.config.cuda_graph_warmup_steps = WARMUP_STEPS
-    for _ in range(WARMUP_STEPS + 1):
-        train(worker, graphs, 6)
-    # A layer has ten warm-up passes; two steps of three micro-batches have made six of them.
-    assert captures[0]["options"]["num_warmup_iters"] == 4
-    assert mcore_graphs.get_num_microbatches() == 1
 
 
 def test_a_dispatcher_gets_the_captured_shapes_back():
@@ -180,37 +164,26 @@ def test_slower_replays_than_eager_steps_are_said_once(graphed, caplog):
     assert caplog.messages.count(slower_than_eager(1.5, 1.0, ["attn", "mlp"], copies_inside=False)) == 1
 
 
-class Witness(NoObserver):
-    """Records what it is told about captures."""
-
-    def __init__(self):
-        self.told = []
-
-    def prepare_capture(self):
-        self.told.append("prepare")
-
-    def exclude_graph_input(self, storage):
-        self.told.append("input")
-
-    def count_replay(self):
-        self.told.append("replay")
-
-    def forget_captures(self):
-        self.told.append("forget")
+def witness() -> tuple[NoObserver, list[str]]:
+    observer, told = NoObserver(), []
+    names = {"prepare_capture": "prepare", "exclude_graph_input": "input", "count_replay": "replay"}
+    for name, word in (names | {"forget_captures": "forget"}).items():
+        setattr(observer, name, lambda *_, word=word: told.append(word))
+    return observer, told
 
 
 def test_who_copies_inside_of_graphs_is_told_of_captures_replays_and_deletion(graphed):
     worker, graphs = graphed()
-    graphs._observer = witness = Witness()
+    graphs._observer, told = witness()
     for module in worker.state.model[0].modules():
         if isinstance(module, transformer_layer.TransformerLayer):
             module.offload_module_in_cuda_graph = module.layer_number == 1
             module.off_interface = NoRecords
     for _ in range(WARMUP_STEPS + 1):
         train(worker, graphs, 4)
-    assert witness.told == ["prepare", *["input"] * LAYERS, "replay", "replay"]  # one such layer, two micro-batches
+    assert told == ["prepare", *["input"] * LAYERS, "replay", "replay"]  # one such layer, two micro-batches
     graphs.delete()
-    assert witness.told[-1] == "forget"
+    assert told[-1] == "forget"
 
 
 class NoRecords(FineGrainedActivationOffloadingInterface):
@@ -227,7 +200,7 @@ class NoRecords(FineGrainedActivationOffloadingInterface):
 
 def test_a_capture_that_fails_half_way_leaves_no_capture_under_way(graphed, monkeypatch):
     worker, graphs = graphed()
-    graphs._observer = witness = Witness()
+    graphs._observer, told = witness()
 
     def fail(*_, **__):
         gc.disable()  # as torch.cuda.graph does
@@ -241,7 +214,7 @@ def test_a_capture_that_fails_half_way_leaves_no_capture_under_way(graphed, monk
         frozen = gc.get_freeze_count()
         with pytest.raises(RuntimeError, match="out of memory"):
             train(worker, graphs, 4)
-    assert (witness.told[0], witness.told[-1]) == ("prepare", "forget")
+    assert (told[0], told[-1]) == ("prepare", "forget")
     assert gc.isenabled() and gc.get_freeze_count() <= frozen
     assert not mcore_graphs.is_graph_capturing()
     train(worker, graphs, 4)
@@ -363,45 +336,85 @@ def test_expandable_segments_need_unregistered_buffers(name):
     check_graph_environment({name: "max_split_size_mb:64"})
 
 
-class Stage:
-    """Answers what the schedules ask a pipeline communicator."""
-
-    def __init__(self, stage: int, stages: int, virtual_stages: int) -> None:
-        self.pp_group = types.SimpleNamespace(size=lambda: stages, rank=lambda: stage)
-        self.virtual_pipeline_model_parallel_size = None if virtual_stages == 1 else virtual_stages
-
-
-def passes(num_microbatches, stage, stages, virtual_stages):
-    """Returns forward (+) and backward (-) passes in the order of the schedule: (sign, chunk, micro-batch)."""
-    where = Stage(stage, stages, virtual_stages)
-    warmup = get_pp_rank_microbatches(num_microbatches, virtual_stages, stages, p2p_communicator=where)[2]
-    table = get_schedule_table(num_microbatches, virtual_stages, stages)
-    seen: dict[int, int] = {}
-    out = []
-    for chunk in mcore_graphs.convert_schedule_table_to_order(warmup, virtual_stages, table):
-        out.append((chunk, seen.get(chunk, 0)))
-        seen[chunk] = seen.get(chunk, 0) + 1
-    return out
-
-
-@pytest.mark.parametrize("stages", [2, 4])
-def test_a_pipelines_shorter_step_is_the_captured_order_with_the_last_micro_batches_left_out(stages):
-    def follows(virtual_stages):
-        return [
-            [one for one in passes(captured, stage, stages, virtual_stages) if one[1] < fewer]
-            == passes(fewer, stage, stages, virtual_stages)
-            for stage in range(stages)
-            for captured in range(1, 9)
-            for fewer in range(1, captured + 1)
-        ]
-
-    assert all(follows(1))
-    assert not all(follows(2))
-
-
 def test_what_a_captured_set_can_replay():
     shape = StepShape(4, 2, 12)
     others = [shape, StepShape(3, 2, 12), StepShape(5, 2, 12), StepShape(4, 2, 10), StepShape(4, 1, 12)]
     for stages, virtual_stages, able in ((1, 1, [True] * 3), (2, 1, [True, True, False]), (2, 2, [True, False, False])):
         found = [shape.can_replay(other, stages=stages, virtual_stages=virtual_stages) for other in others]
         assert found == [*able, False, False]
+
+
+SHAPE, OTHER = (4, 2, 128), (3, 2, 128)
+
+
+class Training:
+    def __init__(self) -> None:
+        self.now = 10.0
+        self.events: list[At] = []
+        self.pace = GraphSpeedCheck(["attn", "mlp"], copies_inside=False, mark=self._mark)
+
+    def _mark(self) -> Event:
+        self.events.append(At(self.now))
+        return self.events[-1]
+
+    def run(self, capture: int, *seconds: float, shape: object = SHAPE) -> None:
+        """Runs steps that replay a capture, or eager ones for 0."""
+        for one in seconds:
+            with self.pace.step(shape, capture):
+                self.now += one
+
+
+@pytest.fixture
+def training(caplog) -> Training:
+    caplog.set_level(logging.WARNING)
+    return Training()
+
+
+def test_slower_replays_are_said_once(training, caplog):
+    training.run(0, 9.0, 2.0, 1.0, 3.0)
+    training.run(1, 9.0, 1.5, 1.25, 1.5)
+    assert caplog.messages == []  # the third step's events have not been read
+    training.run(1, 1.5)
+    assert caplog.messages == [slower_than_eager(1.25, 1.0, ["attn", "mlp"], copies_inside=False)]
+    num_marks = len(training.events)
+    training.run(1, 1.5, 1.5)
+    training.run(2, 9.0, 2.5, 2.5, 2.5, 2.5)
+    assert len(caplog.messages) == 1
+    assert len(training.events) == num_marks
+
+
+@pytest.mark.parametrize(
+    ("runs", "num_timed", "said"),
+    [
+        ([(0, 9.0, 1.0), (1, 9.0, 1.5, 0.5, 1.5, 1.5), (1, *[5.0] * 5)], 5, None),  # after three it ends
+        ([(0, 9.0, 1.0), (1, 9.0, 1.5, 1.0625, 1.5, 1.5), (1, *[5.0] * 5)], 5, None),  # less than a tenth
+        ([(0, 0.5, 1.0), (1, *[1.0] * 5)], 5, None),  # a fast first step would be too strict, a slow one too lenient
+        ([(0, 1.0), (1, *[9.0] * 9)], 0, None),  # one eager step is no baseline
+        ([(0, 9.0, 1.0), (1, 0.5, 1.5, 1.5), (2, 0.5, 1.5, 1.5)], 5, (1.5, 1.0)),  # not the first one after a capture
+        ([(0, 9.0, 1.0), (1, OTHER, *[3.0] * 9), (1, 1.0, 1.0, 1.0), (1, OTHER, 3.0, 3.0)], 4, None),
+        ([(0, 9.0, 1.0), (0, OTHER, 4.0), (1, 9.0, 2.0, 2.0), (1, OTHER, 5.0, 5.0)], 6, (5.0, 4.0)),
+    ],
+)
+def test_steps_are_compared_with_eager_ones_of_their_shape(training, caplog, runs, num_timed, said):
+    for capture, *seconds in runs:
+        shape = seconds.pop(0) if seconds[0] == OTHER else SHAPE
+        training.run(capture, *seconds, shape=shape)
+    assert len(training.events) == 2 * num_timed
+    assert caplog.messages == ([] if said is None else [slower_than_eager(*said, ["attn", "mlp"], copies_inside=False)])
+
+
+@pytest.mark.parametrize(
+    ("modules", "remedy"),
+    [
+        (["attn"], "slower: set policy.megatron_cfg.cuda_graph_impl to none."),
+        (["mlp"], "slower: set policy.megatron_cfg.cuda_graph_impl to none."),
+        (["attn", "moe_router"], "slower: remove modules from it, or set"),
+        (["attn", "mlp", "moe_router"], "slower: remove 'mlp' from it, or set"),
+    ],
+)
+def test_what_is_left_must_name_something(modules, remedy):
+    for copies_inside in (False, True):
+        said = slower_than_eager(0.2345, 0.2, modules, copies_inside=copies_inside)
+        assert "takes 234.5 ms, 17% longer than the 200.0 ms" in said
+        assert remedy in said
+        assert ("copies of activations inside it" in said) == copies_inside

@@ -20,7 +20,6 @@ from support.tiny import (
 )
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.worker.skipped_steps import TooManySkippedStepsError
 
 pytestmark = EXACTLY
 
@@ -147,17 +146,3 @@ def test_late_copies_show_in_the_manager_of_megatron_core(make_worker, monkeypat
     worker.activations.close()
     PipelineOffloadManager.reset_instance()
     assert steps(worker, 3) != want
-
-
-def test_a_missing_wait_would_show(make_worker, monkeypatch):
-    """Activations would be read too early, and gradients are wrong or not finite."""
-    want = steps(make_worker(policy_of("dense")), 2)
-    # Attention's offsets and seeds stay: a kernel that reads garbage from them may kill the process.
-    worker = make_worker(offloading_activations(policy_of("dense"), ATTENTION, min_offloaded_tensor_size=2**14))
-    delay_moves(monkeypatch, seconds=0.01)
-    monkeypatch.setattr(worker.activations.offloader.copies, "wait", lambda handle: None)
-    try:
-        got = steps(worker, 2)
-    except TooManySkippedStepsError:
-        return
-    assert got != want

@@ -4,12 +4,10 @@ import pytest
 import torch
 from support.gpu import EXACTLY, SHAPE, refuse_page_locks
 from support.phases import checksums, delay_moves, run_steps
-from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
-from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.checkpoint.optimizer_loading import join_masters
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers
-from nemo_offload_rl.mcore.patches.optimizers import reload_masters
 from nemo_offload_rl.residency.table import Target
 
 pytestmark = EXACTLY
@@ -67,33 +65,6 @@ def test_late_copies_and_phases_change_no_number(make_worker, monkeypatch, way, 
     assert run_steps(worker, 6, visit_phases=True) == plain
 
 
-@pytest.mark.parametrize("way", ["half", "whole"])
-def test_it_learns_as_the_resident_optimizer_does(make_worker, way):
-    got, want = (run_steps(make_worker(policy_of(one)), 8, visit_phases=False) for one in (way, "precision_aware"))
-    for one, other in zip(got, want, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], abs=0.05)
-    assert got[-1]["loss"] != got[0]["loss"]
-
-
-@pytest.mark.parametrize("fraction", [0.3, 0.5, 1.0])
-@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_every_master_equals_the_model(make_worker, fraction, precision):
-    policy = policy_of("half", precision=precision)
-    policy["megatron_cfg"]["optimizer"]["optimizer_offload_fraction"] = fraction
-    worker = make_worker(policy)
-    for when in ("at the start", "after a step", "after weights were loaded"):
-        if when == "after a step":
-            worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
-        elif when == "after weights were loaded":
-            with torch.no_grad():
-                for _, param in worker.state.parameters():
-                    param.mul_(2)
-            reload_masters(worker.state.optimizer)
-        (optimizer,) = cpu_optimizers(worker.state.optimizer)
-        for param, state in optimizer.state.items():
-            assert torch.equal(param.detach().cpu(), state["master_param"].to(param.dtype).cpu()), when
-
-
 def test_where_everything_is(make_worker):
     worker = make_worker(offloading(policy_of("half"), verify=False))
     (optimizer,) = cpu_optimizers(worker.state.optimizer)
@@ -147,11 +118,3 @@ def test_host_memory_that_cannot_be_page_locked_changes_no_number(make_worker, m
     (optimizer,) = cpu_optimizers(worker.state.optimizer)
     assert not optimizer._parts[0].params[0].master.tensor.is_pinned()
     assert run_steps(worker, 3, visit_phases=False) == plain
-
-
-def test_sgd_is_stepped_there_too(make_worker):
-    sgd = {"optimizer": "sgd", "sgd_momentum": 0.9, "lr": 1e-2, "min_lr": 1e-2}
-    worker = make_worker(policy_of("half, masters on the GPU", **sgd))
-    start = checksums(worker)
-    reports = run_steps(worker, 4, visit_phases=True)
-    assert len({str(start), *(str(report["checksums"]) for report in reports)}) == 5

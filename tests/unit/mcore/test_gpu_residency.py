@@ -1,14 +1,24 @@
-"""Tests the offloader on a CUDA GPU: equal numbers, and memory that the driver counts as free."""
+"""Tests the offloader on a CUDA GPU, with resident and streamed state: equal numbers, and memory that is free."""
 
 import pytest
 import torch
 from support.gpu import EXACTLY, MIB, gpu_policy, refuse_page_locks
-from support.phases import checksums, delay_moves, differing, each_delay, run_steps, saved_between_steps
+from support.phases import (
+    checkpoint_entries,
+    checksums,
+    delay_moves,
+    differing,
+    each_delay,
+    run_steps,
+    save,
+    saved_between_steps,
+)
 from support.tiny import random_batch
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.memory.gpu_range import VirtualRange
+from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError, VirtualRange
 from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.streamed.init_state import has_no_memory
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.residency.target import ResidencyError
 
@@ -113,16 +123,6 @@ def test_a_checkpoint_saved_while_offloaded_has_the_same_bytes(make_worker, monk
     assert offloaded_after == plain_after
 
 
-def test_a_checkpoint_may_be_loaded_while_offloaded(make_worker, monkeypatch, tmp_path):
-    worker = make_worker(offloading(policy_of("fused_adam", monkeypatch)))
-    run_steps(worker, 2, visit_phases=True)
-    worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
-    want = run_steps(worker, 2, visit_phases=True)
-    worker.offload_after_refit()
-    worker.load_checkpoint(str(tmp_path / "policy"))
-    assert run_steps(worker, 2, visit_phases=True) == want
-
-
 @pytest.mark.whole_gpu
 def test_no_room_on_the_gpu_is_said_and_harms_nothing(make_worker, monkeypatch):
     worker = make_worker(offloading(policy_of("fused_adam", monkeypatch)))
@@ -160,3 +160,105 @@ def test_a_worker_gives_all_its_memory_back(make_worker, monkeypatch):
     first = free_after_a_life()
     assert first - free_after_a_life() < 64 * MIB
     make_worker()
+
+
+WINDOW_MIB = 8
+
+
+def streaming_policy(kind, monkeypatch, *, streamed=True, verify=False):
+    policy = gpu_policy(kind, monkeypatch)
+    policy["offload_optimizer_for_refit"] = True
+    policy["residency"] |= {"verify": verify, "huge_pages": False, "stream_window_mib": WINDOW_MIB}
+    if streamed:
+        policy["residency"]["table"] = {"train": {"optimizer_state": "streamed"}}
+    return policy
+
+
+def state_of(worker):
+    return worker.offloader.targets[Target.OPTIMIZER_STATE]
+
+
+STREAMED_KINDS = [
+    "fused_adam",
+    "torch_adamw",
+    "precision_aware",
+    "undistributed",
+    "moe",
+    "moe precision_aware",
+    "moe torch_adamw",
+]
+
+
+@each_delay
+@pytest.mark.parametrize("kind", STREAMED_KINDS)
+def test_twenty_steps_with_all_phases_between_are_bit_equal_to_resident_state(make_worker, monkeypatch, kind, delay):
+    plain = run_steps(make_worker(streaming_policy(kind, monkeypatch, streamed=False)), 20, visit_phases=False)
+    worker = make_worker(streaming_policy(kind, monkeypatch, verify="moe" in kind))
+    inner = worker.state.optimizer.chained_optimizers[0].optimizer
+    assert isinstance(inner, torch.optim.AdamW) == ("torch_adamw" in kind)
+    assert sum(step.num_chunks for step in state_of(worker).steps) > 8
+    delay(monkeypatch, seconds=0.001)
+    assert run_steps(worker, 20, visit_phases=True) == plain
+
+
+@pytest.mark.whole_gpu
+def test_the_gpu_never_holds_more_of_it_than_the_window(make_worker, monkeypatch):
+    """Checks the build of the optimizer, the creation of its state, and a step."""
+
+    def peak_beside(streamed):
+        torch.cuda.reset_peak_memory_stats()
+        worker = make_worker(streaming_policy("precision_aware", monkeypatch, streamed=streamed))
+        worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+        worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+        peak = torch.cuda.max_memory_allocated()
+        sizes = worker.offloader.nbytes()
+        torch.cuda.synchronize()
+        return peak, sizes, worker
+
+    _, resident_sizes, _ = peak_beside(streamed=False)
+    peak, sizes, worker = peak_beside(streamed=True)
+    assert state_of(worker).host_nbytes == pytest.approx(resident_sizes[Target.OPTIMIZER_STATE], rel=0.02)
+    assert sizes[Target.OPTIMIZER_STATE] == WINDOW_MIB * MIB
+    inner = worker.state.optimizer.chained_optimizers[0].optimizer
+    assert all(has_no_memory(value) for state in inner.state.values() for value in state.values() if value.dim())
+    # Params and gradients may exist twice for a moment, as they move into ranges.
+    assert peak < 2.2 * (sizes[Target.PARAMS] + sizes[Target.GRADS]) + resident_sizes[Target.OPTIMIZER_STATE] / 2
+    before = torch.cuda.mem_get_info()[0]
+    worker.offload_after_refit()
+    assert worker.offloader.mapped_bytes == 0
+    assert torch.cuda.mem_get_info()[0] > before
+
+
+@pytest.mark.parametrize("kind", ["fused_adam", "precision_aware", "undistributed"])
+def test_checkpoints_are_those_of_resident_state_and_load_either_way(make_worker, monkeypatch, tmp_path, kind):
+    worker = make_worker(streaming_policy(kind, monkeypatch, streamed=False))
+    run_steps(worker, 2, visit_phases=False)
+    save(worker, tmp_path / "resident")
+    wanted = run_steps(worker, 2, visit_phases=False)
+    worker = make_worker(streaming_policy(kind, monkeypatch))
+    run_steps(worker, 2, visit_phases=True)
+    save(worker, tmp_path / "streamed")
+    assert differing(checkpoint_entries(tmp_path / "resident"), checkpoint_entries(tmp_path / "streamed")) == []
+    run_steps(worker, 1, visit_phases=False)
+    worker.load_checkpoint(str(tmp_path / "resident"))
+    assert run_steps(worker, 2, visit_phases=True) == wanted
+    worker = make_worker(streaming_policy(kind, monkeypatch, streamed=False))
+    worker.load_checkpoint(str(tmp_path / "streamed"))
+    assert run_steps(worker, 2, visit_phases=True) == wanted
+
+
+def test_staging_carries_what_cannot_be_page_locked_in_streamed_steps(make_worker, monkeypatch):
+    plain = run_steps(make_worker(streaming_policy("fused_adam", monkeypatch, streamed=False)), 3, visit_phases=False)
+    refuse_page_locks(monkeypatch)
+    worker = make_worker(streaming_policy("fused_adam", monkeypatch, verify=True))
+    assert worker.offloader.context.arena.pinned_bytes == 0
+    assert run_steps(worker, 3, visit_phases=True) == plain
+
+
+@pytest.mark.whole_gpu
+def test_no_room_for_the_window_is_said_at_the_start(make_worker, monkeypatch):
+    policy = streaming_policy("fused_adam", monkeypatch)
+    policy["residency"]["stream_window_mib"] = torch.cuda.mem_get_info()[1] // MIB
+    with pytest.raises(OutOfGpuMemoryError, match=r"Cannot allocate the window .*policy\.residency\.stream_window_mib"):
+        make_worker(policy)
+    make_worker(streaming_policy("fused_adam", monkeypatch))

@@ -71,7 +71,6 @@ DELAYS = (None, "delay_moves", "delay_compute")
 
 
 def run_each(layout: str, rank: int, world_size: int, ports: list[int]) -> list[Any]:
-    """What the steps report without offloading, and with each delay."""
     return [run(layout, rank, world_size, port, delay) for port, delay in zip(ports, DELAYS, strict=True)]
 
 
@@ -86,7 +85,6 @@ def test_phases_between_steps_change_no_number(layout, monkeypatch):
 
 
 def parts(folder: Path, rank: int, world_size: int, ports: list[int], **steps: int) -> dict[str, Part]:
-    """Runs steps of a run of each kind."""
     return {
         kind: run_part(kind, rank, world_size, port, folder / kind, **steps)
         for kind, port in zip(KINDS, ports, strict=True)

@@ -1,23 +1,33 @@
-"""Tests that exports with cached mappings equal those of Megatron-Bridge, bit for bit."""
+"""Tests weights in files and exports: names, cached mappings, overrides of a config, and what transformers computes."""
 
-import copy
-import functools
+import json
+import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.tiny import TINY_QWEN3, random_batch, tiny_policy
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, logprobs_in_transformers, random_batch, tiny_policy
+from support.toy_policy import LocalTransport
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.mcore import weights
+from nemo_offload_rl.mcore.build import as_in_files
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
 from nemo_offload_rl.mcore.patches import bridge
+from nemo_offload_rl.model_check.compare import UnbuildableError, check_is_built_of, compare
+from nemo_offload_rl.refit.plan import TensorSpec
+from nemo_offload_rl.storage.manifest import write_manifest
+from nemo_offload_rl.worker.export import export_checkpoint
 
 QWEN2 = TINY_QWEN3 | {"model_type": "qwen2"}
 
 
 @pytest.fixture
 def originals():
-    """Returns Megatron-Bridge's functions, by name."""
     auto_bridge()
     bridge.make_exports_fast()
     from megatron.bridge.models.conversion import param_mapping
@@ -53,21 +63,6 @@ def test_every_export_is_that_of_a_bridge_that_keeps_nothing(make_worker, hf_con
         worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
 
 
-def test_a_config_is_stripped_once_and_forgotten_with_its_model(originals):
-    class Config:
-        pass
-
-    config, strip = Config(), functools.partial(bridge.strip_once, originals["remove_non_pickleables"])
-    config.loss, config.width = (lambda: None), 5
-    before = len(bridge._stripped)
-    stripped = strip(config)
-    assert (stripped.loss, stripped.width) == (None, 5)
-    assert strip(config) is stripped
-    assert strip(copy.copy(config)) is not stripped
-    del config
-    assert len(bridge._stripped) == before
-
-
 def test_a_tied_output_layer_is_the_embedding_and_takes_no_memory(make_worker):
     worker = make_worker(tiny_policy(QWEN2 | {"tie_word_embeddings": True}))
     found = dict(worker.hf_weights())
@@ -84,3 +79,250 @@ def test_all_that_an_export_reads_is_known(make_worker):
     assert copied == {name for name in names if any(f".{part}_proj." in name for part in "qkv")}
     assert all(one is other for one, other in zip(before, reader.tensors(), strict=True))
     assert reader.collectives() == ""
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+YARN_ON = {"rope_parameters": YARN}
+WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2}
+BASE = {"rope_type": "default", "rope_theta": 50.0}
+MISTRAL = TINY_QWEN3 | {"model_type": "mistral", "sliding_window": None}
+# The family, the overrides, and what transformers is told in its place; None for the same.
+OVERRIDES = {
+    "base of rope": (TINY_QWEN3, {"rope_theta": 50.0}, {"rope_parameters": BASE}),
+    "yarn": (TINY_QWEN3, YARN_ON, None),
+    "norms": (TINY_QWEN3, {"rms_norm_eps": 0.5}, None),
+    "activation": (TINY_QWEN3, {"hidden_act": "gelu"}, None),
+    "windows": (TINY_QWEN3, WINDOWS | {"use_sliding_window": True}, WINDOWS),
+    "window of all layers": (MISTRAL, {"sliding_window": 3}, None),
+    "fewer layers": (TINY_QWEN3, {"num_hidden_layers": 2}, {"num_hidden_layers": 2}),
+    "experts of a token": (TINY_QWEN3_MOE, {"num_experts_per_tok": 1, "norm_topk_prob": False}, None),
+}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Saves a model with large weights, so that each flag matters; returns its folder and its weights by name."""
+    from transformers import AutoModelForCausalLM
+
+    def save(config):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(hf_config(tiny_policy(config)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=1.5 / parameter.shape[-1] ** 0.5)
+        model.save_pretrained(tmp_path / "model")
+        return tmp_path / "model", as_in_files(model, model.state_dict())
+
+    return save
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_the_worker_and_its_exports_are_the_model_with_its_overrides(make_worker, saved, tmp_path, name):
+    config, overrides, in_transformers = OVERRIDES[name]
+    folder, weights = saved(config)
+    policy = tiny_policy() | {"hf_config": None, "model_name": str(folder), "hf_config_overrides": overrides}
+    data = random_batch(4)
+    worker = make_worker(policy)
+    found = worker.get_logprobs(data, mbs=4)["logprobs"]
+    wanted = logprobs_in_transformers(folder, data, **(overrides if in_transformers is None else in_transformers))
+    without = logprobs_in_transformers(folder, data)
+    worker.export_hf(str(tmp_path / "exported"))
+    exported = logprobs_in_transformers(tmp_path / "exported", data)
+    real = torch.arange(1, data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
+    torch.testing.assert_close(found[:, 1:][real], wanted[real], rtol=0, atol=1e-4)
+    torch.testing.assert_close(exported[real], wanted[real], rtol=0, atol=1e-4)
+    assert (wanted - without)[real].abs().max() > 0.05  # the override matters
+    written = json.loads((tmp_path / "exported" / "config.json").read_text())
+    for key, value in (overrides if in_transformers is None else in_transformers).items():
+        assert written[key] == value
+    for key, tensor in worker.hf_weights():
+        assert key == "lm_head.weight" or torch.equal(tensor, weights[key])
+
+
+@pytest.mark.parametrize(("overrides", "field"), [({"rope_theta": 50.0}, "rotary_base"), (YARN_ON, "softmax_scale")])
+def test_the_check_compares_the_model_that_the_worker_builds(saved, overrides, field):
+    folder, _ = saved(TINY_QWEN3)
+    policy = tiny_policy() | {"hf_config": None, "model_name": str(folder), "hf_config_overrides": overrides}
+    assert all(difference.is_rounding for difference in compare(policy))
+    bridge_without_them = auto_bridge().from_hf_pretrained(folder)
+    with pytest.raises(UnbuildableError, match=rf"another model than its Hugging Face config .*{field} "):
+        check_is_built_of(hf_config(policy), bridge_without_them)
+
+
+UNTIED = TINY_QWEN3 | {"tie_word_embeddings": False}
+
+
+def folder_without(weight, config, folder):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(hf_config(tiny_policy(config))).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    if weight is not None:
+        del weights[weight]
+    save_file(weights, file, metadata={"format": "pt"})
+    return tiny_policy() | {"hf_config": None, "model_name": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("config", "weight"),
+    [
+        (TINY_QWEN3, "model.layers.1.self_attn.q_proj.weight"),
+        (TINY_QWEN3, "model.layers.3.self_attn.q_norm.weight"),
+        (TINY_QWEN3_MOE, "model.layers.1.mlp.experts.2.up_proj.weight"),
+        (UNTIED, "lm_head.weight"),
+    ],
+)
+def test_a_missing_weight_is_named(make_worker, tmp_path, config, weight):
+    policy = folder_without(weight, config, tmp_path)
+    with pytest.raises(ValueError, match=rf"^policy\.model_name '{tmp_path}' lacks 1 weights .*such as '{weight}'"):
+        make_worker(policy)
+
+
+def test_a_weight_without_a_name_is_said(make_worker):
+    """In Qwen3's files, the biases by which routers choose have no names."""
+    policy = tiny_policy(
+        TINY_QWEN3_MOE, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid", moe_router_dtype="fp32"
+    )
+    with pytest.raises(ValueError, match=r"has no names for 4 weights .*layers\.0\.mlp\.router\.expert_bias'"):
+        make_worker(policy)
+
+
+def changed(folder, **weights):
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | weights, file, metadata={"format": "pt"})
+
+
+def test_an_output_layer_of_its_own_is_refused_in_a_model_that_ties_it(make_worker, tmp_path):
+    """transformers does not tie such a model, and Megatron would."""
+    policy = folder_without(None, TINY_QWEN3, tmp_path)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    changed(tmp_path, **{"lm_head.weight": embedding.clone()})
+    before = make_worker(policy).get_logprobs(random_batch(2), mbs=2)["logprobs"]
+    changed(tmp_path, **{"lm_head.weight": 2 * embedding})
+    with pytest.raises(ValueError, match=r"has different weights 'lm_head\.weight' and 'model\.embed_tokens\.weight'"):
+        make_worker(policy)
+    untied = make_worker(policy | {"hf_config_overrides": {"tie_word_embeddings": False}})
+    data = random_batch(2)
+    found = untied.get_logprobs(data, mbs=2)["logprobs"]
+    wanted = logprobs_in_transformers(tmp_path, data)
+    length = int(data["input_lengths"][0])
+    torch.testing.assert_close(found[0, 1:length], wanted[0, : length - 1], rtol=0, atol=1e-4)
+    assert (found - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("config", [TINY_QWEN3, UNTIED])
+def test_an_embedding_with_other_rows_than_the_vocabulary_is_refused(make_worker, tmp_path, config):
+    policy = folder_without(None, config, tmp_path)
+    with pytest.raises(ValueError, match=r"has 14 rows in 'model\.embed_tokens\.weight', but .* vocab_size 12;"):
+        make_worker(policy | {"hf_config_overrides": {"vocab_size": 12}})
+    make_worker(policy)
+
+
+def test_weights_that_no_parameter_takes_are_named(make_worker, tmp_path, caplog):
+    policy = folder_without(None, TINY_QWEN3_MOE, tmp_path)
+    caplog.set_level(logging.WARNING)  # whatever level earlier tests have left
+    make_worker(policy)
+    assert not caplog.records
+    changed(tmp_path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    make_worker(policy)
+    assert not caplog.records  # transformers computes it, and ignores it in files
+    changed(tmp_path, **{"value_head.weight": torch.ones(1, 64)})
+    make_worker(policy | {"hf_config_overrides": {"num_hidden_layers": 3}})
+    (record,) = caplog.records
+    left_out = 2 + 6 + 1 + 3 * 4  # of a layer: norms, weights of attention, router, experts
+    assert f"has {left_out + 1} weights that a model of its config (model_type qwen3_moe) does not" in record.message
+    assert "'model.layers.3.input_layernorm.weight'" in record.message
+
+
+def assert_is_exported(worker, folder, rows=4):
+    """Checks that transformers computes the worker's log-probs from an export; returns these."""
+    data = random_batch(rows)
+    want = worker.get_logprobs(data, mbs=rows)["logprobs"]
+    got = logprobs_in_transformers(folder, data)
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        torch.testing.assert_close(got[row, : length - 1], want[row, 1:length], rtol=0, atol=1e-4)
+    return want
+
+
+def test_an_export_loads_in_transformers_and_replaces_an_older_one(make_worker, tmp_path):
+    worker = make_worker()
+    worker.export_hf(str(tmp_path / "hf"))
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
+    worker.export_hf(str(tmp_path / "hf"))
+    assert (tmp_path / "hf" / "tokenizer.json").exists()
+    assert not list(tmp_path.glob("*.partial"))
+    want = assert_is_exported(worker, tmp_path / "hf")
+    again = make_worker(tiny_policy() | {"hf_config": None, "model_name": str(tmp_path / "hf")})
+    assert torch.equal(again.get_logprobs(random_batch(4), mbs=4)["logprobs"], want)
+
+
+def test_exports_and_checkpoints_have_the_models_own_ends_and_sampling_settings(make_worker, tmp_path):
+    make_worker().export_hf(str(tmp_path / "random"))
+    assert not (tmp_path / "random" / "generation_config.json").exists()  # config.json has all that it has
+    # transformers would not write these settings, of which one contradicts another.
+    settings = {"eos_token_id": [12, 3], "do_sample": False, "temperature": 0.6, "top_k": 20}
+    (tmp_path / "random" / "generation_config.json").write_text(json.dumps(settings))
+    worker = make_worker(tiny_policy() | {"hf_config": None, "model_name": str(tmp_path / "random")})
+    (tmp_path / "random" / "generation_config.json").unlink()  # a warm start deletes the folder when it has been read
+    worker.export_hf(str(tmp_path / "hf"))
+    worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=False)
+    for folder in (tmp_path / "hf", tmp_path / "policy" / "hf_config"):
+        assert json.loads((folder / "generation_config.json").read_text()) == settings
+    make_worker().export_hf(str(tmp_path / "hf"))
+    assert not (tmp_path / "hf" / "generation_config.json").exists()
+
+
+class Loaded:
+    def load_weights(self, named_tensors) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in named_tensors}
+
+
+def test_a_refit_sends_what_was_planned_before_the_first_one(make_worker):
+    worker, engine = make_worker(), Loaded()
+    plan = worker.prepare_refit_info(LocalTransport([engine]))
+    norms = []
+    for _ in range(2):
+        checksums = worker.send_weights()
+        assert [TensorSpec.of(name, tensor) for name, tensor in engine.weights.items()] == list(plan.tensors)
+        assert len(checksums) == len(plan.tensors) > 10
+        norms.append(engine.weights["model.norm.weight"])
+        worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
+    assert not torch.equal(*norms)
+
+
+def test_untied_embeddings_in_several_shards(make_worker, tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "SHARD_BYTES", 50_000)
+    worker = make_worker(tiny_policy(TINY_QWEN3 | {"tie_word_embeddings": False}))
+    worker.export_hf(str(tmp_path / "hf"))
+    shards = sorted(tmp_path.glob("hf/model-*.safetensors"))
+    assert len(shards) > 1
+    names = set()
+    for shard in shards:
+        with safe_open(shard, "pt") as file:
+            names |= set(file.keys())
+    assert "lm_head.weight" in names
+    assert_is_exported(worker, tmp_path / "hf", 2)
+
+
+PIPELINE = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|tL", "sequence_parallel": True}
+FLEX = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
+
+
+@pytest.mark.parametrize("settings", [PIPELINE, FLEX], ids=["layout", "flex"])
+def test_a_checkpoint_is_exported_whatever_its_recipe_divides_over_ranks(make_worker, tmp_path, settings):
+    policy = tiny_policy(TINY_QWEN3_MOE)
+    worker, step = make_worker(policy), tmp_path / "step_1"
+    worker.export_hf(str(tmp_path / "wanted"))
+    worker.save_checkpoint(str(step / "policy"), save_optimizer=False)  # of one rank, which has the same tensors
+    worker.shutdown()
+    (step / "tokenizer").mkdir()
+    megatron_cfg = policy["megatron_cfg"] | settings
+    recipe = {"policy": policy | {"megatron_cfg": megatron_cfg}, "logger": {"monitor_gpus": False}}
+    (step / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    write_manifest(step, {})
+    export_checkpoint(step, tmp_path / "found")
+    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("found", "wanted"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in wanted.items())

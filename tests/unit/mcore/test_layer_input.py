@@ -50,7 +50,6 @@ def late(monkeypatch):
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Any]:
-    """Holds the reports of runs that recompute without offloading."""
     return {}
 
 
@@ -175,18 +174,3 @@ def test_a_failed_backward_pass_leaves_nothing_behind(make_worker, monkeypatch):
     worker.train(batch, NLLLoss(), gbs=4, mbs=2)
     offloader.host_pool.take_all([])  # collects what was given back
     assert offloader.host_pool.used_bytes == 0
-
-
-@pytest.mark.parametrize(("num_layers", "times"), [(1, [2, 2, 2, 2]), (2, [3, 2, 3, 2])])
-def test_an_mlp_in_tiles_is_not_computed_for_an_output_that_nothing_reads(make_worker, num_layers, times):
-    """Values are needed forward and as inputs of layers behind; gradients compute tiles again in any case."""
-    worker = worker_of(make_worker, BOTH, num_layers, mlp_tile_tokens=6)
-    calls = [0] * 4
-    for index, layer in enumerate(worker.state.model[0].module.decoder.layers):
-
-        def count(*_: Any, index: int = index) -> None:
-            calls[index] += 1
-
-        layer.mlp.linear_fc1.register_forward_pre_hook(count)
-    worker.train(random_batch(2, 12), NLLLoss(), gbs=2, mbs=2)  # 12 rows of 2 samples: 4 tiles
-    assert calls == [4 * number for number in times]

@@ -13,7 +13,9 @@ from support.tiny import random_batch, tiny_policy
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore import distributed
 from nemo_offload_rl.mcore.distributed import ParallelSizes, gather
+from nemo_offload_rl.mcore.patches.optimizers import add_gradients_on_this_stream
 from nemo_offload_rl.mcore.patches.torch_distributed import make_group, objects_through, shut_down_groups_at_once
+from nemo_offload_rl.worker import worker
 
 
 def join(rank, world_size, port, tensor=1):
@@ -143,3 +145,32 @@ def test_a_schedule_whose_length_only_a_run_knows_is_refused(make_worker):
     policy["megatron_cfg"]["scheduler"]["lr_decay_iters"] = None
     with pytest.raises(ValueError, match=r"lr_decay_iters is null, which a run replaces by its number of steps"):
         make_worker(policy)
+
+
+GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}
+
+
+@pytest.mark.parametrize(("megatron", "captures"), [({}, False), (GRAPHS, True)], ids=["eager", "graphs"])
+def test_a_worker_asks_for_another_stream_only_for_graphs(make_worker, monkeypatch, megatron, captures):
+    def asked(_, **arguments):
+        raise ZeroDivisionError(arguments)  # ends the worker once it has requested its stream
+
+    monkeypatch.setattr(worker, "ComputeStream", asked)
+    with pytest.raises(ZeroDivisionError) as found:
+        make_worker(tiny_policy(**megatron))
+    assert found.value.args == ({"captures": captures},)
+
+
+def test_each_gradient_is_added_up_by_the_node_that_tells_the_model(make_worker):
+    """Each parameter must have one node: a second one, without the hook, would not report its gradient."""
+    worker = make_worker()
+    [ddp] = worker.state.model
+    parameters = list(ddp.module.parameters())
+    assert parameters
+    nodes = [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in parameters]
+    assert nodes == ddp.grad_accs
+    told = []
+    make_hook = ddp._make_backward_post_hook
+    ddp._make_backward_post_hook = lambda parameter: told.append(parameter) or make_hook(parameter)
+    add_gradients_on_this_stream([ddp])
+    assert [id(parameter) for parameter in told] == [id(parameter) for parameter in parameters]

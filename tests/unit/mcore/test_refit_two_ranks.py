@@ -47,7 +47,6 @@ class Bucket:
 
 
 def replay_all(device: str, rank: int, world_size: int, ports: list[int]) -> dict[str, Any]:
-    """What `replay` finds in each layout."""
     return {layout: replay(layout, device, rank, world_size, port) for layout, port in zip(LAYOUTS, ports, strict=True)}
 
 

@@ -13,7 +13,6 @@ from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, ran
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.patches import activation_offload
-from nemo_offload_rl.mcore.patches.optimizers import masters_without_memory
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.streamed import window
 from nemo_offload_rl.residency.streamed.init_state import has_no_memory
@@ -81,16 +80,6 @@ def test_nothing_of_the_state_is_ever_made_on_the_device_where_the_window_alone_
     worker.offload_after_refit()
     assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
     assert worker.offloader.mapped_bytes == 0
-
-
-def test_masters_that_megatron_core_makes_have_no_memory():
-    parameter = torch.nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
-    with masters_without_memory():
-        master = parameter.detach().clone().float()
-        assert parameter.detach().to(torch.float32).is_contiguous()
-    assert has_no_memory(master)
-    assert (master.shape, master.dtype) == (parameter.shape, torch.float32)
-    assert master.isnan().all()  # a read of it instead of the host's memory would show
 
 
 @pytest.mark.parametrize("kind", ["bf16", "bf16 undistributed"])

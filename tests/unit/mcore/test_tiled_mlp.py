@@ -51,7 +51,6 @@ def layer_of(tile_tokens: int | None, dtype: torch.dtype = torch.float32, **fiel
 
 
 def inputs(rows: int, length: int = LENGTH, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns hidden states [S, B, H] and the gradient of their outputs."""
     generator = torch.Generator().manual_seed(2)
     both = torch.randn(2, length, rows, HIDDEN, generator=generator).to(dtype)
     return both[0].requires_grad_(), both[1]
@@ -173,7 +172,6 @@ def test_a_kernel_that_adds_to_main_grad_does_so_once_a_tile(rank, monkeypatch):
 
 
 def numbers(worker: Any) -> dict[str, Any]:
-    """Trains two steps of several micro-batches, and runs passes without a backward pass."""
     steps = [worker.train(random_batch(8, seed=seed), NLLLoss(), gbs=8, mbs=2) for seed in range(2)]
     return {
         "steps": torch.tensor([(step["loss"], step["grad_norm"]) for step in steps]),

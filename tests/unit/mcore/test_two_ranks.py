@@ -10,7 +10,7 @@ from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, logprobs_in_transformers, packed_rows, random_batch, tiny_policy
 from support.toy_policy import LocalTransport
 
-from tests.unit.mcore.test_export import Loaded
+from tests.unit.mcore.test_hf_weights import Loaded
 
 # Of the logits and of MLPs, which the backward pass computes again; one rank computes them whole.
 CHUNKS = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 5, "mlp_tile_tokens": 5}

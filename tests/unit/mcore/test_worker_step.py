@@ -1,4 +1,4 @@
-"""Tests the computation of a step on one rank."""
+"""Tests the computation of a step on one rank, and the watch over updates that change no parameter."""
 
 import hashlib
 import inspect
@@ -10,7 +10,7 @@ from support.everyday import upstream_learning_rate
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, batch_of_lengths, random_batch, tiny_policy, with_plain_sgd
 
 from nemo_offload_rl.algorithms.losses import DPOLoss, NLLLoss
-from nemo_offload_rl.mcore.build import make_scheduler
+from nemo_offload_rl.mcore.build import UnchangedParametersError
 from nemo_offload_rl.run.setup import with_run_length
 from nemo_offload_rl.worker.skipped_steps import TooManySkippedStepsError
 
@@ -182,24 +182,7 @@ def test_schedules_that_the_run_ends_have_nemo_rls_lengths(make_worker):
         assert lr == pytest.approx(1e-4 + (1e-3 - 1e-4) * call / 2.5)
 
 
-def test_without_a_run_weight_decay_changes_over_the_decay_of_the_learning_rate():
-    policy = tiny_policy()
-    policy["megatron_cfg"]["scheduler"] |= {
-        "lr_decay_style": "linear",
-        "lr_decay_iters": 4,
-        "weight_decay_incr_style": "linear",
-        "end_weight_decay": 0.05,
-    }
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    scheduler, decays = make_scheduler(policy, optimizer), []
-    for _ in range(6):
-        decays.append(optimizer.param_groups[0]["weight_decay"])
-        scheduler.step(increment=1)
-    assert decays == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05, 0.05])
-
-
 def state_of(worker) -> list[torch.Tensor]:
-    """Returns the parameters and Adam's moments."""
     [part] = worker.state.optimizer.chained_optimizers
     moments = [state[name] for state in part.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     return [tensor.detach().clone() for tensor in [*parameters_of(worker).values(), *moments]]
@@ -306,3 +289,43 @@ def test_unused_memory_goes_back_before_each_optimizer_step_and_from_level_2_on_
         worker.train(random_batch(8), NLLLoss(), gbs=4, mbs=4)
         found[level] = list(calls)
     assert found == {0: ["step"] * 2, 1: ["empty_cache", "step"] * 2, 2: ["empty_cache", "step", "empty_cache"] * 2}
+
+
+def train(worker, count):
+    for seed in range(count):
+        worker.train(random_batch(4, seed=seed), NLLLoss(), gbs=4, mbs=4)
+
+
+def test_an_optimizer_that_reaches_no_parameter_is_an_error(make_worker, monkeypatch):
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_, **__: None)
+    worker = make_worker()
+    train(worker, 2)
+    with pytest.raises(UnchangedParametersError, match=r"changed none .*norm is \S+ and the learning rate 0\.001"):
+        train(worker, 1)
+
+
+def test_gradients_of_next_to_nothing_may_change_nothing(make_worker):
+    worker = make_worker()
+    for _ in range(5):
+        worker.state.watch.before_step()
+        worker.state.watch.after_step(1e-7, [1e-3], torch.device("cpu"))
+
+
+def test_matrices_of_all_sizes_are_compared_and_norms_are_not(make_worker):
+    watched = make_worker().state.watch._parameters
+    assert 3 < len(watched) <= 16
+    assert all(parameter.ndim == 2 for parameter in watched)
+    assert len({parameter.numel() for parameter in watched}) > 2
+
+
+def test_steps_that_are_not_to_change_anything_are_none(make_worker, monkeypatch):
+    policy = tiny_policy()
+    policy["megatron_cfg"]["scheduler"] |= {"lr_warmup_init": 0.0, "lr_warmup_iters": 5}
+    train(make_worker(policy), 2)
+    worker = make_worker()
+    worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
+    monkeypatch.setattr("nemo_offload_rl.mcore.step._clip_and_update", lambda *_: None)
+    for group in worker.state.optimizer.param_groups:
+        group["lr"] = 0.0
+    monkeypatch.setattr(worker.state.scheduler, "step", lambda increment: None)
+    train(worker, 4)

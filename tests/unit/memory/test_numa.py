@@ -1,13 +1,16 @@
+import ctypes
+import errno
 import json
+import mmap
 import os
-import platform
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from nemo_offload_rl.memory import numa
 from nemo_offload_rl.memory.numa import (
     bind_process,
     format_cpu_list,
@@ -15,6 +18,7 @@ from nemo_offload_rl.memory.numa import (
     normalize_pci_bus_id,
     numa_nodes,
     parse_cpu_list,
+    prefer_node,
 )
 
 GPU = "0000:65:00.0"
@@ -130,24 +134,6 @@ def test_a_setting_that_is_no_node_is_an_error(tmp_path, setting, words):
         bind_process(setting, GPU, make_sysfs(tmp_path, GB200))
 
 
-# These tests really bind, each in its own process: an unprivileged process cannot undo a binding.
-
-
-def in_a_process(code: str, *arguments: str) -> dict:
-    """Runs code that sets `result`, a mapping, in a new process; returns it, with the log under "log"."""
-    preamble = """
-        import json, logging, os, sys, threading, io
-        from pathlib import Path
-        from nemo_offload_rl.memory.numa import bind_process, prefer_node
-        log = io.StringIO()
-        logging.basicConfig(stream=log, format="%(levelname)s %(message)s")
-    """
-    source = "\n".join(map(textwrap.dedent, (preamble, code, "print(json.dumps({**result, 'log': log.getvalue()}))")))
-    done = subprocess.run([sys.executable, "-c", source, *arguments], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def two_halves(root: Path) -> tuple[Path, int, int]:
     """Writes a sysfs whose nodes 0 and 1 share the CPUs that this test may use; returns it and a CPU of each."""
     cpus = sorted(os.sched_getaffinity(0))
@@ -158,115 +144,102 @@ def two_halves(root: Path) -> tuple[Path, int, int]:
     return make_sysfs(root, nodes, {GPU: {"numa_node": "0"}}), cpus[0], cpus[1]
 
 
+BIND = """
+import json, os, sys, threading
+from pathlib import Path
+from nemo_offload_rl.memory.numa import bind_process
+
+stop = threading.Event()
+thread = threading.Thread(target=stop.wait)
+thread.start()
+binding = bind_process("auto", "00000000:65:00.0", Path(sys.argv[1]))
+threads = [sorted(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")]
+stop.set()
+maps = Path("/proc/self/numa_maps")
+policies = [line.split()[1] for line in maps.read_text().splitlines()] if maps.exists() else None
+print(json.dumps([binding.node, binding.cpus, binding.memory_preferred, binding.note, threads, policies]))
+"""
+
+
 def test_every_thread_is_bound_and_the_memory_preferred(tmp_path):
+    """It really binds, so in a process of its own: an unprivileged process cannot undo a binding."""
     sysfs, first, second = two_halves(tmp_path)
-    result = in_a_process(
-        """
-        stop = threading.Event()
-        thread = threading.Thread(target=stop.wait)
-        thread.start()
-        binding = bind_process("auto", "00000000:65:00.0", Path(sys.argv[1]))
-        threads = {int(task): sorted(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
-        stop.set()
-        policies = {line.split()[1] for line in open("/proc/self/numa_maps")} if os.path.exists(
-            "/proc/self/numa_maps") else None
-        result = dict(node=binding.node, cpus=binding.cpus, preferred=binding.memory_preferred, note=binding.note,
-                      threads=threads, policies=sorted(policies) if policies else None)
-        """,
-        str(sysfs),
-    )
+    done = subprocess.run([sys.executable, "-c", BIND, str(sysfs)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    node, cpus, is_preferred, note, threads, policies = json.loads(done.stdout)
     half = sorted(os.sched_getaffinity(0))[::2]
     assert first in half
     assert second not in half
-    assert (result["node"], result["cpus"]) == (0, half)  # this process may not use the node's CPU 10000
-    assert len(result["threads"]) == 2
-    assert all(cpus == half for cpus in result["threads"].values())
-    if not result["preferred"]:
-        pytest.skip(f"set_mempolicy is denied here: {result['note']}")
-    assert result["log"] == ""
-    assert result["note"].endswith(f"CPUs {format_cpu_list(set(half))}; memory preferred from it")
-    if result["policies"] is not None:
-        assert "prefer:0" in result["policies"]
+    assert (node, cpus) == (0, half)  # this process may not use the node's CPU 10000
+    assert threads == [half] * 2
+    if not is_preferred:
+        pytest.skip(f"set_mempolicy is denied here: {note}")
+    assert done.stderr == ""
+    assert note.endswith(f"CPUs {format_cpu_list(set(half))}; memory preferred from it")
+    assert policies is None or "prefer:0" in policies
 
 
-def test_a_node_whose_cpus_are_not_this_process_s_keeps_the_cpus_and_says_so(tmp_path):
-    sysfs = make_sysfs(tmp_path, {0: ("10000-10003", "10 21"), 1: ("0-1", "21 10")}, {GPU: {"numa_node": "0"}})
-    before = sorted(os.sched_getaffinity(0))
-    code = f'binding = bind_process("auto", "{GPU}", Path(sys.argv[1]))'
-    result = in_a_process(f"{code}\nresult = dict(cpus=binding.cpus, note=binding.note)", str(sysfs))
-    assert result["cpus"] == before
-    assert "CPUs unchanged, because the node's CPUs (10000-10003) are not among those of this process" in result["note"]
-    assert "WARNING NUMA node 0: CPUs unchanged" in result["log"]
-
-
-def test_a_mapping_is_preferred_on_its_node_and_a_node_that_is_not_there_is_a_warning_once():
-    result = in_a_process(
-        """
-        import ctypes, mmap
-        mapping = mmap.mmap(-1, 1 << 20)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        took = prefer_node(address, 1 << 20, 0)
-        mapping[:] = bytes(1 << 20)
-        maps = open("/proc/self/numa_maps").read() if os.path.exists("/proc/self/numa_maps") else ""
-        lines = [line for line in maps.splitlines() if int(line.split()[0], 16) == address]
-        result = dict(took=took, lines=lines, far=[prefer_node(address, 1 << 20, 900) for _ in range(3)])
-        """
+def test_a_mapping_is_preferred_on_its_node_and_a_node_that_is_not_there_is_a_warning_once(caplog):
+    numa._warn_once.cache_clear()
+    mapping = mmap.mmap(-1, 1 << 20)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    took = prefer_node(address, 1 << 20, 0)
+    mapping[:] = bytes(1 << 20)
+    maps = Path("/proc/self/numa_maps")
+    lines = (
+        [line for line in maps.read_text().splitlines() if int(line.split()[0], 16) == address] if maps.exists() else []
     )
-    assert result["far"] == [False] * 3
-    assert result["log"].count("WARNING mbind failed: ") == 1
-    if not result["took"]:
-        pytest.skip(f"mbind is denied here: {result['log']}")
-    if result["lines"]:
-        assert " prefer:0 " in result["lines"][0]
-        assert " N0=256" in result["lines"][0]
+    assert not any(prefer_node(address, 1 << 20, 900) for _ in range(3))
+    assert caplog.text.count("mbind failed: ") == (1 if took else 2)
+    for line in lines if took else []:
+        assert " prefer:0 " in line
+        assert " N0=256" in line
 
 
-# Makes the numbered system calls fail with an errno, as a container's seccomp profile does.
-DENY = """
-import ctypes, struct
+@pytest.fixture
+def denied(monkeypatch):
+    """Returns what lets calls fail that bind threads and memory, as a container's seccomp profile does."""
 
-def deny(error, *numbers):
-    load, equal, give = 0x20, 0x15, 0x06  # BPF: load a word, jump if equal, return
-    code = struct.pack("HBBI", load, 0, 0, 0)
-    for number in numbers:
-        code += struct.pack("HBBI", equal, 0, 1, number) + struct.pack("HBBI", give, 0, 0, 0x00050000 | error)
-    code += struct.pack("HBBI", give, 0, 0, 0x7FFF0000)
-    filters = ctypes.create_string_buffer(code, len(code))
-    program = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(filters))
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
-    if libc.prctl(22, 2, program) != 0:
-        print(json.dumps({"denied": False}))
-        raise SystemExit
-"""
-CALLS = {"x86_64": (203, 237, 238), "aarch64": (122, 235, 237)}
+    def deny(error):
+        def sched_setaffinity(thread, cpus):
+            raise OSError(error, os.strerror(error))
+
+        def syscall(*_):
+            ctypes.set_errno(error)
+            return -1
+
+        monkeypatch.setattr(os, "sched_setaffinity", sched_setaffinity)
+        monkeypatch.setattr(numa, "_libc", SimpleNamespace(syscall=syscall))
+
+    return deny
 
 
-@pytest.mark.skipif(platform.machine() not in CALLS, reason="numbers of the calls are those of other processors")
 @pytest.mark.parametrize(
     ("error", "words"),
-    [(1, "Operation not permitted (in a container, --cap-add SYS_NICE allows it)"), (38, "Function not implemented")],
+    [
+        (errno.EPERM, "Operation not permitted (in a container, --cap-add SYS_NICE allows it)"),
+        (errno.ENOSYS, "Function not implemented"),
+    ],
 )
-def test_what_a_container_denies_is_a_warning(tmp_path, error, words):
-    sysfs, _, _ = two_halves(tmp_path)
-    result = in_a_process(
-        DENY
-        + textwrap.dedent(f"""
-        import mmap
-        deny({error}, *{CALLS[platform.machine()]})
-        binding = bind_process("auto", "{GPU}", Path(sys.argv[1]))
-        mapping = mmap.mmap(-1, 4096)
-        took = prefer_node(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), 4096, 0)
-        result = dict(denied=True, node=binding.node, cpus=binding.cpus, preferred=binding.memory_preferred,
-                      note=binding.note, took=took)
-        """),
-        str(sysfs),
-    )
-    if not result["denied"]:
-        pytest.skip("seccomp filters are not allowed here")
-    assert (result["node"], result["cpus"]) == (0, sorted(os.sched_getaffinity(0)))
-    assert (result["preferred"], result["took"]) == (False, False)
-    assert f"CPUs unchanged, sched_setaffinity failed: {words}" in result["note"]
-    assert f"WARNING NUMA node 0: set_mempolicy failed: {words}" in result["log"]
-    assert f"WARNING mbind failed: {words}" in result["log"]
-    assert result["log"].count("WARNING") == 3
+def test_what_a_container_denies_is_a_warning(tmp_path, denied, caplog, error, words):
+    denied(error)
+    binding = bind_process("auto", GPU, two_halves(tmp_path)[0])
+    assert not prefer_node(0, 4096, 0)
+    assert (binding.node, set(binding.cpus), binding.memory_preferred) == (0, os.sched_getaffinity(0), False)
+    assert f"CPUs unchanged, sched_setaffinity failed: {words}" in binding.note
+    for message in (
+        "NUMA node 0: CPUs unchanged",
+        f"NUMA node 0: set_mempolicy failed: {words}",
+        f"mbind failed: {words}",
+    ):
+        assert message in caplog.text
+    assert len(caplog.records) == 3
+
+
+def test_a_node_whose_cpus_are_not_this_process_s_keeps_the_cpus_and_says_so(tmp_path, denied, caplog):
+    denied(errno.EPERM)
+    sysfs = make_sysfs(tmp_path, {0: ("10000-10003", "10 21"), 1: ("0-1", "21 10")}, {GPU: {"numa_node": "0"}})
+    binding = bind_process("auto", GPU, sysfs)
+    assert set(binding.cpus) == os.sched_getaffinity(0)
+    assert "the node's CPUs (10000-10003) are not among those of this process" in binding.note
+    assert "NUMA node 0: CPUs unchanged" in caplog.text

@@ -1,7 +1,7 @@
+import contextlib
 import faulthandler
 import gc
 import io
-import logging
 import mmap
 import os
 import signal
@@ -47,6 +47,18 @@ class Ledger:
         del self.locked[address]
 
 
+@contextlib.contextmanager
+def segment_of(nbytes, ledger=None, **options):
+    """Gives an arena with one segment, and the ledger; checks that nothing is left of them."""
+    ledger = Ledger() if ledger is None else ledger
+    with PinnedArena(locker=ledger, **options) as arena:
+        segment = arena.allocate("moments", nbytes)
+        yield arena, segment, ledger
+        arena.release(segment)
+        assert arena.allocated_bytes == arena.pinned_bytes == 0
+        assert ledger.locked == {}
+
+
 def rss():
     return psutil.Process().memory_info().rss
 
@@ -60,18 +72,12 @@ def is_resident(address):
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 3 * MIB + 5])
 def test_a_segment_is_exact_to_the_page(nbytes):
-    ledger = Ledger()
-    with PinnedArena(locker=ledger) as arena:
-        segment = arena.allocate("moments", nbytes)
+    with segment_of(nbytes) as (arena, segment, ledger):
         pages = -(-nbytes // PAGE) * PAGE
         assert arena.allocated_bytes == arena.pinned_bytes == PinnedArena.live_bytes() == pages
         assert ledger.locked == {segment.tensor.data_ptr(): pages}
-        assert segment.tensor.shape == (nbytes,)
-        assert segment.tensor.dtype == torch.uint8
+        assert (segment.tensor.shape, segment.tensor.dtype) == ((nbytes,), torch.uint8)
         assert segment.tensor.data_ptr() % PAGE == 0
-        arena.release(segment)
-        assert arena.allocated_bytes == arena.pinned_bytes == 0
-        assert ledger.locked == {}
 
 
 @pytest.mark.parametrize("huge_pages", [False, True])
@@ -89,19 +95,17 @@ def test_memory_is_there_after_allocate_and_gone_after_release(huge_pages):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what happens without CUDA")
-@pytest.mark.parametrize("options", [{"pin": False, "locker": Ledger()}, {"pin": True}], ids=["unwanted", "no CUDA"])
-def test_without_page_locking_a_segment_is_plain_memory(options):
-    with PinnedArena(**options) as arena:
+def test_without_page_locking_a_segment_is_plain_memory():
+    with segment_of(5, pin=False) as (arena, segment, ledger):
+        assert (segment.pinned, arena.pinned_bytes, ledger.history) == (False, 0, [])
+    with PinnedArena(pin=True) as arena:
         segment = arena.allocate("moments", 5)
-        assert not segment.pinned
-        assert arena.pinned_bytes == 0
+        assert (segment.pinned, arena.pinned_bytes) == (False, 0)
         arena.release(segment)
-    assert "locker" not in options or options["locker"].history == []
 
 
 def test_a_window_is_a_part_of_the_segment_and_is_saved_without_the_rest():
-    with PinnedArena(pin=False) as arena:
-        segment = arena.allocate("moments", MIB)
+    with segment_of(MIB, pin=False) as (_, segment, _):
         window = segment.window(PAGE, 4000)
         window.fill_(7)
         assert segment.tensor[PAGE - 1 : PAGE + 4001].tolist() == [0, *[7] * 4000, 0]
@@ -110,18 +114,13 @@ def test_a_window_is_a_part_of_the_segment_and_is_saved_without_the_rest():
         torch.save(window.view(torch.float32), written)
         assert written.tell() < 8000
         del window
-        arena.release(segment)
 
 
 def test_page_locking_goes_in_chunks_that_cover_the_segment_once():
-    ledger = Ledger()
-    with PinnedArena(locker=ledger, lock_chunk_bytes=MIB) as arena:
-        segment = arena.allocate("moments", 5 * MIB + 100)
+    with segment_of(5 * MIB + 100, lock_chunk_bytes=MIB) as (_, segment, ledger):
         start = segment.tensor.data_ptr()
         assert ledger.history == [(start + k * MIB, MIB) for k in range(5)] + [(start + 5 * MIB, PAGE)]
         assert segment.pinned
-        arena.release(segment)
-    assert ledger.locked == {}
 
 
 def test_a_chunk_is_locked_only_when_its_pages_are_there():
@@ -130,17 +129,13 @@ def test_a_chunk_is_locked_only_when_its_pages_are_there():
             assert all(is_resident(page) for page in range(address, address + nbytes, PAGE))
             super().lock(address, nbytes)
 
-    ledger = Inspector()
-    with PinnedArena(locker=ledger, lock_chunk_bytes=4 * MIB, num_touch_threads=2) as arena:
-        arena.release(arena.allocate("moments", 16 * MIB))
-    assert len(ledger.history) == 4
+    with segment_of(16 * MIB, Inspector(), lock_chunk_bytes=4 * MIB, num_touch_threads=2) as (_, _, ledger):
+        assert len(ledger.history) == 4
 
 
 @pytest.mark.parametrize("refused", [0, 1, 5])
 def test_a_refused_chunk_unlocks_the_others_and_leaves_plain_memory(refused, caplog):
-    ledger = Ledger(refuse_from=refused)
-    with PinnedArena(locker=ledger, lock_chunk_bytes=MIB) as arena:
-        segment = arena.allocate("moments", 6 * MIB)
+    with segment_of(6 * MIB, Ledger(refuse_from=refused), lock_chunk_bytes=MIB) as (arena, segment, ledger):
         assert not segment.pinned
         assert ledger.locked == {}
         assert len(ledger.history) == refused + 1  # it does not try again
@@ -149,21 +144,6 @@ def test_a_refused_chunk_unlocks_the_others_and_leaves_plain_memory(refused, cap
         assert int(segment.tensor.sum(dtype=torch.int64)) == 3 * 6 * MIB
         (warning,) = caplog.messages
         assert all(words in warning for words in ("moments", "0.01 GiB requested", "OUT_OF_MEMORY", "RLIMIT_MEMLOCK"))
-        arena.release(segment)
-
-
-def test_one_warning_for_all_refusals_and_the_next_segment_is_tried_again(caplog):
-    caplog.set_level(logging.INFO)
-    ledger = Ledger(refuse_from=0)
-    with PinnedArena(locker=ledger) as arena:
-        segments = [arena.allocate("moments", PAGE), arena.allocate("params", PAGE)]
-        assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-        ledger.refuse_from = None
-        segments.append(arena.allocate("staging", PAGE))
-        assert [segment.pinned for segment in segments] == [False, False, True]
-        assert arena.pinned_bytes == PAGE
-        for segment in segments:
-            arena.release(segment)
 
 
 @pytest.mark.parametrize(
@@ -260,8 +240,7 @@ def test_an_error_inside_the_arenas_scope_is_not_hidden_by_the_leak_that_it_made
     ("ledger", "status"), [(Ledger(), -signal.SIGSEGV), (Ledger(refuse_only=0), 0)], ids=["pinned", "not pinned"]
 )
 def test_a_forked_child_inherits_plain_segments_only(ledger, status):
-    with PinnedArena(locker=ledger) as arena:
-        segment = arena.allocate("moments", PAGE)
+    with segment_of(PAGE, ledger) as (_, segment, _):
         segment.tensor.fill_(9)
         child = os.fork()
         if child == 0:
@@ -269,7 +248,6 @@ def test_a_forked_child_inherits_plain_segments_only(ledger, status):
             os._exit(0 if segment.tensor[0].item() == 9 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
         assert (segment.tensor == 9).all()
-        arena.release(segment)
 
 
 @pytest.mark.parametrize("touch", [populate, write_each_page])

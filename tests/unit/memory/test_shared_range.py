@@ -1,5 +1,6 @@
-"""Tests ranges that a second process maps, at one address as long as they exist."""
+"""Tests ranges and buffers that a second process maps or opens."""
 
+import dataclasses
 import os
 import socket
 
@@ -7,9 +8,9 @@ import pytest
 import torch
 from support.shared_memory import num_open_buffers, process_that_answers
 
-from nemo_offload_rl.memory import shared_range
-from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError, VirtualRange
-from nemo_offload_rl.memory.shared_range import DescriptorError, DescriptorOffer, SharedGpuRange, make_shared_range
+from nemo_offload_rl.memory import shared_buffer
+from nemo_offload_rl.memory.shared_buffer import SharedBufferError, make_shared_buffer
+from nemo_offload_rl.memory.shared_range import DescriptorError, DescriptorOffer, make_shared_range
 
 NBYTES = 5_000_000
 
@@ -120,48 +121,53 @@ def test_a_descriptor_that_cannot_be_offered_is_closed(tmp_path, monkeypatch):
         os.fstat(descriptor)
 
 
-class MappedRange:
-    """Counts its mapped chunks."""
+BUFFER_BYTES = 300_000
 
-    tensor, num_mapped = torch.empty(8), 0
 
-    def __init__(self, *arguments):
+def add_one_to_buffers(pipe):
+    """Runs as the second process: adds 1 to every byte of each buffer whose handle it receives."""
+    while (handle := pipe.recv()) is not None:
+        try:
+            with handle.opened() as tensor:
+                tensor.add_(1)
+            pipe.send(tensor.numel())
+        except SharedBufferError as error:
+            pipe.send(str(error))
+
+
+@pytest.fixture(scope="module")
+def process_of_buffers():
+    with process_that_answers(add_one_to_buffers) as ask:
+        yield ask
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_both_processes_see_one_buffer(process_of_buffers, device):
+    buffer = make_shared_buffer(BUFFER_BYTES, torch.device(device))
+    for value in (3, 40):  # a buffer may be opened repeatedly
+        buffer.tensor.fill_(value)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert process_of_buffers(buffer.handle) == BUFFER_BYTES
+        assert buffer.tensor.eq(value + 1).all()
+    buffer.close()
+
+
+def test_host_memory_of_a_buffer_is_given_back_and_leaves_no_name():
+    before, named = num_open_buffers(), os.listdir("/dev/shm")
+    buffer = make_shared_buffer(BUFFER_BYTES, torch.device("cpu"))
+    buffer.tensor.fill_(1)
+    assert num_open_buffers() > before
+    assert os.listdir("/dev/shm") == named
+    buffer.close()
+    assert num_open_buffers() == before
+
+
+def test_a_process_that_has_gone_and_another_node_are_said(process_of_buffers, monkeypatch):
+    buffer = make_shared_buffer(BUFFER_BYTES, torch.device("cpu"))
+    gone = dataclasses.replace(buffer.handle, pid=2**22 + 1)  # larger than every process id
+    assert "that process must be alive and of the same user" in process_of_buffers(gone)
+    monkeypatch.setattr(shared_buffer, "_node", lambda: "elsewhere")
+    with pytest.raises(SharedBufferError, match=r"cannot be opened on elsewhere: .* one node"), buffer.handle.opened():
         pass
-
-    def map(self, index):
-        MappedRange.num_mapped += 1
-
-    def unmap(self, index):
-        MappedRange.num_mapped -= 1
-
-    def export(self):
-        return os.open(os.devnull, os.O_RDONLY)
-
-
-def test_gpu_memory_that_cannot_be_offered_is_unmapped(monkeypatch):
-    monkeypatch.setattr(shared_range, "_ExportedRange", MappedRange)
-    shared = SharedGpuRange(8, torch.device("cuda"))
-    monkeypatch.setattr(socket, "socket", no_sockets)
-    with pytest.raises(OSError, match="too many open files"):
-        shared.map()
-    assert MappedRange.num_mapped == 0  # else the next refit could not map it
-
-
-@pytest.mark.parametrize("cached", [True, False])
-def test_blocks_that_torch_caches_make_room_for_shared_gpu_memory(monkeypatch, cached):
-    is_full = [True]
-
-    def allocate(self, size):
-        if is_full[0]:
-            raise OutOfGpuMemoryError("no memory")
-        return size
-
-    monkeypatch.setattr(VirtualRange, "__init__", lambda self, *arguments: None)
-    monkeypatch.setattr(VirtualRange, "_allocate", allocate)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: is_full.__setitem__(0, not cached))
-    shared = shared_range._ExportedRange(8, torch.device("cuda"), 8)
-    if cached:
-        assert shared._allocate(8) == 8
-    else:
-        with pytest.raises(OutOfGpuMemoryError):
-            shared._allocate(8)
+    buffer.close()

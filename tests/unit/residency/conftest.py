@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support.jobs import Job
+from support.jobs import Job, make_job, run_steps
 from support.ranges import small_chunks
 
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.attach import Offloader, attach
 from nemo_offload_rl.residency.context import Options
+from nemo_offload_rl.residency.table import Phase
 
 
 @pytest.fixture
@@ -38,3 +39,20 @@ def offloaders(no_leak) -> Iterator[Callable[..., Offloader]]:
         assert offloader.mapped_bytes == 0
     assert arena.allocated_bytes == 0
     arena.close()
+
+
+@pytest.fixture
+def stepped(offloaders) -> Callable[..., tuple[Job, Offloader]]:
+    """Makes jobs with their offloaders, behind steps, in phases entered after these."""
+
+    def make(
+        *phases: Phase, num_steps: int = 1, ranges: Callable = small_chunks, **options: bool
+    ) -> tuple[Job, Offloader]:
+        job = make_job()
+        offloader = offloaders(job, ranges=ranges, **options)
+        run_steps(job, num_steps, offloader)
+        for phase in phases:
+            offloader.residency.enter(phase)
+        return job, offloader
+
+    return make

@@ -29,6 +29,11 @@ from nemo_offload_rl.residency.transfer import Mover
 pytestmark = pytest.mark.usefixtures("no_leak")
 
 
+def assert_same(offloader, job, plain):
+    offloader.residency.require(Target.OPTIMIZER_STATE)
+    assert_equal(job.everything(), plain.everything())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_with_masters"])
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd, amsgrad])
 def test_training_with_all_phases_between_is_bit_equal_to_training_without(offloaders, make_optimizer, dtype):
@@ -37,8 +42,7 @@ def test_training_with_all_phases_between_is_bit_equal_to_training_without(offlo
     job = make_job(make_optimizer, dtype)
     offloader = offloaders(job, verify=True)
     assert run_steps(job, 20, offloader) == wanted
-    offloader.residency.require(Target.OPTIMIZER_STATE)
-    assert_equal(job.everything(), plain.everything())
+    assert_same(offloader, job, plain)
     assert wanted[-1] < wanted[0]
 
 
@@ -71,8 +75,7 @@ def test_a_step_that_follows_late_arrivals_waits_for_them(offloaders):
     wanted = run_steps(plain, 4)
     trouble.delay_s = 0.02
     assert run_steps(job, 4, offloader) == wanted
-    offloader.residency.require(Target.OPTIMIZER_STATE)
-    assert_equal(job.everything(), plain.everything())
+    assert_same(offloader, job, plain)
 
 
 def test_the_delay_would_show_a_missing_wait(offloaders):
@@ -88,11 +91,9 @@ def test_the_delay_would_show_a_missing_wait(offloaders):
     assert any(not torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_entering_train_does_not_wait_for_the_optimizer_state(offloaders):
-    job, trouble = make_job(), Trouble()
-    offloader = offloaders(job, ranges=trouble)
-    run_steps(job, 1, offloader)
-    offloader.residency.enter(Phase.REFIT)
+def test_entering_train_does_not_wait_for_the_optimizer_state(stepped):
+    trouble = Trouble()
+    _, offloader = stepped(Phase.REFIT, ranges=trouble)
     offloader.residency.wait_until_released()
     num_chunks = sum(
         len(backed.range.chunks) for backed in offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges
@@ -178,21 +179,6 @@ def test_optimizer_state_that_finds_no_memory_is_told_at_the_step_and_can_come_l
     assert_equal(job.everything(), plain.everything())
 
 
-def test_steps_with_single_targets_placed_between_are_bit_equal_to_steps_without(offloaders):
-    plain, job = make_job(), make_job()
-    offloader = offloaders(job)
-    for seed in range(4):
-        plain.step(seed)
-        job.step(seed)
-        offloader.residency.place({Target.OPTIMIZER_STATE: Placement.HOST, Target.PARAMS: Placement.HOST})
-        assert offloader.residency.where(Target.PARAMS) is Placement.HOST
-        offloader.residency.wait_until_released()
-        assert offloader.mapped_bytes == 0
-        offloader.residency.place({Target.PARAMS: Placement.GPU, Target.OPTIMIZER_STATE: Placement.GPU})
-    offloader.residency.require(Target.OPTIMIZER_STATE)
-    assert_equal(job.everything(), plain.everything())
-
-
 def test_optimizer_state_alone_can_be_left_pageable():
     job = make_job(dtype=torch.bfloat16)
     locker = SimpleNamespace(lock=lambda address, nbytes: None, unlock=lambda address: None)
@@ -220,27 +206,19 @@ def test_optimizer_state_that_never_leaves_stays_where_it_is():
         offloader.close()
 
 
-class FullHost(PinnedArena):
-    """Represents a host without free memory."""
+def test_state_that_finds_no_host_memory_stays_on_the_gpu_unharmed(monkeypatch):
+    def is_full(owner, nbytes, **_):
+        raise HostMemoryError(f"Cannot allocate {nbytes} bytes of host memory for {owner}")
 
-    is_full = False
-
-    def allocate(self, owner, nbytes, *, pin=True):
-        if self.is_full:
-            raise HostMemoryError(f"Cannot allocate {nbytes} bytes of host memory for {owner}")
-        return super().allocate(owner, nbytes, pin=pin)
-
-
-def test_state_that_finds_no_host_memory_stays_on_the_gpu_unharmed():
-    plain, job, arena = make_job(), make_job(), FullHost()
+    plain, job, arena = make_job(), make_job(), PinnedArena()
     offloader = attach([job.model], job.optimizer, arena, ranges=small_chunks)
     losses = [job.step(0)]
-    arena.is_full = True
-    with pytest.raises(ResidencyError, match="Cannot move optimizer_state off the GPU for phase refit"):
-        offloader.residency.enter(Phase.REFIT)
+    with monkeypatch.context() as full:
+        full.setattr(arena, "allocate", is_full)
+        with pytest.raises(ResidencyError, match="Cannot move optimizer_state off the GPU for phase refit"):
+            offloader.residency.enter(Phase.REFIT)
     assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
     losses.append(job.step(1))
-    arena.is_full = False
     offloader.residency.enter(Phase.GENERATE)
     offloader.residency.enter(Phase.TRAIN)
     losses.append(job.step(2))
@@ -269,39 +247,12 @@ def test_new_state_that_finds_no_gpu_memory_to_move_through_is_kept_and_moves_la
 
 
 @pytest.mark.parametrize("target", [Target.PARAMS, Target.OPTIMIZER_STATE])
-def test_verify_finds_a_flipped_bit(offloaders, target):
-    job = make_job()
-    offloader = offloaders(job, verify=True)
-    run_steps(job, 1, offloader)
-    offloader.residency.enter(Phase.GENERATE)
+def test_verify_finds_a_flipped_bit(stepped, target):
+    _, offloader = stepped(Phase.GENERATE, verify=True)
     buffer_slice = offloader.targets[target].flat_buffer.slices[0]
     buffer_slice.backed.host.tensor[buffer_slice.offset] ^= 1
     with pytest.raises(CorruptedTransferError, match=f"checksums of {target} .*at {re.escape(buffer_slice.name)} "):
         enter_and_require(offloader)
-
-
-def test_state_that_load_state_dict_replaces_takes_its_predecessors_place(offloaders):
-    job = make_job()
-    offloader = offloaders(job)
-    run_steps(job, 2, offloader)
-    offloader.residency.require(Target.OPTIMIZER_STATE)
-    wanted, places = job.everything(), job.places()
-    saved = copy.copy(job.optimizer.state_dict())
-    saved["state"] = {
-        number: {key: value.clone() for key, value in state.items()} for number, state in saved["state"].items()
-    }
-    job.step(2)
-    job.optimizer.load_state_dict(saved)
-    assert job.places() != places
-    offloader.residency.enter(Phase.REFIT)
-    offloader.residency.enter(Phase.TRAIN)
-    offloader.residency.require(Target.OPTIMIZER_STATE)
-    addresses = {name: address for name, (_, address) in job.places().items()}
-    assert addresses == {name: address for name, (_, address) in places.items()}
-    moments = [name for name in wanted if name.startswith("exp_avg")]
-    assert len(moments) == 2 * len(list(job.model.parameters()))
-    found = job.everything()
-    assert_equal({name: found[name] for name in moments}, {name: wanted[name] for name in moments})
 
 
 def test_use_in_the_wrong_phase_is_an_error_in_words(offloaders):
@@ -316,10 +267,8 @@ def test_use_in_the_wrong_phase_is_an_error_in_words(offloaders):
 
 
 @pytest.mark.parametrize("of", ["model", "optimizer"])
-def test_a_state_dict_of_what_is_away_is_refused_and_one_of_what_arrives_waits(offloaders, monkeypatch, of):
-    job = make_job()
-    offloader = offloaders(job)
-    run_steps(job, 1, offloader)
+def test_a_state_dict_of_what_is_away_is_refused_and_one_of_what_arrives_waits(stepped, monkeypatch, of):
+    job, offloader = stepped()
     offloader.load_all_to_gpu()
     owner = {"model": job.model, "optimizer": job.optimizer}[of]
     saved = copy.deepcopy(owner.state_dict())
@@ -372,28 +321,21 @@ def test_closing_gives_everything_back_also_when_a_hook_raises(raises):
     assert not job.optimizer._optimizer_step_pre_hooks
 
 
-def test_what_moved_is_measured(offloaders):
-    job = make_job()
-    offloader = offloaders(job)
-    run_steps(job, 1, offloader)
+def test_what_moved_is_measured(stepped):
+    job, offloader = stepped()
     offloader.residency.require(Target.OPTIMIZER_STATE)
     offloader.meter.take_metrics()
     run_steps(job, 1, offloader)
     offloader.residency.require(Target.OPTIMIZER_STATE)
-    metrics = offloader.meter.take_metrics()
-    gb = offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.nbytes / 1e9
-    assert metrics["refit/optimizer_state/gb"] == metrics["train/optimizer_state/gb"] == gb
-    params_gb = offloader.targets[Target.PARAMS].nbytes / 1e9
-    assert metrics["generate/params/gb"] == metrics["logprob/params/gb"] == params_gb
+    metrics, sizes = offloader.meter.take_metrics(), offloader.nbytes()
     for name in ("refit/optimizer_state", "generate/params", "logprob/params", "train/optimizer_state"):
+        assert metrics[f"{name}/gb"] == sizes[Target(name.partition("/")[2])] / 1e9
         assert metrics[f"{name}/gb_per_s"] == pytest.approx(metrics[f"{name}/gb"] / metrics[f"{name}/copy_s"])
         assert metrics[f"{name}/exposed_s"] >= 0
     assert not offloader.meter.take_records()
 
 
 class Late(FlatBufferTarget):
-    """Moves a target with a lazy wait."""
-
     lazy_wait = True
 
 

@@ -1,18 +1,21 @@
-"""Tests an offloader's edge cases: replaced state, unknown views, failed moves without a wait, impossible tables."""
+"""Tests an offloader's edges: replaced state, unknown views, failed moves and prefetches, impossible tables."""
 
 import copy
+import dataclasses
 import gc
+import threading
 
 import pytest
 import torch
 from support.jobs import CPU, assert_equal, enter_and_require, make_job, run_steps
 from support.phases import delay_moves
-from support.ranges import Trouble, small_chunks
+from support.ranges import CHUNK_BYTES, Trouble, small_chunks
 from torch import nn
 
-from nemo_offload_rl.memory.gpu_range import TorchRange
+from nemo_offload_rl.memory.gpu_range import HostRange, TorchRange
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.attach import attach
+from nemo_offload_rl.residency.metrics import Meter
 from nemo_offload_rl.residency.optimizer_state import state_tensors
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
 from nemo_offload_rl.residency.target import ResidencyError
@@ -21,11 +24,9 @@ from nemo_offload_rl.residency.transfer import ChunkError
 pytestmark = pytest.mark.usefixtures("no_leak")
 
 
-def test_loaded_state_in_one_storage_gets_slots_of_its_own(offloaders):
+def test_loaded_state_in_one_storage_gets_slots_of_its_own(stepped):
     """copy.deepcopy, like torch.load, copies a shared storage as one: here state that was saved while in a range."""
-    job = make_job()
-    offloader = offloaders(job, ranges=small_chunks)
-    run_steps(job, 2, offloader)
+    job, offloader = stepped(num_steps=2)
     offloader.load_all_to_gpu()
     nbytes = offloader.targets[Target.OPTIMIZER_STATE].nbytes
     job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
@@ -51,12 +52,9 @@ def test_ranges_whose_addresses_change_work_alike(offloaders):
     assert not params.holds(torch.empty(0))
 
 
-def test_moments_in_fewer_bits_come_back_before_they_are_saved(offloaders):
+def test_moments_in_fewer_bits_come_back_before_they_are_saved(stepped):
     """megatron-core computes fp32 moments where the state is supposed to be: on the GPU."""
-    job = make_job()
-    offloader = offloaders(job)
-    run_steps(job, 1, offloader)
-    offloader.residency.enter(Phase.GENERATE)
+    job, offloader = stepped(Phase.GENERATE)
     assert not offloader.targets[Target.OPTIMIZER_STATE].needs_gpu_to_save
     state = next(iter(job.optimizer.state.values()))
     state["exp_avg_sq"] = state["exp_avg_sq"].half()
@@ -116,11 +114,9 @@ def test_a_buffer_that_something_unknown_uses_stays(offloaders):
 
 
 @pytest.mark.parametrize("kind", ["buffer", "state"])
-def test_what_is_made_anew_with_another_size_takes_no_more_memory_each_time(offloaders, kind):
+def test_what_is_made_anew_with_another_size_takes_no_more_memory_each_time(stepped, kind):
     """A rotary table grows so with the longest sequence."""
-    job = make_job()
-    offloader = offloaders(job)
-    run_steps(job, 1, offloader)
+    job, offloader = stepped()
     taken = []
     for cycle in range(5):
         made = torch.full((100_000 + 10 * cycle,), float(cycle))
@@ -180,10 +176,8 @@ def test_a_reader_keeps_the_host_memory_of_a_range_that_is_dropped(offloaders):
     offloader.residency.enter(Phase.TRAIN)
 
 
-def test_what_is_housed_beside_a_move_waits_for_it_and_is_refused_while_state_is_away(offloaders, monkeypatch):
-    job = make_job()
-    offloader = offloaders(job)
-    run_steps(job, 2, offloader)
+def test_what_is_housed_beside_a_move_waits_for_it_and_is_refused_while_state_is_away(stepped, monkeypatch):
+    job, offloader = stepped(num_steps=2)
     offloader.load_all_to_gpu()
     wanted = job.everything()
     name = next(key for key in wanted if key.startswith("exp_avg["))
@@ -228,34 +222,22 @@ def test_objects_that_the_garbage_collector_has_frozen_are_found(offloaders):
     assert job.model.freq.eq(2).all()
 
 
-def test_a_prefetch_that_failed_is_no_measurement(offloaders):
-    job, trouble = make_job(), Trouble()
-    offloader = offloaders(job, ranges=trouble)
-    run_steps(job, 1, offloader)
-    offloader.residency.enter(Phase.GENERATE)
-    offloader.residency.enter(Phase.LOGPROB)
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_prefetch_that_failed_is_no_measurement_and_no_error_where_it_is_not_needed(stepped, is_needed):
+    """The latter as after a step that was skipped because its loss was not finite."""
+    trouble = Trouble()
+    _, offloader = stepped(Phase.GENERATE, Phase.LOGPROB, ranges=trouble)
     offloader.meter.take_metrics()
     trouble.chunks_left = 0
-    offloader.residency.prefetch(Phase.TRAIN)
-    with pytest.raises(ChunkError):
-        offloader.residency._last[Target.OPTIMIZER_STATE].move.wait()
-    assert "train/optimizer_state/gb" not in offloader.meter.take_metrics()
-    trouble.chunks_left = None
-    offloader.residency.enter(Phase.TRAIN)
-    offloader.residency.require(Target.OPTIMIZER_STATE)
-
-
-def test_state_that_found_no_memory_and_was_not_needed_is_no_error_later(offloaders):
-    """Happens after a step that was skipped because its loss was not finite."""
-    job, trouble = make_job(), Trouble()
-    offloader = offloaders(job, ranges=trouble)
-    run_steps(job, 1, offloader)
-    offloader.residency.enter(Phase.GENERATE)
-    offloader.residency.enter(Phase.LOGPROB)
-    trouble.chunks_left = 0
-    offloader.residency.enter(Phase.TRAIN)
-    offloader.residency.enter(Phase.REFIT)
-    assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+    if is_needed:
+        offloader.residency.prefetch(Phase.TRAIN)
+        with pytest.raises(ChunkError):
+            offloader.residency._last[Target.OPTIMIZER_STATE].move.wait()
+        assert "train/optimizer_state/gb" not in offloader.meter.take_metrics()
+    else:
+        offloader.residency.enter(Phase.TRAIN)
+        offloader.residency.enter(Phase.REFIT)
+        assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
     trouble.chunks_left = None
     enter_and_require(offloader)
 
@@ -276,3 +258,71 @@ def test_tensors_without_memory_of_their_own_may_be_about(offloaders):
     run_steps(job, 1, offloaders(job))
     assert lazy.weight is not None
     assert nested is not None
+
+
+RESERVE_BYTES = 1 << 20
+
+
+class Gated(HostRange):
+    """Implements a range that is mapped once the gate is open."""
+
+    gate = threading.Event()
+
+    def map(self, index: int) -> None:
+        self.gate.wait()
+        super().map(index)
+
+
+@pytest.mark.parametrize(("missing_bytes", "comes"), [(0, True), (1, False)])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_memory_that_an_earlier_prefetch_will_still_map_is_not_free(
+    stepped, monkeypatch, missing_bytes, comes, at_once
+):
+    Gated.gate.set()
+    job, offloader = stepped(ranges=lambda nbytes, device, chunk_bytes: Gated(nbytes, CHUNK_BYTES))
+    offloader.residency.require(Target.OPTIMIZER_STATE)
+    wanted = job.everything()
+    gpu_bytes = sum(offloader.nbytes().values()) + RESERVE_BYTES - missing_bytes
+    memory = Meter.memory
+    monkeypatch.setattr(
+        Meter, "memory", lambda self: dataclasses.replace(memory(self), gpu_free=gpu_bytes - offloader.mapped_bytes)
+    )
+    offloader.residency.enter(Phase.GENERATE)
+    Gated.gate.clear()
+    if not at_once:
+        offloader.residency.prefetch(Phase.LOGPROB)  # the parameters, of which nothing is mapped yet
+    offloader.residency.prefetch(Phase.TRAIN, reserve_bytes=RESERVE_BYTES)
+    found = offloader.residency.where(Target.OPTIMIZER_STATE)
+    assert offloader.residency.where(Target.PARAMS) is Placement.GPU
+    Gated.gate.set()
+    offloader.residency.enter(Phase.LOGPROB)
+    assert found is (Placement.GPU if comes else Placement.HOST)
+    enter_and_require(offloader)
+    assert_equal(job.everything(), wanted)
+
+
+def test_a_checkpoint_after_a_prefetch_that_found_no_memory_reads_the_host(stepped):
+    trouble = Trouble()
+    job, offloader = stepped(ranges=trouble)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
+    moment = job.optimizer.state[job.model[0].weight]["exp_avg"]
+    wanted = moment.clone()
+    offloader.residency.enter(Phase.GENERATE)
+    offloader.residency.enter(Phase.LOGPROB)
+    trouble.chunks_left = 0
+    offloader.residency.prefetch(Phase.TRAIN)
+    read = offloader.checkpoint_reader()
+    assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+    assert torch.equal(read(moment), wanted)
+    trouble.chunks_left = None
+    enter_and_require(offloader)
+    assert torch.equal(moment, wanted)
+
+
+def test_a_checkpoint_after_a_prefetch_reads_the_gpu(stepped):
+    job, offloader = stepped(Phase.GENERATE)
+    offloader.residency.prefetch(Phase.TRAIN)
+    read = offloader.checkpoint_reader()
+    assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
+    moment = job.optimizer.state[job.model[0].weight]["exp_avg"]
+    assert read(moment) is moment

@@ -63,8 +63,8 @@ class FailingCopies:
         return copy_or_fail
 
 
-def trained(offloaders):
-    """Returns an offloader in LOGPROB after two steps, its job, and the initial weights."""
+def trained(offloaders, monkeypatch, error=MemoryError):
+    """Returns an offloader in LOGPROB after two steps, its job, initial and own weights, and copies that may fail."""
     job = make_job(num_layers=7)
     first = weights(job)
     offloader = offloaders(job, with_reference=True)
@@ -73,7 +73,7 @@ def trained(offloaders):
     offloader.residency.enter(Phase.LOGPROB)
     backed_ranges = offloader.targets[Target.PARAMS].flat_buffer.backed_ranges
     assert sum(len(backed.range.chunks) for backed in backed_ranges) == NUM_CHUNKS
-    return offloader, job, first
+    return offloader, job, first, weights(job), FailingCopies(monkeypatch, offloader.context.mover, error)
 
 
 def weights(job):
@@ -81,7 +81,6 @@ def weights(job):
 
 
 def assert_all_works(offloader, job, first, own):
-    """Checks that the policy's weights are unchanged, and that every use of them works."""
     assert_equal(weights(job), own)
     with offloader.reference.swapped_in():
         assert_equal(weights(job), first)
@@ -119,9 +118,7 @@ def fail_at_the_end(offloader, copies, number, *, is_late, body_fails):
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("is_late", [False, True], ids=["before the copy", "after it"])
 def test_a_swap_in_that_fails_once_leaves_the_policy_as_it_was(offloaders, monkeypatch, error, is_late):
-    offloader, job, first = trained(offloaders)
-    own = weights(job)
-    copies = FailingCopies(monkeypatch, offloader.context.mover, error)
+    offloader, job, first, own, copies = trained(offloaders, monkeypatch, error)
     for number in SWAP_IN:
         copies.arm(number, lasts=False, is_late=is_late)
         with pytest.raises(error, match="as the test has it"), offloader.reference.swapped_in():
@@ -133,9 +130,7 @@ def test_a_swap_in_that_fails_once_leaves_the_policy_as_it_was(offloaders, monke
 def test_a_swap_in_after_which_no_copy_works_leaves_the_policy_as_it_was_or_refuses(
     offloaders, monkeypatch, number, is_late, error
 ):
-    offloader, job, first = trained(offloaders)
-    own = weights(job)
-    copies = FailingCopies(monkeypatch, offloader.context.mover, error)
+    offloader, job, first, own, copies = trained(offloaders, monkeypatch, error)
     copies.arm(number, lasts=True, is_late=is_late)
     with pytest.raises((error, ResidencyError)), offloader.reference.swapped_in():
         raise AssertionError("the swap did not fail")
@@ -148,9 +143,7 @@ def test_a_swap_in_after_which_no_copy_works_leaves_the_policy_as_it_was_or_refu
 
 @pytest.mark.parametrize(("body_fails", "is_late", "error"), each_pair([False, True]))
 def test_a_swap_back_that_fails_once_is_made_again(offloaders, monkeypatch, body_fails, is_late, error):
-    offloader, job, first = trained(offloaders)
-    own = weights(job)
-    copies = FailingCopies(monkeypatch, offloader.context.mover, error)
+    offloader, job, first, own, copies = trained(offloaders, monkeypatch, error)
     for number in SWAP_BACK:
         with pytest.raises(error, match="as the test has it"):
             fail_at_the_end(offloader, copies, number, is_late=is_late, body_fails=body_fails)
@@ -159,8 +152,7 @@ def test_a_swap_back_that_fails_once_is_made_again(offloaders, monkeypatch, body
 
 @pytest.mark.parametrize(("number", "is_late", "error"), each_pair(SWAP_BACK))
 def test_a_swap_back_after_which_no_copy_works_is_told_by_every_use(offloaders, monkeypatch, number, is_late, error):
-    offloader, job, _ = trained(offloaders)
-    copies = FailingCopies(monkeypatch, offloader.context.mover, error)
+    offloader, job, _, _, copies = trained(offloaders, monkeypatch, error)
     with pytest.raises((error, ResidencyError)), offloader.reference.swapped_in():
         copies.arm(number, lasts=True, is_late=is_late)
     copies.disarm()
@@ -189,9 +181,8 @@ def swap_interrupted_at(offloader, number):
     return len(lines)
 
 
-def test_a_ctrl_c_at_any_line_leaves_the_policy_as_it_was(offloaders):
-    offloader, job, first = trained(offloaders)
-    own = weights(job)
+def test_a_ctrl_c_at_any_line_leaves_the_policy_as_it_was(offloaders, monkeypatch):
+    offloader, job, first, own, _ = trained(offloaders, monkeypatch)
     num_lines = swap_interrupted_at(offloader, None)
     assert num_lines > 20
     for number in range(1, num_lines + 1):
@@ -199,9 +190,8 @@ def test_a_ctrl_c_at_any_line_leaves_the_policy_as_it_was(offloaders):
         assert_all_works(offloader, job, first, own)
 
 
-def test_a_swap_inside_a_swap_is_refused_before_it_saves_over_the_policys_own(offloaders):
-    offloader, job, first = trained(offloaders)
-    own = weights(job)
+def test_a_swap_inside_a_swap_is_refused_before_it_saves_over_the_policys_own(offloaders, monkeypatch):
+    offloader, job, first, own, _ = trained(offloaders, monkeypatch)
     with offloader.reference.swapped_in():
         with pytest.raises(ResidencyError, match="are already swapped in; exit"), offloader.reference.swapped_in():
             pass

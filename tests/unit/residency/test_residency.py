@@ -5,15 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from nemo_offload_rl.residency.metrics import Meter
+from nemo_offload_rl.residency.metrics import MemoryNow, Meter, Started
 from nemo_offload_rl.residency.residency import Residency
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
 from nemo_offload_rl.residency.target import NoRoomError, ResidencyError
 
 
 class Arrived:
-    """Records when the move is waited for."""
-
     nbytes = 10
     is_queued = True
     has_failed = False
@@ -53,7 +51,8 @@ class Shelf:
         return "book 7"
 
 
-def make(**overrides):
+def make(*entered, **overrides):
+    """Returns the state machine in the last of the phases entered, its targets, and a log of what they do next."""
     table = {phase: dict(DEFAULT_TABLE[phase]) for phase in Phase}
     for phase, placements in overrides.items():
         table[Phase(phase)] |= placements
@@ -63,7 +62,11 @@ def make(**overrides):
         Target.GRADS: Shelf(log, Target.GRADS, {Placement.GPU, Placement.DROPPED}),
         Target.OPTIMIZER_STATE: Shelf(log, Target.OPTIMIZER_STATE, {Placement.GPU, Placement.HOST}, lazy_wait=True),
     }
-    return Residency(targets, table), targets, log
+    residency = Residency(targets, table)
+    for phase in entered:
+        residency.enter(phase)
+    log.clear()
+    return residency, targets, log
 
 
 def moves(log):
@@ -89,9 +92,7 @@ def test_only_what_differs_moves():
 
 
 def test_what_leaves_goes_before_what_comes_back():
-    residency, _, log = make(refit={Target.PARAMS: Placement.HOST, Target.GRADS: Placement.GPU})
-    residency.enter(Phase.LOGPROB)
-    log.clear()
+    residency, _, log = make(Phase.LOGPROB, refit={Target.PARAMS: Placement.HOST, Target.GRADS: Placement.GPU})
     residency.enter(Phase.REFIT)
     assert moves(log) == [
         (Target.PARAMS, Placement.HOST),
@@ -110,26 +111,8 @@ def test_what_leaves_is_waited_for_where_the_gpu_is_handed_over():
     assert (Target.PARAMS, "waited for") in log
 
 
-def test_what_has_no_room_leaves_everything_where_it_was():
-    residency, targets, log = make()
-    residency.enter(Phase.GENERATE)
-    targets[Target.OPTIMIZER_STATE].full.add(Placement.GPU)
-    log.clear()
-    with pytest.raises(ResidencyError, match=r"Cannot move optimizer_state to the GPU .* out of memory for book 7"):
-        residency.enter(Phase.TRAIN)
-    assert moves(log)[-2:] == [(Target.GRADS, Placement.DROPPED), (Target.PARAMS, Placement.HOST)]
-    assert [residency.where(target) for target in targets] == [Placement.HOST, Placement.DROPPED, Placement.HOST]
-    assert residency.phase is Phase.GENERATE
-    targets[Target.OPTIMIZER_STATE].full.clear()
-    residency.enter(Phase.TRAIN)
-    assert [residency.where(target) for target in targets] == [Placement.GPU] * 3
-
-
 def test_prefetch_brings_what_the_next_phase_needs_and_does_not_wait():
-    residency, _, log = make()
-    residency.enter(Phase.GENERATE)
-    residency.enter(Phase.LOGPROB)
-    log.clear()
+    residency, _, log = make(Phase.GENERATE, Phase.LOGPROB)
     residency.prefetch(Phase.TRAIN)
     assert moves(log) == [(Target.OPTIMIZER_STATE, Placement.GPU)]  # gradients have no contents to move
     residency.enter(Phase.TRAIN)
@@ -182,31 +165,6 @@ def test_what_returns_is_waited_for_at_once_or_when_it_is_required_if_it_waits_i
     assert log[-1] == (Target.OPTIMIZER_STATE, "held for")
 
 
-def test_place_without_room_puts_back_what_it_moved():
-    residency, targets, log = make()
-    targets[Target.OPTIMIZER_STATE].full.add(Placement.HOST)
-    with pytest.raises(NoRoomError, match=r"Cannot move optimizer_state off .* out of memory for book 7"):
-        residency.place({Target.PARAMS: Placement.HOST, Target.OPTIMIZER_STATE: Placement.HOST})
-    assert moves(log) == [(Target.PARAMS, Placement.HOST), (Target.PARAMS, Placement.GPU)]
-    assert [residency.where(target) for target in targets] == [Placement.GPU] * 3
-
-
-@pytest.mark.parametrize("goal", [Placement.HOST, Placement.GPU])
-def test_nothing_is_dropped_before_the_others_have_moved(goal):
-    residency, targets, log = make()
-    if goal is Placement.GPU:
-        residency.place({Target.PARAMS: Placement.HOST})
-    log.clear()
-    targets[Target.PARAMS].full.add(goal)
-    with pytest.raises(NoRoomError, match="Cannot move params"):
-        residency.place({Target.GRADS: Placement.DROPPED, Target.PARAMS: goal})
-    assert moves(log) == []
-    assert residency.where(Target.GRADS) is Placement.GPU
-    targets[Target.PARAMS].full.clear()
-    residency.place({Target.GRADS: Placement.DROPPED, Target.PARAMS: goal})
-    assert moves(log) == [(Target.PARAMS, goal), (Target.GRADS, Placement.DROPPED)]
-
-
 @pytest.mark.parametrize(
     ("target", "message"),
     [
@@ -224,9 +182,7 @@ def test_a_placement_that_cannot_be_moves_nothing(target, message):
 @pytest.mark.parametrize("leaves_early", [False, True])
 @pytest.mark.parametrize("is_taken_back", [False, True])
 def test_host_memory_that_is_read_is_waited_for_before_it_is_written_again(leaves_early, is_taken_back):
-    residency, _, log = make()
-    residency.enter(Phase.GENERATE)
-    log.clear()
+    residency, _, log = make(Phase.GENERATE)
     residency.lend(Target.OPTIMIZER_STATE, lambda: log.append("the reader has done"))
     residency.enter(Phase.TRAIN)  # moves back, which only reads the lent memory
     if is_taken_back:
@@ -245,9 +201,7 @@ def test_host_memory_that_is_read_is_waited_for_before_it_is_written_again(leave
 
 
 def test_what_a_phase_sends_away_may_leave_before_it_and_the_phase_finds_it_gone():
-    residency, _, log = make()
-    residency.enter(Phase.TRAIN)
-    log.clear()
+    residency, _, log = make(Phase.TRAIN)
     residency.start_leaving(Phase.REFIT)
     assert log == [(Target.GRADS, Placement.DROPPED), (Target.OPTIMIZER_STATE, Placement.HOST)]  # without a wait
     assert residency.phase is Phase.TRAIN
@@ -271,9 +225,7 @@ def test_what_finds_no_room_early_leaves_with_the_phase_whose_error_names_it():
 
 
 def test_targets_that_are_not_asked_for_are_not_waited_for():
-    residency, _, log = make()
-    residency.enter(Phase.REFIT)
-    log.clear()
+    residency, _, log = make(Phase.REFIT)
     residency.wait_until_released(without=(Target.OPTIMIZER_STATE,))
     assert log == [(Target.GRADS, "waited for")]
     residency.wait_until_released()
@@ -281,9 +233,7 @@ def test_targets_that_are_not_asked_for_are_not_waited_for():
 
 
 def test_dropped_memory_is_taken_early_where_asked_and_before_what_is_copied():
-    residency, _, log = make()
-    residency.enter(Phase.GENERATE)
-    log.clear()
+    residency, _, log = make(Phase.GENERATE)
     residency.prefetch(Phase.TRAIN, with_dropped=True)
     assert moves(log) == [(target, Placement.GPU) for target in (Target.PARAMS, Target.GRADS, Target.OPTIMIZER_STATE)]
     residency.enter(Phase.TRAIN)
@@ -292,8 +242,6 @@ def test_dropped_memory_is_taken_early_where_asked_and_before_what_is_copied():
 
 
 class CountingMeter(Meter):
-    """Counts how often torch's allocator releases its unused memory."""
-
     num_given_back = 0
 
     def give_back_cache(self):
@@ -334,3 +282,62 @@ def test_the_cache_stays_where_the_generator_finds_enough_free(free, num_given_b
     residency.enter(Phase.REFIT)
     residency.enter(Phase.GENERATE)
     assert meter.num_given_back == num_given_back
+
+
+class MeterOfAGpu(Meter):
+    free = 1
+
+    def memory(self):
+        return MemoryNow(1, 1, gpu_free=self.free * 2**30)
+
+
+def test_the_seconds_of_all_entries_of_a_phase_are_added_up():
+    """So are the seconds of its moves: a validation enters the phase once more before the metrics are taken."""
+    meter = MeterOfAGpu(torch.device("cpu"))
+    meter.record_transition(Phase.LOGPROB, 0.5, meter.memory(), {})
+    meter.record_transition(Phase.TRAIN, 0.0625, meter.memory(), {})
+    meter.free = 3
+    meter.record_transition(Phase.LOGPROB, 0.25, meter.memory(), {})
+    metrics = meter.take_metrics()
+    assert metrics["logprob/enter_s"] == pytest.approx(0.75)
+    assert metrics["train/enter_s"] == pytest.approx(0.0625)
+    assert metrics["logprob/gpu_free_before_gib"] == 3  # memory is the last entry's
+    assert "logprob/enter_s" not in meter.take_metrics()
+
+
+class EndsMeanwhile:
+    """Represents a move that the helper thread ends right after it was first asked for."""
+
+    nbytes = 10
+    has_failed = False
+    num_asked = 0
+
+    @property
+    def is_queued(self):
+        self.num_asked += 1
+        return self.num_asked > 1
+
+    def copy_seconds(self):
+        return 1.0
+
+    def exposed_seconds(self):
+        return 0.0
+
+
+def test_a_move_that_ends_while_records_are_taken_is_in_the_next_ones():
+    meter = Meter(torch.device("cpu"))
+    started = Started(Phase.REFIT, Target.OPTIMIZER_STATE, Placement.GPU, Placement.HOST, EndsMeanwhile())
+    meter.record_start(started)
+    assert meter.take_records() == []
+    assert [record.nbytes for record in meter.take_records()] == [10]
+    assert meter.take_records() == []
+
+
+def test_what_is_left_on_the_gpu_is_itemised_and_adds_up_to_what_the_driver_counts():
+    memory = MemoryNow(1, 1, gpu_allocated=2, gpu_reserved=7, gpu_ranges=30, gpu_free=50, gpu_total=100)
+    left = {name: gib * 2**30 for name, gib in memory.left({Target.PARAMS: 20, Target.GRADS: 10}).items()}
+    assert left == {
+        "left_params_gib": 20, "left_grads_gib": 10, "left_tensors_gib": 2, "left_cache_gib": 5, "left_others_gib": 13,
+    }  # fmt: skip
+    assert sum(left.values()) == memory.gpu_total - memory.gpu_free
+    assert MemoryNow(1, 1).left({Target.PARAMS: 20}) == {}

@@ -1,11 +1,15 @@
+"""Tests moves of ranges between two places of host memory, and buffers of tensors in such ranges."""
+
 import threading
 import time
 
 import pytest
 import torch
-from support.ranges import CHUNK_BYTES, Trouble
+from support.ranges import CHUNK_BYTES, Trouble, small_chunks
 
 from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.flat_buffer import ALIGNMENT, BufferEntry, FlatBuffer
+from nemo_offload_rl.residency.params_and_grads import tensors_by_storage
 from nemo_offload_rl.residency.transfer import BackedRange, ChunkError, Gate, Mover
 
 CPU = torch.device("cpu")
@@ -32,7 +36,6 @@ def trouble():
 
 @pytest.fixture
 def backed_ranges(arena, trouble):
-    """Returns two backed ranges, mapped and filled."""
     backed_ranges = [BackedRange(trouble(nbytes, CPU, CHUNK_BYTES), arena.allocate("test", nbytes)) for nbytes in SIZES]
     for backed in backed_ranges:
         for index in range(len(backed.range.chunks)):
@@ -100,22 +103,6 @@ def test_a_move_back_is_under_way_when_the_call_returns(mover, backed_ranges, tr
     assert back.exposed_seconds() < back.copy_seconds() / 2  # what is hidden is not exposed
 
 
-@pytest.mark.parametrize("chunk", [0, 1, 5, 6])
-def test_a_full_gpu_gives_back_what_had_been_taken_and_says_where(mover, backed_ranges, trouble, chunk):
-    wanted = contents(backed_ranges)
-    mover.out(backed_ranges).wait()
-    trouble.chunks_left = chunk
-    back = mover.back(backed_ranges)
-    with pytest.raises(ChunkError) as raised:
-        back.wait()
-    places = [(backed, piece.start) for backed in backed_ranges for piece in backed.range.chunks]
-    assert (raised.value.backed, raised.value.offset) == places[chunk]
-    assert mapped(backed_ranges) == 0
-    trouble.chunks_left = None
-    mover.back(backed_ranges).wait()
-    assert_equal(contents(backed_ranges), wanted)
-
-
 def test_dropped_memory_comes_back_mapped(mover, backed_ranges):
     drop = mover.drop(backed_ranges)
     drop.wait()
@@ -161,46 +148,100 @@ def test_memory_that_is_being_dropped_is_found(mover, backed_ranges, trouble, mo
     assert mapped([dropped]) == 0
 
 
-def test_exchange_puts_others_in_and_restore_brings_the_own_back(mover, backed_ranges, arena):
-    own = contents(backed_ranges)
-    others = [BackedRange(backed.range, arena.allocate("others", backed.range.nbytes)) for backed in backed_ranges]
-    for other in others:
-        other.host.tensor.random_(0, 256)
-    foreign = [other.host.tensor.clone() for other in others]
-    mover.exchange(backed_ranges, others)
-    assert_equal(contents(backed_ranges), foreign)
-    mover.restore(backed_ranges)
-    assert_equal(contents(backed_ranges), own)
-    assert_equal([other.host.tensor for other in others], foreign)
-    for other in others:
-        arena.release(other.host)
+MIB = 2**20
 
 
-def test_an_exchange_that_fails_says_what_has_to_be_put_back(mover, backed_ranges, arena, monkeypatch):
-    own, copy_back, copied, changed = contents(backed_ranges), mover._copy_back, [], []
-    others = [BackedRange(backed.range, arena.allocate("others", backed.range.nbytes)) for backed in backed_ranges]
-
-    def fail_at_the_third(backed, chunk):
-        copied.append(chunk)
-        copy_back(backed, chunk)
-        if len(copied) == 3:
-            raise MemoryError
-
-    monkeypatch.setattr(mover, "_copy_back", fail_at_the_third)
-    with pytest.raises(MemoryError):
-        mover.exchange(backed_ranges, others, changed)
-    assert changed == [(backed_ranges[0], chunk) for chunk in backed_ranges[0].range.chunks[:3]]
-    back = mover.put_back(changed)
-    assert back.nbytes == 3 * CHUNK_BYTES
-    assert_equal(contents(backed_ranges), own)
-    for other in others:
-        arena.release(other.host)
+def entry(name: str, *tensors: torch.Tensor) -> BufferEntry:
+    return BufferEntry(name, tensors[0].untyped_storage(), list(tensors))
 
 
-def test_closing_twice_gives_staging_buffers_back_once(arena):
-    mover = Mover(CPU, arena)
-    with mover._ring(mover._out):
-        assert arena.allocated_bytes > 0
-    for _ in range(2):
-        mover.close()
-        assert arena.allocated_bytes == 0
+def test_tensors_move_in_as_they_are(arena):
+    base = torch.randn(64, 8)
+    turned, half = base.t(), base.view(-1)[7:200:3]
+    small, flags = torch.arange(3, dtype=torch.int64), torch.tensor([True, False])
+    wanted = [t.clone() for t in (base, turned, half, small, flags)]
+    shapes = [(t.shape, t.stride(), t.dtype) for t in (base, turned, half, small, flags)]
+    flat_buffer = FlatBuffer("params", CPU, arena, ranges=small_chunks)
+    old = base.untyped_storage()
+    flat_buffer.add([entry("base", base, turned, half), entry("small", small), entry("flags", flags)])
+    assert old.nbytes() == 0
+    memory = flat_buffer.backed_ranges[0].range.tensor
+    begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+    for tensor, want, shape in zip((base, turned, half, small, flags), wanted, shapes, strict=True):
+        assert torch.equal(tensor, want)
+        assert (tensor.shape, tensor.stride(), tensor.dtype) == shape
+        assert begin <= tensor.data_ptr() < end
+    base[0, 0] = 5
+    assert turned[0, 0] == 5  # they still share memory
+    assert [buffer_slice.offset % ALIGNMENT for buffer_slice in flat_buffer.slices] == [0, 0, 0]
+    assert flat_buffer.nbytes == flat_buffer.mapped_bytes == 4 * ALIGNMENT + 2 * ALIGNMENT
+    del memory
+    flat_buffer.close()
+
+
+def test_every_view_of_a_storage_is_found():
+    base, other = torch.randn(10), torch.randn(10)
+    views = {"first": base[:5], "list": [base[5:]], "detached": base.detach()}
+    (found,) = tensors_by_storage([base.untyped_storage()]).values()
+    assert {id(tensor) for tensor in found} == set(map(id, (base, views["first"], views["list"][0], views["detached"])))
+    assert not any(tensor is other for tensor in found)
+
+
+def test_growth_gets_a_home_of_its_own_and_a_successor_its_predecessors_place(arena):
+    first, second = torch.randn(300), torch.randn(300)
+    flat_buffer = FlatBuffer("optimizer_state", CPU, arena, ranges=small_chunks)
+    flat_buffer.add([entry("exp_avg[0]", first), entry("exp_avg[1]", second)])
+    address = second.data_ptr()
+    successor, newcomer = torch.randn(300), torch.randn(5)
+    wanted = successor.clone()
+    flat_buffer.add_or_replace([entry("exp_avg[1]", successor), entry("exp_avg[2]", newcomer)])
+    assert successor.data_ptr() == address
+    assert torch.equal(successor, wanted)
+    assert [len(backed.range.chunks) for backed in flat_buffer.backed_ranges] == [1, 1]
+    assert [buffer_slice.name for buffer_slice in flat_buffer.slices] == ["exp_avg[0]", "exp_avg[1]", "exp_avg[2]"]
+    larger = torch.randn(301)  # as after a change of the parallel layout
+    flat_buffer.add_or_replace([entry("exp_avg[0]", larger)])
+    assert len(flat_buffer.backed_ranges) == 3
+    flat_buffer.close()
+
+
+def test_a_chunk_is_named_by_the_tenant_that_it_begins_in(arena):
+    tensors = [torch.zeros(3 * MIB, dtype=torch.uint8) for _ in range(3)]
+    flat_buffer = FlatBuffer("params", CPU, arena, ranges=small_chunks)
+    flat_buffer.add([entry(f"tensor {number}", tensor) for number, tensor in enumerate(tensors)])
+    (backed,) = flat_buffer.backed_ranges
+    names = [flat_buffer.name_at(ChunkError(backed, chunk.start, "")) for chunk in backed.range.chunks]
+    assert names == ["tensor 0", "tensor 0", "tensor 1", "tensor 2", "tensor 2"]
+    flat_buffer.close()
+
+
+def test_reading_from_the_host_shows_what_left_and_no_neighbours(arena):
+    base = torch.randn(500)
+    tensors = [torch.randn(300), base[100:400]]
+    wanted = [tensor.clone() for tensor in tensors]
+    flat_buffer, mover = FlatBuffer("params", CPU, arena, ranges=small_chunks), Mover(CPU, arena)
+    flat_buffer.add([entry("whole", tensors[0]), entry("part", tensors[1], base)])
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    mover.out(flat_buffer.backed_ranges).wait()
+    views = [flat_buffer.host_view(tensor) for tensor in tensors]
+    assert all(torch.equal(view, want) for view, want in zip(views, wanted, strict=True))
+    assert [view.untyped_storage().nbytes() for view in views] == [1200, 1200]
+    assert flat_buffer.host_view(torch.zeros(3)) is None
+    transposed = flat_buffer.host_view(tensors[0].view(20, 15).t()[2:5])
+    assert torch.equal(transposed, wanted[0].view(20, 15).t()[2:5])
+    assert [tensor.data_ptr() for tensor in tensors] == addresses
+    del views, transposed
+    mover.back(flat_buffer.backed_ranges).wait()
+    assert all(torch.equal(tensor, want) for tensor, want in zip(tensors, wanted, strict=True))
+    mover.close()
+    flat_buffer.close()
+
+
+def test_a_tensor_of_another_storage_at_the_same_address_is_not_taken_for_a_view():
+    memory = bytearray(64)
+    base, stale = torch.frombuffer(memory, dtype=torch.uint8), torch.frombuffer(memory, dtype=torch.uint8)
+    view = base[8:]
+    assert stale.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    [(address, found)] = tensors_by_storage([base.untyped_storage()]).items()
+    assert address == base.untyped_storage().data_ptr()
+    assert {id(tensor) for tensor in found} == {id(base), id(view)}

@@ -1,22 +1,26 @@
 """Tests streamed optimizer state on plain torch models, between two places of host memory, with late copies."""
 
 import copy
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
-from support.jobs import WIDTH, adamw, amsgrad, assert_equal, make_job, run_steps, sgd
+from support.jobs import WIDTH, Job, adamw, amsgrad, assert_equal, make_job, run_steps, sgd
 from support.late_streams import LateEvent, LateStream
 from support.ranges import Trouble
+from torch import nn
 
+from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state
 from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError, TorchRange
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.residency.attach import attach, needed_host_bytes
+from nemo_offload_rl.residency.attach import attach
 from nemo_offload_rl.residency.flat_buffer import CorruptedTransferError
-from nemo_offload_rl.residency.optimizer_state import state_tensors
 from nemo_offload_rl.residency.streamed import window
-from nemo_offload_rl.residency.streamed.init_state import has_no_memory
+from nemo_offload_rl.residency.streamed.init_state import has_no_memory, placeholder
 from nemo_offload_rl.residency.streamed.step import HalfUpdatedError
-from nemo_offload_rl.residency.table import STREAMED_TABLE, Phase, Placement, Target
+from nemo_offload_rl.residency.streamed.window import ALIGNMENT, MASTER, Field, FlatLayout, Piece
+from nemo_offload_rl.residency.table import STREAMED_TABLE, Phase, Target
 from nemo_offload_rl.residency.target import NoRoomError, ResidencyError
 
 CPU = torch.device("cpu")
@@ -94,32 +98,6 @@ def test_state_that_is_there_already_is_taken_over(streaming, late_copies):
     assert_same(offloader, job, plain)
 
 
-def test_what_the_device_holds_is_the_window(streaming):
-    job = make_job()
-    offloader = streaming(job)
-    state = offloader.targets[Target.OPTIMIZER_STATE]
-    count = sum(parameter.numel() for parameter in job.model.parameters())
-    assert state.host_nbytes == pytest.approx(8 * count, rel=0.01)
-    again = make_job()
-    needed = needed_host_bytes([again.model], again.optimizer, PinnedArena(), table=STREAMED_TABLE)
-    assert needed[Target.OPTIMIZER_STATE] == state.host_nbytes
-    run_steps(job, 1)
-    tensors = [tensor for name, tensor in state_tensors(job.optimizer, CPU) if not name.startswith("master")]
-    assert tensors
-    assert all(has_no_memory(tensor) for tensor in tensors)
-    assert state.mapped_bytes == state.nbytes <= 4 * 12 * 50_000
-    offloader.residency.enter(Phase.GENERATE)
-    assert state.mapped_bytes == 0
-    assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
-    with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU, but it is host"):
-        job.optimizer.step()
-    with pytest.raises(RuntimeError, match="single memory location"):
-        tensors[0].copy_(torch.ones_like(tensors[0]))
-    metrics = offloader.meter.take_metrics()
-    assert metrics["train/optimizer_state/gb"] == pytest.approx(2 * state.host_nbytes / 1e9)
-    assert "generate/optimizer_state/gb" not in metrics
-
-
 def test_ranges_whose_addresses_change_work_alike(streaming):
     plain, job = make_job(), make_job()
     offloader = streaming(job, ranges=lambda nbytes, device, _: TorchRange(nbytes, device))
@@ -158,8 +136,6 @@ def test_copies_through_staging_buffers_give_the_same_numbers(streaming, monkeyp
 
 
 class FailingStream(LateStream):
-    """Fails in a later copy."""
-
     left, error = None, RuntimeError
 
     def copy_all(self, pairs):
@@ -171,7 +147,6 @@ class FailingStream(LateStream):
 
 
 def assert_refused(job, offloader, why="half updated"):
-    """Checks that everything that would use model or state is refused."""
     for use in (
         lambda: job.optimizer.step(),
         lambda: job.model(torch.zeros(2, WIDTH)),
@@ -370,3 +345,94 @@ def test_what_cannot_be_streamed_is_refused_in_words():
     ):
         with pytest.raises(ValueError, match=words):
             attach([job.model], job.optimizer, PinnedArena(), table=STREAMED_TABLE)
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, data):
+        return data * self.scale
+
+
+def make_scaled_job() -> Job:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scale())
+    return Job(model, adamw(model.parameters()), {})
+
+
+@pytest.mark.parametrize("start", ["no state", "state of zeros", "state of a step"])
+def test_parameters_without_a_dimension_have_the_numbers_of_resident_state(streaming, start):
+    plain, job = make_scaled_job(), make_scaled_job()
+    for one in (plain, job):
+        if start == "state of zeros":
+            init_optimizer_state(one.optimizer)
+        elif start == "state of a step":
+            one.step(5)
+    offloader = streaming(job)
+    assert run_steps(job, 3) == run_steps(plain, 3)
+    assert torch.equal(job.model[1].scale, plain.model[1].scale)
+    assert job.model[1].scale.item() != pytest.approx(1.1, abs=1e-6)
+    with offloader.streamed_state_on_host():
+        assert_equal(job.everything(), plain.everything())
+        for key, value in plain.optimizer.state[plain.model[1].scale].items():
+            assert torch.equal(job.optimizer.state[job.model[1].scale][key].view(()), value), key
+
+
+@pytest.mark.parametrize(("has_memory", "wanted"), [(True, 1.001), (False, 1.0)])
+def test_a_master_keeps_its_bits_and_a_placeholder_gets_those_of_the_model(streaming, has_memory, wanted):
+    """bf16 cannot tell 1.001 from 1."""
+    job = make_scaled_job()
+    shard = job.model.to(torch.bfloat16)[1].scale
+    shard.data.fill_(1.001)
+    master = torch.tensor(1.001) if has_memory else placeholder(shard, torch.float32)
+    assert has_no_memory(master) is not has_memory
+    job.optimizer = SimpleNamespace(
+        optimizer=adamw([master]), fp32_from_float16_groups=[[master]], float16_groups=[[shard]]
+    )
+    offloader = streaming(job)
+    with offloader.streamed_state_on_host():
+        assert torch.equal(master, torch.tensor(wanted))
+
+
+def test_a_parameter_whose_state_has_no_tensors_is_refused():
+    job = make_scaled_job()
+    job.optimizer.state[job.model[0].bias] = {"step": torch.zeros(())}
+    with pytest.raises(ValueError, match=rf"AdamW has no state tensors for a parameter of shape \[{WIDTH}\]"):
+        attach([job.model], job.optimizer, PinnedArena(), table=STREAMED_TABLE)
+
+
+FIELDS = [Field(MASTER, torch.int16), Field("exp_avg", torch.float32), Field("exp_avg_sq", torch.float32)]  # 10 bytes
+
+
+def test_a_chunk_is_the_same_stretch_of_every_array():
+    layout = FlatLayout(FIELDS, [300, 1000, 256], slot_bytes=10 * 1024 + 9)
+    # 300, 1000 and 256 elements take 512, 1024 and 256: 1792 in all, in chunks of 1024.
+    assert layout.nbytes == 17920
+    assert [(chunk.begin, chunk.end) for chunk in layout.chunks] == [(0, 1024), (1024, 1792)]
+    assert layout.chunks[0].pieces == (Piece(0, 0, 300, 0), Piece(1, 0, 512, 512))
+    assert layout.chunks[1].pieces == (Piece(1, 512, 1000, 0), Piece(2, 0, 256, 512))
+    assert layout.in_host(1, 1024, 768) == slice(2 * 1792 + 4 * 1024, 2 * 1792 + 4 * 1792)
+    assert layout.of_parameter(2, 1) == slice(6 * 1792 + 4 * 512, 6 * 1792 + 4 * 1512)
+    assert layout.in_slot(2, 100, 1) == slice(6 * 1024 + 400, 6 * 1024 + 404)
+
+
+@pytest.mark.parametrize("slot_bytes", [10 * ALIGNMENT, 10 * 3 * ALIGNMENT, 10 * 50 * ALIGNMENT])
+def test_pieces_cover_every_element_once_and_are_cut_at_multiples_of_the_alignment(slot_bytes):
+    numels = [1, 255, 256, 257, 5000, 512, 7]
+    layout = FlatLayout(FIELDS, numels, slot_bytes)
+    pieces = [piece for chunk in layout.chunks for piece in chunk.pieces]
+    for index, numel in enumerate(numels):
+        spans = [(piece.start, piece.stop) for piece in pieces if piece.index == index]
+        assert spans[0][0] == 0
+        assert spans[-1][1] == numel
+        assert all(one[1] == other[0] and one[1] % ALIGNMENT == 0 for one, other in itertools.pairwise(spans))
+    for chunk in layout.chunks:
+        assert all(piece.offset % ALIGNMENT == 0 for piece in chunk.pieces)
+        assert layout.in_slot(2, 0, chunk.end - chunk.begin).stop <= slot_bytes
+
+
+def test_a_window_that_holds_nothing_is_refused():
+    with pytest.raises(ValueError, match="too small for 256 elements of 10 bytes"):
+        FlatLayout(FIELDS, [1], slot_bytes=2559)
