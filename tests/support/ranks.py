@@ -59,24 +59,23 @@ def _child(
         pipe.send((False, traceback.format_exc()))
 
 
-def worker_of_rank(
-    policy: dict[str, Any], rank: int, world_size: int, port: int, *, init_reference_model: bool = False
-) -> Any:
+def worker_of_rank(policy: dict[str, Any], rank: int, world_size: int, port: int, **arguments: Any) -> Any:
     """The `MegatronPolicyWorker` of one rank of this machine; call it on every rank. All share a single GPU."""
     from nemo_offload_rl.hf_config import hf_config
     from nemo_offload_rl.plan.planner import worker_plan
     from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
+    sizes = {name: arguments[name] for name in ("group_size", "init_optimizer") if name in arguments}
+    arguments.pop("group_size", None)
     return MegatronPolicyWorker(
         policy,
-        plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=world_size),
+        plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=world_size, **sizes),
         rank=rank,
         world_size=world_size,
         local_rank=0 if torch.cuda.device_count() == 1 else rank,
         master_addr="localhost",
         master_port=port,
-        seed=3,
-        init_reference_model=init_reference_model,
+        **({"seed": 3, "init_reference_model": False} | arguments),
     )
 
 

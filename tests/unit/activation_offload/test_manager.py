@@ -263,6 +263,17 @@ def test_copies_may_lag_two_layers_and_ask_at_their_own_ends_where_not_all_leave
     assert asks is None or profile.asks == asks
 
 
+def test_what_leaves_is_decided_anew_where_groups_or_sizes_differ(model):
+    made, profiles = offloader(model, fraction=0.5), []
+    for inputs in batches([8, 8, 9], 0):
+        one_by_one(model, [inputs])
+        profiles.append(made._profiles[0])
+    assert profiles[0] is profiles[1] is not profiles[2]
+    profile = Profile(committed(PAIR * 3).groups, 1.0, has_margin=False)
+    assert not profile.is_outdated_by(committed(PAIR * 3).groups)
+    assert profile.is_outdated_by(committed(PAIR * 2).groups)
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.01, 0.3, 0.5, 0.8, 1.0])
 def test_the_first_pass_keeps_to_the_fraction_as_the_plan_says_and_others_to_one_of_bytes(model, fraction):
     made, (x,) = offloader(model, fraction=fraction), batches([8], 0)

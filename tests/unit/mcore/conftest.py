@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import support.prepared  # noqa: F401  (before a test's first worker imports it, so that its objects are frozen once)
 import torch
-from support.ranks import free_port
+from support.ranks import free_port, worker_of_rank
 from support.tiny import tiny_policy
 
-from nemo_offload_rl.hf_config import hf_config
-from nemo_offload_rl.plan.planner import worker_plan
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 
@@ -24,20 +22,8 @@ def make_worker() -> Iterator[Callable[..., MegatronPolicyWorker]]:
             built[-1].shutdown()
         torch.set_num_threads(1)
         policy = tiny_policy() if policy is None else policy
-        sizes = {name: arguments[name] for name in ("group_size", "init_optimizer") if name in arguments}
-        arguments.pop("group_size", None)
-        worker = MegatronPolicyWorker(
-            policy,
-            plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=1, **sizes),
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            master_addr="localhost",
-            master_port=free_port(),
-            **({"seed": 3, "init_reference_model": False} | arguments),
-        )
-        built.append(worker)
-        return worker
+        built.append(worker_of_rank(policy, 0, 1, free_port(), **arguments))
+        return built[-1]
 
     yield make
     if built:

@@ -28,12 +28,15 @@ def _late_copies(monkeypatch):
     monkeypatch.setattr(window, "CopyStream", LateStream)
 
 
+WAYS = ["resident", "streamed", "undistributed", "streamed undistributed", "fp32 undistributed", 0.5, 1.0, "on the GPU"]
+"""To keep optimizer state; a number is the fraction on the CPU, and `on the GPU` half of it, without its masters."""
+
+
 def policy_of(way, kind="bfloat16"):
-    """Returns a policy whose optimizer state is resident, streamed, or stepped on the CPU by a fraction."""
-    if way == "streamed":
-        return streamed.policy_of(kind.replace("float", "fp"))
-    fraction = {"resident": None, "masters on the GPU": 0.5}.get(way, way)
-    return on_cpu.offloading(on_cpu.policy_of(fraction, kind, aware=way != "masters on the GPU"))
+    if way in ("on the GPU", 0.3, 0.5, 1.0):
+        aware = way != "on the GPU"
+        return on_cpu.offloading(on_cpu.policy_of(way if aware else 0.5, kind, aware=aware))
+    return streamed.policy_of(f"{kind.replace('float', 'fp')} {way}", streamed="streamed" in way)
 
 
 def saved_state(folder):
@@ -46,8 +49,8 @@ def saved_state(folder):
     [
         ("streamed", "bfloat16", ["resident", 0.5, 1.0]),
         (0.3, "bfloat16", ["streamed", 1.0]),
-        ("resident", "bfloat16", [0.5, 1.0, "masters on the GPU"]),
-        (0.5, "bfloat16", ["resident", "masters on the GPU"]),
+        ("resident", "bfloat16", [0.5, 1.0, "on the GPU"]),
+        (0.5, "bfloat16", ["resident", "on the GPU"]),
         (0.5, "moe bfloat16", ["streamed"]),
         (0.5, "float32", ["streamed"]),
         (1.0, "bfloat16", ["streamed", "resident", 0.5]),
@@ -152,16 +155,6 @@ def test_remainders_are_what_the_arithmetic_of_transformer_engine_makes_of_a_mas
 
 
 OTHER = {"adam_beta1": 0.5, "adam_beta2": 0.7, "adam_eps": 1e-3, "weight_decay": 0.3}
-WAYS = {
-    "resident": lambda: streamed.policy_of("bf16", streamed=False),
-    "streamed": lambda: streamed.policy_of("bf16"),
-    "undistributed": lambda: streamed.policy_of("bf16 undistributed", streamed=False),
-    "streamed undistributed": lambda: streamed.policy_of("bf16 undistributed"),
-    "float32": lambda: streamed.policy_of("fp32 undistributed", streamed=False),
-    "on the CPU": lambda: on_cpu.offloading(on_cpu.policy_of(1.0)),
-    "half on the CPU": lambda: on_cpu.offloading(on_cpu.policy_of(0.5, "moe bfloat16")),
-    "masters on the GPU": lambda: on_cpu.offloading(on_cpu.policy_of(0.5, aware=False)),
-}
 
 
 def changed(policy, schedule=None, **optimizer):
@@ -190,9 +183,9 @@ def cosine(step, num_steps, lr, min_lr):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_another_learning_rate_and_other_hyperparameters_apply(make_worker, tmp_path, way):
-    saved_after_two_steps(make_worker, WAYS[way](), tmp_path)
+    saved_after_two_steps(make_worker, policy_of(way), tmp_path)
     linear = {"lr_decay_style": "linear", "lr_decay_iters": 6}
-    policy = changed(WAYS[way](), linear, lr=5e-3, min_lr=1e-3, **OTHER)
+    policy = changed(policy_of(way), linear, lr=5e-3, min_lr=1e-3, **OTHER)
     worker = make_worker(policy, seed=99)
     worker.load_checkpoint(str(tmp_path))
     assert worker.state.scheduler.num_steps == 2
@@ -208,14 +201,13 @@ def test_another_learning_rate_and_other_hyperparameters_apply(make_worker, tmp_
     assert {group["weight_decay"] for group in groups} == {0.3, 0.0}  # none for one-dimensional parameters
 
 
-@pytest.mark.parametrize("kind", ["", " undistributed"])
-def test_streamed_state_takes_the_same_steps_with_them_as_resident_state(make_worker, tmp_path, kind):
-    resident = WAYS[kind.strip() or "resident"]
-    saved_after_two_steps(make_worker, resident(), tmp_path)
+@pytest.mark.parametrize("ways", [("resident", "streamed"), ("undistributed", "streamed undistributed")])
+def test_streamed_state_takes_the_same_steps_with_them_as_resident_state(make_worker, tmp_path, ways):
+    saved_after_two_steps(make_worker, policy_of(ways[0]), tmp_path)
     steps = []
-    for make_policy in (resident, WAYS[f"streamed{kind}"]):
+    for way in ways:
         for values in ({}, {"lr": 5e-3, **OTHER}):
-            worker = make_worker(changed(make_policy(), **values), seed=99)
+            worker = make_worker(changed(policy_of(way), **values), seed=99)
             worker.load_checkpoint(str(tmp_path))
             steps.append(run_steps(worker, 3, visit_phases=True))
     assert steps[:2] == steps[2:]
@@ -223,7 +215,7 @@ def test_streamed_state_takes_the_same_steps_with_them_as_resident_state(make_wo
 
 
 def test_an_extended_cosine_schedule_continues_with_its_new_length(make_worker, tmp_path):
-    policy = changed(WAYS["resident"](), {"lr_decay_style": "cosine", "lr_decay_iters": 4}, min_lr=1e-4)
+    policy = changed(policy_of("resident"), {"lr_decay_style": "cosine", "lr_decay_iters": 4}, min_lr=1e-4)
     worker = make_worker(policy)
     run_steps(worker, 4, visit_phases=False)
     assert learning_rate(worker) == pytest.approx(1e-4)
@@ -272,20 +264,25 @@ def test_what_megatron_core_asserts_is_refused_by_key_unless_overridden(change, 
 
 
 def test_another_schedule_and_other_groups_of_parameters_are_refused_in_a_sentence(make_worker, tmp_path):
-    resident = WAYS["resident"]
-    saved_after_two_steps(make_worker, resident(), tmp_path)
+    saved_after_two_steps(make_worker, policy_of("resident"), tmp_path)
     strict = {"override_opt_param_scheduler": False}
     for policy, words in (
-        (changed(resident(), strict, lr=5e-3), r"optimizer\.lr is 0\.005 \(there 0\.001\); set that to true"),
-        (changed(resident(), decoupled_lr=1e-2), "cannot be resumed: its optimizer has other groups .*decoupled_lr"),
+        (
+            changed(policy_of("resident"), strict, lr=5e-3),
+            r"optimizer\.lr is 0\.005 \(there 0\.001\); set that to true",
+        ),
+        (
+            changed(policy_of("resident"), decoupled_lr=1e-2),
+            "cannot be resumed: its optimizer has other groups .*decoupled_lr",
+        ),
     ):
         with pytest.raises(ValueError, match=words) as caught:
             make_worker(policy).load_checkpoint(str(tmp_path))
         assert "\n" not in str(caught.value)
-    worker = make_worker(changed(resident(), strict), seed=99)
+    worker = make_worker(changed(policy_of("resident"), strict), seed=99)
     worker.load_checkpoint(str(tmp_path))
     assert worker.state.scheduler.num_steps == 2
-    saved_after_two_steps(make_worker, changed(resident(), decoupled_lr=1e-2), tmp_path / "decoupled")
-    worker = make_worker(changed(resident(), decoupled_lr=2e-2, lr=4e-3))
+    saved_after_two_steps(make_worker, changed(policy_of("resident"), decoupled_lr=1e-2), tmp_path / "decoupled")
+    worker = make_worker(changed(policy_of("resident"), decoupled_lr=2e-2, lr=4e-3))
     worker.load_checkpoint(str(tmp_path / "decoupled"))
     assert {group["max_lr"] for group in worker.state.optimizer.param_groups} == {2e-2, 4e-3}

@@ -32,7 +32,7 @@ def originals():
     bridge.make_exports_fast()
     from megatron.bridge.models.conversion import param_mapping
 
-    names = ("split_qkv_weights", "split_qkv_biases", "remove_non_pickleables")
+    names = ("split_qkv_weights", "split_qkv_biases")
     return {name: getattr(param_mapping, name).args[0] for name in names}
 
 

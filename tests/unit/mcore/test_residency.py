@@ -173,6 +173,22 @@ def test_reference_weights_are_swapped_in_and_out(make_worker):
     assert checksums(worker) == bits
 
 
+def verbs(worker, folder):
+    """Returns calls of what a worker does with its weights and its optimizer's state."""
+    data = random_batch(8)
+    return [
+        lambda: worker.get_logprobs(data, mbs=2),
+        lambda: worker.evaluate(data, NLLLoss(), mbs=2),
+        lambda: worker.train(data, NLLLoss(), gbs=8, mbs=2),
+        lambda: worker.save_checkpoint(str(folder / "policy"), save_optimizer=True),
+        lambda: worker.load_checkpoint(str(folder / "policy")),
+        lambda: worker.export_hf(str(folder / "hf")),
+        lambda: worker.prepare_refit_info(LocalTransport([])),
+        worker.offload_before_refit,
+        worker.offload_after_refit,
+    ]
+
+
 @pytest.mark.parametrize("number", [0, 1], ids=["in", "back"])  # the params have one chunk
 def test_weights_that_a_swap_has_lost_are_refused_by_every_verb(make_worker, monkeypatch, tmp_path, number):
     worker = make_worker(offloading(policy_of("bf16")), init_reference_model=True)
@@ -188,19 +204,8 @@ def test_weights_that_a_swap_has_lost_are_refused_by_every_verb(make_worker, mon
         copy_back(backed, chunk)
 
     monkeypatch.setattr(mover, "_copy_back", copy_or_fail)
-    verbs = [
-        lambda: worker.get_reference_policy_logprobs(data, mbs=2),
-        lambda: worker.get_logprobs(data, mbs=2),
-        lambda: worker.evaluate(data, NLLLoss(), mbs=2),
-        lambda: worker.train(data, NLLLoss(), gbs=8, mbs=2),
-        lambda: worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True),
-        lambda: worker.load_checkpoint(str(tmp_path / "policy")),
-        lambda: worker.export_hf(str(tmp_path / "hf")),
-        lambda: worker.prepare_refit_info(LocalTransport([])),
-        worker.offload_before_refit,
-        worker.offload_after_refit,
-    ]
-    for verb in verbs + verbs:  # none of them frees memory for another
+    worker_verbs = [lambda: worker.get_reference_policy_logprobs(data, mbs=2), *verbs(worker, tmp_path)]
+    for verb in worker_verbs * 2:  # none of them frees memory for another
         with pytest.raises(ResidencyError, match=r"weights are lost.*restart the worker from the last checkpoint"):
             verb()
     worker.residency_metrics()

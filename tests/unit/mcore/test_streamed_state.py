@@ -18,6 +18,7 @@ from nemo_offload_rl.residency.streamed import window
 from nemo_offload_rl.residency.streamed.init_state import has_no_memory
 from nemo_offload_rl.residency.streamed.step import HalfUpdatedError
 from nemo_offload_rl.residency.table import Placement, Target
+from tests.unit.mcore.test_residency import verbs
 
 STREAMED = {"train": {"optimizer_state": "streamed"}}
 
@@ -149,15 +150,7 @@ def test_after_a_step_that_failed_in_the_middle_every_verb_is_refused(make_worke
     with pytest.raises(HalfUpdatedError, match=r"in chunk 1 of 8 \(RuntimeError: the link is down\)"):
         worker.train(data, NLLLoss(), gbs=8, mbs=2)
     monkeypatch.undo()
-    for verb in (
-        lambda: worker.train(data, NLLLoss(), gbs=8, mbs=2),
-        lambda: worker.get_logprobs(data, mbs=2),
-        lambda: worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True),
-        lambda: worker.load_checkpoint(str(tmp_path / "policy")),
-        lambda: worker.export_hf(str(tmp_path / "hf")),
-        worker.offload_before_refit,
-        worker.offload_after_refit,
-    ):
+    for verb in verbs(worker, tmp_path):
         with pytest.raises(HalfUpdatedError, match=r"half updated.*restart from the newest checkpoint"):
             verb()
     worker.residency_metrics()

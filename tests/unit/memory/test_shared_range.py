@@ -25,7 +25,8 @@ def add_one(pipe):
     peer = None
     while (handle := pipe.recv()) is not None:
         if handle == "close":
-            peer = peer.close()
+            peer.close()
+            peer = None
             pipe.send(None)
             continue
         peer = peer or handle.make_peer()

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from support.ranges import small_chunks
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.attach import Offloader, attach
 from nemo_offload_rl.residency.context import Options
-from nemo_offload_rl.residency.table import Phase
+from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Table
 
 
 @pytest.fixture
@@ -29,8 +30,8 @@ def offloaders(no_leak) -> Iterator[Callable[..., Offloader]]:
     torch.set_num_threads(1)
     arena = PinnedArena()
 
-    def make(job: Job, ranges: Callable = small_chunks, **options: bool) -> Offloader:
-        made.append(attach([job.model], job.optimizer, arena, options=Options(**options), ranges=ranges))
+    def make(job: Job, ranges: Callable = small_chunks, table: Table = DEFAULT_TABLE, **options: Any) -> Offloader:
+        made.append(attach([job.model], job.optimizer, arena, table=table, options=Options(**options), ranges=ranges))
         return made[-1]
 
     yield make

@@ -1,16 +1,14 @@
 """Provides offloaders that stream a job's optimizer state."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-import torch
 from support.jobs import Job
 from support.late_streams import LateStream
 from support.ranges import small_chunks
 
-from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.residency.attach import Offloader, attach
-from nemo_offload_rl.residency.context import Options
+from nemo_offload_rl.residency.attach import Offloader
 from nemo_offload_rl.residency.streamed import window
 from nemo_offload_rl.residency.table import STREAMED_TABLE
 
@@ -24,22 +22,8 @@ def late_copies(monkeypatch) -> None:
 
 
 @pytest.fixture
-def streaming(no_leak) -> Iterator[Callable[..., Offloader]]:
-    """Attaches offloaders that stream; closes them when the test ends and checks that they freed everything."""
-    made: list[Offloader] = []
-    torch.set_num_threads(1)
-    arena = PinnedArena()
+def streaming(offloaders) -> Callable[..., Offloader]:
+    def make(job: Job, ranges: Callable = small_chunks, **options: Any) -> Offloader:
+        return offloaders(job, ranges, table=STREAMED_TABLE, **({"stream_window_bytes": WINDOW_BYTES} | options))
 
-    def make(job: Job, ranges: Callable = small_chunks, **options) -> Offloader:
-        options = {"stream_window_bytes": WINDOW_BYTES} | options
-        made.append(
-            attach([job.model], job.optimizer, arena, table=STREAMED_TABLE, options=Options(**options), ranges=ranges)
-        )
-        return made[-1]
-
-    yield make
-    for offloader in made:
-        offloader.close()
-        assert offloader.mapped_bytes == 0
-    assert arena.allocated_bytes == 0
-    arena.close()
+    return make
