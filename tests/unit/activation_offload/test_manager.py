@@ -240,6 +240,45 @@ def test_a_layer_leaves_and_comes_back_by_one_request_except_where_each_group_is
     assert copies.sizes["out"] == per_layer * (LAYERS - 1)
 
 
+def test_a_pass_behind_one_too_short_to_leave_does_so_layer_by_layer(model):
+    """The pass before decides which groups make requests, and it had nothing to request."""
+    copies = Listed()
+    made = offloader(model, copies=copies, min_elements=8 * WIDTH)
+    short, long = batches([1, 8], 0)
+    model(short).backward()
+    assert copies.sizes["out"] == []
+    loss = model(long)
+    moved = sum(copies.sizes["out"])
+    assert 0 < max(copies.sizes["out"]) <= moved / (LAYERS - 1)
+    loss.backward()
+    made.reset()
+    total = made.report.total()
+    assert total.moved_bytes == moved and total.small_bytes > 0
+
+
+def test_a_group_that_stays_as_a_whole_begins_the_next_pass_as_others_do():
+    made = offloader(modules=("layer_input",), max_inflight=0, margin_stage=None)
+    passes = []
+    for _ in range(2):  # both forward, as on a pipeline's first stages
+        made.init_model_chunk_offload_handler(0, None, None)
+        chunk = made.cur_forward_chunk()
+        passes.append([])
+        for layer in range(3):
+            tensor = torch.randn(64)
+            if layer == 0:
+                made.mark_not_offload(tensor)
+            with made.group("layer_input") as group:
+                passes[-1].append((group, made.save(tensor)))
+    for groups in passes:
+        for group, saved in reversed(groups):
+            made.reach(group)
+            made.unpack(saved)
+    made.reset()
+    report = made.report.modules["layer_input"]
+    assert (report.moved_bytes, report.late_bytes) == (4 * 256, 256)  # late is what the first backward pass begins with
+    assert Profile(chunk.groups, 1.0, has_margin=False).lead == 1
+
+
 PAIR, TRIPLE = ["qkv_linear", "core_attn"], ["qkv_linear", "core_attn", "moe_act"]
 ASKS = {("qkv_linear", 0), ("core_attn", 0), ("core_attn", 1), ("moe_act", 0)}
 

@@ -5,16 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig
 from safetensors.torch import load_file
 from support.metrics_page import undocumented
 from support.phases import run_steps
 from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
-from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers
+from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers, take_host_memory
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer_state import largest_within
 from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state
-from nemo_offload_rl.mcore.patches.optimizers import reload_masters
+from nemo_offload_rl.mcore.patches.optimizers import build_optimizer, reload_masters
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.residency.table import Target
@@ -217,3 +218,28 @@ def test_each_optimizer_inside_of_another_gets_its_state():
     for parameter, adam in zip(parameters, inside, strict=True):
         assert set(adam.state[parameter]) == {"step", "exp_avg", "exp_avg_sq"}
         assert adam.state[parameter]["exp_avg"].dtype is parameter.dtype
+
+
+def test_the_learning_rate_reaches_every_optimizer_without_a_schedule(make_worker):
+    worker = make_worker(policy_of(0.5))
+    config = OptimizerConfig(
+        optimizer="adam", lr=0.25, bf16=True, use_distributed_optimizer=True, use_precision_aware_optimizer=True,
+        optimizer_cpu_offload=True, optimizer_offload_fraction=0.5,
+    )  # fmt: skip
+    optimizer = build_optimizer(config, worker.state.model)
+    (inner,) = cpu_optimizers(optimizer)
+    with PinnedArena() as arena:
+        give_back = take_host_memory(optimizer, arena)
+        for group in inner.param_groups:
+            for param in group["params"]:
+                param.decoupled_grad = torch.ones_like(param)
+        inner.step()
+        assert len(inner.sub_optimizers) == 2
+        assert {group["lr"] for one in inner.sub_optimizers for group in one.param_groups} == {0.25}
+        inner.param_groups[0]["lr"] = 0.125
+        inner.step()
+        assert {group["lr"] for one in inner.sub_optimizers for group in one.param_groups} == {0.125, 0.25}
+        inner.param_groups[0]["lr"] = None
+        with pytest.raises(ValueError, match=r"has no learning rate; give one in OptimizerConfig\.lr"):
+            inner.step()
+        give_back()

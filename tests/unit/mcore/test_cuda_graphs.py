@@ -122,6 +122,16 @@ def test_changing_micro_batches_replay_one_capture_and_change_no_number(make_wor
     assert [sorted(kwargs) for kwargs in captures[0]["kwargs"]] == [["rotary_pos_emb"]] * LAYERS  # no attention mask
 
 
+def test_the_helper_learns_the_number_of_micro_batches_for_the_time_of_the_capture(graphed, captures):
+    worker, graphs = graphed()
+    worker.state.config.cuda_graph_warmup_steps = WARMUP_STEPS
+    for _ in range(WARMUP_STEPS + 1):
+        train(worker, graphs, 6)
+    # A layer has ten warm-up passes; two steps of three micro-batches have made six of them.
+    assert captures[0]["options"]["num_warmup_iters"] == 4
+    assert mcore_graphs.get_num_microbatches() == 1
+
+
 def test_a_dispatcher_gets_the_captured_shapes_back():
     """Of the results of a captured preparation, replays set only the tensors."""
     dispatcher = types.SimpleNamespace(

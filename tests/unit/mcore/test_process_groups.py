@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from nemo_offload_rl.mcore import distributed
 from nemo_offload_rl.mcore.distributed import ParallelSizes, gather
 from nemo_offload_rl.mcore.patches.optimizers import add_gradients_on_this_stream
 from nemo_offload_rl.mcore.patches.torch_distributed import make_group, objects_through, shut_down_groups_at_once
+from nemo_offload_rl.mcore.step import ComputeStream
 from nemo_offload_rl.worker import worker
 
 
@@ -174,3 +176,49 @@ def test_each_gradient_is_added_up_by_the_node_that_tells_the_model(make_worker)
     ddp._make_backward_post_hook = lambda parameter: told.append(parameter) or make_hook(parameter)
     add_gradients_on_this_stream([ddp])
     assert [id(parameter) for parameter in told] == [id(parameter) for parameter in parameters]
+
+
+GPU = torch.device("cuda", 0)
+
+
+class FakeStream:
+    def __init__(self) -> None:
+        self.device, self.waited_for = GPU, []
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.waited_for.append(other)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Replaces torch.cuda's streams for one thread."""
+    fake = SimpleNamespace(default=FakeStream())
+    fake.current = fake.default
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: FakeStream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: fake.current)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda *_: fake.default)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(fake, "current", stream))
+    return fake
+
+
+def test_each_stream_follows_the_one_before_it(cuda):
+    stream = ComputeStream(GPU, captures=True)
+    own = cuda.current
+    assert own is not cuda.default
+    assert own.waited_for == [cuda.default]
+    assert cuda.default.waited_for == []
+    stream.close()
+    assert cuda.current is cuda.default
+    assert cuda.default.waited_for == [own]
+    stream.close()
+    assert cuda.default.waited_for == [own]
+
+
+@pytest.mark.parametrize(("captures", "is_default"), [(False, False), (True, False), (False, True)])
+def test_a_stream_that_the_caller_chose_stays_and_so_does_the_default_without_graphs(cuda, captures, is_default):
+    cuda.current = chosen = cuda.default if is_default else FakeStream()
+    stream = ComputeStream(GPU, captures=captures)
+    assert cuda.current is chosen
+    stream.close()
+    assert cuda.current is chosen
+    assert cuda.default.waited_for == chosen.waited_for == []

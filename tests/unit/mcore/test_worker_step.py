@@ -10,7 +10,7 @@ from support.everyday import upstream_learning_rate
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, batch_of_lengths, random_batch, tiny_policy, with_plain_sgd
 
 from nemo_offload_rl.algorithms.losses import DPOLoss, NLLLoss
-from nemo_offload_rl.mcore.build import UnchangedParametersError
+from nemo_offload_rl.mcore.build import UnchangedParametersError, make_scheduler
 from nemo_offload_rl.run.setup import with_run_length
 from nemo_offload_rl.worker.skipped_steps import TooManySkippedStepsError
 
@@ -180,6 +180,22 @@ def test_schedules_that_the_run_ends_have_nemo_rls_lengths(make_worker):
         assert decay == pytest.approx(0.01 + 0.01 * call)
         lr = worker.train(random_batch(2), NLLLoss(), gbs=2, mbs=2)["lr"]
         assert lr == pytest.approx(1e-4 + (1e-3 - 1e-4) * call / 2.5)
+
+
+def test_without_a_run_weight_decay_changes_over_the_decay_of_the_learning_rate():
+    policy = tiny_policy()
+    policy["megatron_cfg"]["scheduler"] |= {
+        "lr_decay_style": "linear",
+        "lr_decay_iters": 4,
+        "weight_decay_incr_style": "linear",
+        "end_weight_decay": 0.05,
+    }
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    scheduler, decays = make_scheduler(policy, optimizer), []
+    for _ in range(6):
+        decays.append(optimizer.param_groups[0]["weight_decay"])
+        scheduler.step(increment=1)
+    assert decays == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05, 0.05])
 
 
 def state_of(worker) -> list[torch.Tensor]:
