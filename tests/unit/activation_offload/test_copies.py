@@ -55,17 +55,6 @@ def test_bytes_leave_and_come_back_in_the_order_of_tickets(copies, host, is_sync
     assert not host.tensor[:OFFSET].any()
 
 
-def test_events_are_used_again(copies, host):
-    gpu = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
-    for _ in range(10):
-        copies.wait(copies.out([span(gpu, host)], []))
-    assert len(copies.copy_streams["out"].unused_events) == 1
-    older, newer = copies.out([span(gpu, host)], []), copies.out([span(gpu, host)], [])
-    assert newer.covers(older) and not older.covers(newer)
-    assert not newer.covers(copies.back([span(gpu, host)], []))
-    torch.cuda.synchronize()
-
-
 def test_memory_is_used_again_by_the_stream_that_asked_for_it(copies, host):
     """The garbage collector runs in any thread, and each thread has its own current stream."""
     gpu = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")

@@ -3,16 +3,7 @@
 import pytest
 import torch
 from support.gpu import EXACTLY, MIB, gpu_policy, refuse_page_locks
-from support.phases import (
-    checkpoint_entries,
-    checksums,
-    delay_moves,
-    differing,
-    each_delay,
-    run_steps,
-    save,
-    saved_between_steps,
-)
+from support.phases import checkpoint_entries, checksums, differing, each_delay, run_steps, save, saved_between_steps
 from support.tiny import random_batch
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -56,15 +47,6 @@ def test_the_pageable_way_changes_no_number_either(make_worker, monkeypatch):
     plain = run_steps(make_worker(policy_of("fused_adam", monkeypatch)), 5, visit_phases=False)
     worker = make_worker(offloading(policy_of("fused_adam", monkeypatch), pinned=False))
     assert run_steps(worker, 5, visit_phases=True) == plain
-
-
-def test_a_missing_wait_would_show(make_worker, monkeypatch):
-    plain = run_steps(make_worker(policy_of("fused_adam", monkeypatch)), 2, visit_phases=False)
-    worker = make_worker(offloading(policy_of("fused_adam", monkeypatch)))
-    delay_moves(monkeypatch, seconds=2.0)
-    for remove in worker.offloader.hooks:
-        remove()
-    assert run_steps(worker, 2, visit_phases=True) != plain
 
 
 def test_staging_carries_what_cannot_be_page_locked(make_worker, monkeypatch):

@@ -112,11 +112,6 @@ def test_a_copy_that_fails_beside_other_work_is_an_error_of_the_next_phase(make_
         worker.offload_after_refit()
 
 
-def test_the_pageable_way_changes_no_number_either(make_worker, plain_bf16):
-    worker = make_worker(offloading(policy_of("bf16"), pinned=False))
-    assert run_steps(worker, NUM_STEPS, visit_phases=True) == plain_bf16
-
-
 def test_masters_and_moments_leave_and_what_the_model_shares_stays(make_worker):
     worker = make_worker(offloading(policy_of("bf16")))
     count = sum(p.numel() for _, p in worker.state.parameters())

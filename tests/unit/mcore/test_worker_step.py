@@ -327,13 +327,6 @@ def test_gradients_of_next_to_nothing_may_change_nothing(make_worker):
         worker.state.watch.after_step(1e-7, [1e-3], torch.device("cpu"))
 
 
-def test_matrices_of_all_sizes_are_compared_and_norms_are_not(make_worker):
-    watched = make_worker().state.watch._parameters
-    assert 3 < len(watched) <= 16
-    assert all(parameter.ndim == 2 for parameter in watched)
-    assert len({parameter.numel() for parameter in watched}) > 2
-
-
 def test_steps_that_are_not_to_change_anything_are_none(make_worker, monkeypatch):
     policy = tiny_policy()
     policy["megatron_cfg"]["scheduler"] |= {"lr_warmup_init": 0.0, "lr_warmup_iters": 5}

@@ -72,15 +72,6 @@ def test_a_round_trip_is_exact_and_gives_the_memory_back_between(mover, backed_r
     assert_equal(contents(backed_ranges), wanted)
 
 
-def test_moves_end_in_the_order_they_were_asked_for(mover, backed_ranges, trouble):
-    wanted = contents(backed_ranges)
-    trouble.delay_s = 0.02
-    moves = [mover.out(backed_ranges), mover.back(backed_ranges)]
-    moves[-1].wait()
-    assert all(move.is_queued for move in moves)
-    assert_equal(contents(backed_ranges), wanted)
-
-
 def test_a_move_back_is_under_way_when_the_call_returns(mover, backed_ranges, trouble):
     mover.out(backed_ranges).wait()
     trouble.delay_s = 0.05
