@@ -281,12 +281,8 @@ class Mover:
                 self._copy_back(other, chunk)
         return self._queued(_bytes(others), _Span(begin, self._back.mark()))
 
-    def restore(self, backed_ranges: Sequence[BackedRange]) -> Transfer:
-        """Copy the host side into mapped ranges after the work queued on the current stream."""
-        return self.put_back([(backed, chunk) for backed in backed_ranges for chunk in backed.range.chunks])
-
     def put_back(self, chunks: Sequence[Chunk]) -> Transfer:
-        """Does what `restore` does for some chunks; may be called again after a failure."""
+        """Copy the host side of chunks into mapped ranges behind the current stream's work; may be called again."""
         self._back.follow_current_stream()
         begin = self._back.mark()
         for backed, chunk in chunks:

@@ -15,9 +15,9 @@ from support.toy_policy import LocalTransport
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore import weights
-from nemo_offload_rl.mcore.build import as_in_files
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
 from nemo_offload_rl.mcore.patches import bridge
+from nemo_offload_rl.mcore.random_weights import as_in_files
 from nemo_offload_rl.model_check.compare import UnbuildableError, check_is_built_of, compare
 from nemo_offload_rl.refit.plan import TensorSpec
 from nemo_offload_rl.storage.manifest import write_manifest
