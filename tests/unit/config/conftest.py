@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ from nemo_offload_rl.config.rules import RULES
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 DATA = Path(__file__).parent / "data"
+MEGATRON = "policy.megatron_cfg"
 
 MESSAGES = DATA / "messages.json"
 WRITES = "WRITE_MESSAGES" in os.environ
@@ -24,9 +24,13 @@ ErrorOf = Callable[..., str]
 Installed = Callable[..., None]
 
 
-def each_of(broken: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
-    """Parametrizes by the `overrides` that break rules; `broken` has those of each rule."""
-    cases = [pytest.param(case, id=f"{rule}-{number}") for rule, of in broken.items() for number, case in enumerate(of)]
+def each_of(broken: Mapping[str, Sequence[str]]) -> pytest.MarkDecorator:
+    """Parametrizes by the `overrides` that break rules; `broken` has those of each rule, with spaces between them."""
+    cases = [
+        pytest.param(overrides.split(), id=f"{rule}-{number}")
+        for rule, of in broken.items()
+        for number, overrides in enumerate(of)
+    ]
     return pytest.mark.parametrize("overrides", cases)
 
 
@@ -63,18 +67,6 @@ def warm_starts_of_examples_are_checked_once() -> Iterator[None]:
         patch.setattr(module, "read_recipe", read_once)
         patch.setattr(module, "validate", validate_once)
         yield
-
-
-@pytest.fixture
-def one_problem_of(error_of: ErrorOf) -> ErrorOf:
-    """What the user reads of a recipe that breaks one rule, and no other."""
-
-    def read(*overrides: str) -> str:
-        error = error_of(*overrides)
-        assert ": 1 problem\n" in error
-        return error
-
-    return read
 
 
 @pytest.fixture

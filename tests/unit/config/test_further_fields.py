@@ -2,8 +2,10 @@
 
 import dataclasses
 
-import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
 
 from nemo_offload_rl.config.keys.tree import hints_of, if_absent
 from nemo_offload_rl.config.megatron import DEFAULTS, megatron_field
@@ -18,19 +20,11 @@ OF_SCHEMA = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*DEFAULTS, *OF_SCHEMA])
-def test_default_is_that_of_megatron_core(name):
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import TransformerConfig
-
-    of_fields = {
-        field.name: field.default
-        for config in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
-        for field in dataclasses.fields(config)
-    }
-    default = {**DEFAULTS, **OF_SCHEMA}[name]
-    assert of_fields[name] == (getattr(torch, default) if name.endswith("_dtype") else default)
+def test_defaults_are_those_of_megatron_core():
+    configs = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    fields = {field.name: field.default for config in configs for field in dataclasses.fields(config)}
+    for name, default in {**DEFAULTS, **OF_SCHEMA}.items():
+        assert fields[name] == (getattr(torch, default) if name.endswith("_dtype") else default), name
 
 
 def test_recipe_comes_before_the_default_and_null_after_it():

@@ -15,6 +15,7 @@ from tests.unit.config.conftest import CONFIGS, DATA
 EXEMPLAR = CONFIGS / "grpo_math_1B_megatron.yaml"
 MEGATRON_RECIPE = DATA / "nemo_rl_grpo_math_1B_megatron.yaml"
 OUR_SECTIONS = ["policy.generation.backend=transformers"]
+NULL_FOR_NEMO_GYM = {"data.max_input_seq_length", "grpo.max_val_samples", "grpo.val_batch_size"}
 
 
 def test_the_megatron_recipe_validates_with_transformers_as_generation():
@@ -22,17 +23,14 @@ def test_the_megatron_recipe_validates_with_transformers_as_generation():
     assert validated.algorithm == "grpo"
     math = {"num_workers": 8, "math_verify_impl": "hf_math_verify", "time_limit_s": 10.0}
     assert validated.config["env"] == {"math": math}
-    assert validated.config["data"]["train"]["dataset_name"] == "OpenMathInstruct-2"
-    assert validated.config["data"]["train"]["split_validation_size"] == 0.05
+    dataset = {"dataset_name": "OpenMathInstruct-2", "split_validation_size": 0.05}
+    assert validated.config["data"]["train"].items() >= dataset.items()
     policy = validated.config["policy"]
     assert policy["train_global_batch_size"] == 512
     assert policy["megatron_cfg"]["optimizer"]["adam_eps"] == 1e-8
     assert "dtensor_cfg" not in policy
     assert validated.recipe.config["policy"]["dtensor_cfg"]["enabled"] is False
-
-
-def test_what_has_no_effect_is_said():
-    notes = "\n".join(load(MEGATRON_RECIPE, OUR_SECTIONS).notes)
+    notes = "\n".join(validated.notes)
     assert "policy.scheduler has no effect: only the DTensor policy reads it" in notes
     assert "data.default.processor" not in notes  # what it asks for happens
     assert "policy.optimizer" not in notes  # null in this recipe
@@ -69,25 +67,14 @@ def megatron_fields_of(path):
     return megatron_fields(section) if section in SECTIONS else {}
 
 
-def test_upstreams_sft_recipe_needs_megatron():
-    overrides = [
-        "policy.dtensor_cfg.enabled=false",
-        "policy.megatron_cfg.enabled=true",
-        "policy.megatron_cfg.optimizer.min_lr=0.0",
-    ]
-    config = load(DATA / "nemo_rl_sft.yaml", overrides).config
+def test_upstreams_sft_and_dpo_recipes_need_megatron():
+    megatron = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"]
+    config = load(DATA / "nemo_rl_sft.yaml", [*megatron, "policy.megatron_cfg.optimizer.min_lr=0.0"]).config
     assert config["sft"]["max_num_steps"] == 60
     assert config["data"]["validation"].items() >= {"dataset_name": "squad", "split": "validation"}.items()
     assert config["policy"]["tokenizer"]["chat_template"].startswith("{% for message in messages %}")
-
-
-def test_upstreams_dpo_recipe_needs_megatron():
-    overrides = [
-        "policy.dtensor_cfg.enabled=false",
-        "policy.megatron_cfg.enabled=true",
-        "policy.megatron_cfg.tensor_model_parallel_size=1",
-        "policy.megatron_cfg.sequence_parallel=false",
-    ]
+    parallel = ["tensor_model_parallel_size=1", "sequence_parallel=false"]
+    overrides = [*megatron, *(f"policy.megatron_cfg.{one}" for one in parallel)]
     config = load(DATA / "nemo_rl_dpo.yaml", overrides).config
     assert config["dpo"]["reference_policy_kl_penalty"] == 0.05
     assert config["data"]["train"]["dataset_name"] == "HelpSteer3"
@@ -96,33 +83,40 @@ def test_upstreams_dpo_recipe_needs_megatron():
 
 
 PROCESSORS = {
-    "grpo_tiny_cpu.yaml": ("math_hf_data_processor", "default"),
-    "sft_tiny_cpu.yaml": ("sft_processor",),
-    "dpo_tiny_cpu.yaml": ("preference_preprocessor",),
+    "grpo": ("math_hf_data_processor", "default"),
+    "sft": ("sft_processor",),
+    "dpo": ("preference_preprocessor",),
 }
-OTHER_PROCESSORS = ("vlm_hf_data_processor", "nemo_gym_data_processor", "math_data_processor", "x", 7)
 
 
-@pytest.mark.parametrize("recipe", PROCESSORS)
-def test_a_processor_is_accepted_only_where_it_is_what_happens(recipe, error_of):
-    key = "data.default.processor"
-    for name in (*PROCESSORS[recipe], "null"):
-        assert not any(key in note for note in load(CONFIGS / recipe, [f"++{key}={name}"]).notes)
-    others = {name for names in PROCESSORS.values() for name in names}.difference(PROCESSORS[recipe])
-    for name in (*others, *OTHER_PROCESSORS):
-        error = error_of(f"++{key}={name}", recipe=CONFIGS / recipe)
-        assert (
-            f"{key}: is not supported here (found {name if name == 7 else repr(name)}); prompts are built from" in error
-        )
-        assert "math_hf_data_processor (GRPO), sft_processor (SFT) or preference_preprocessor (DPO), or delete" in error
-        assert ": 1 problem\n" in error
+@pytest.mark.parametrize("algorithm", PROCESSORS)
+def test_a_processor_is_accepted_only_where_it_is_what_happens(algorithm, error_of):
+    key, recipe = "data.default.processor", CONFIGS / f"{algorithm}_tiny_cpu.yaml"
+    for name in (*PROCESSORS[algorithm], "null"):
+        assert not any(key in note for note in load(recipe, [f"++{key}={name}"]).notes)
+    others = sorted({name for names in PROCESSORS.values() for name in names}.difference(PROCESSORS[algorithm]))
+    for name in (*others, "math_data_processor", "7"):
+        error_of(f"++{key}={name}", recipe=recipe)
 
 
-@pytest.mark.parametrize("recipe", ["sft_tiny_cpu.yaml", "dpo_tiny_cpu.yaml"])
-def test_without_rewards_no_environment_can_be_named(recipe, error_of):
-    error = error_of("++data.default.env_name=math", recipe=CONFIGS / recipe)
-    assert "data.default.env_name: unknown key" in error
-    assert ": 1 problem\n" in error
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        # Without rewards no environment can be named, and SFT has no generation, not even without a key.
+        *((f"{algorithm}_tiny_cpu", "++data.default.env_name=math") for algorithm in ("sft", "dpo")),
+        ("sft_tiny_cpu", "++policy.generation={}"),
+        ("sft_tiny_cpu", "++policy.generation={port_range_low:11000,quant_cfg:null}"),
+        ("grpo_tiny_cpu", "+reward_penalties.penalize_unwanted_token=true"),
+        *(("grpo_tiny_cpu", f"{key}=null") for key in sorted(NULL_FOR_NEMO_GYM)),
+        *(
+            ("grpo_math_1B_megatron", f"policy.generation.backend=vllm ++policy.generation.vllm_cfg.{key}")
+            for key in ("precision=fp8", "enable_thinking=true", "env_vars={A:[1]}", "env_vars={A:null}")
+        ),
+        ("grpo_math_1B_megatron", "++policy.megatron_cfg.env_vars={A:[1]}"),
+    ],
+)
+def test_what_only_upstream_has_is_refused(recipe, overrides, error_of):
+    error_of(*overrides.split(), recipe=CONFIGS / f"{recipe}.yaml")
 
 
 @pytest.mark.parametrize("row", rows_of(Kind.OFF_ONLY), ids=lambda row: row.key)
@@ -136,9 +130,7 @@ def test_a_feature_that_is_not_here_is_refused_by_name(row, error_of):
     off = str(row.values[0]).lower().replace("none", "null")
     assert load(recipe, [*parent_section, f"++{path}={off}"]).recipe.config is not None
     on = f"++{path}=7"
-    error = error_of(*parent_section, on, recipe=recipe)
-    assert f"command line: {on}: {path}: {row.refusal(7)}" in error
-    assert ": 1 problem\n" in error
+    assert f": {path}: {row.refusal(7)}" in error_of(*parent_section, on, recipe=recipe)
 
 
 @pytest.mark.parametrize("section", NEMO_RL_SECTIONS)
@@ -149,17 +141,7 @@ def test_a_section_loads_while_its_switch_is_off(section, error_of):
     for empty in ("{}", "null"):
         load(CONFIGS / "grpo_tiny_cpu.yaml", [f"++{section}={empty}"])
     assert not any(find_key(spec.schema, section) for spec in ALGORITHMS.values())
-    misspelt = f"{section}.{names[-1]}x"
-    error = error_of(*keys, f"++{misspelt}=1")
-    assert f"{misspelt}: unknown key" in error
-    assert ": 1 problem\n" in error
-
-
-@pytest.mark.parametrize("generation", ["{}", "{port_range_low: 11000, quant_cfg: null}"])
-def test_sft_has_no_generation_not_even_without_a_key(generation, error_of):
-    error = error_of(f"++policy.generation={generation}", recipe=CONFIGS / "sft_tiny_cpu.yaml")
-    assert "policy.generation: has no key with an effect; delete the section" in error
-    assert ": 1 problem\n" in error
+    error_of(*keys, f"++{section}.{names[-1]}x=1")
 
 
 def test_a_recipe_without_gradient_clipping_may_have_no_norm_to_refer_to():
@@ -167,16 +149,7 @@ def test_a_recipe_without_gradient_clipping_may_have_no_norm_to_refer_to():
     recipe = load(CONFIGS / "grpo_tiny_cpu.yaml", [*overrides, "+policy.megatron_cfg.converter_type=LlamaForCausalLM"])
     assert recipe.config["policy"]["max_grad_norm"] is None
     assert not any("max_grad_norm" in note for note in recipe.notes)
-    why = (
-        "policy.megatron_cfg.converter_type has no effect: the model's Hugging Face config determines its architecture"
-    )
-    assert why in recipe.notes
-
-
-def test_an_unknown_key_in_a_section_that_only_upstream_has(error_of):
-    assert "reward_penalties.penalize_unwanted_token: unknown key" in error_of(
-        "+reward_penalties.penalize_unwanted_token=true"
-    )
+    assert any(note.startswith("policy.megatron_cfg.converter_type has no effect: ") for note in recipe.notes)
 
 
 # The keys that may be null by the annotations of NeMo-RL's config classes, by section.
@@ -202,9 +175,6 @@ NULLABLE = {
 }
 
 
-NULL_FOR_NEMO_GYM = {"data.max_input_seq_length", "grpo.max_val_samples", "grpo.val_batch_size"}
-
-
 @pytest.mark.parametrize("section", NULLABLE)
 def test_what_may_be_null_upstream_may_be_null(section):
     paths = [f"{section}.{name}" for name in NULLABLE[section].split()]
@@ -212,11 +182,6 @@ def test_what_may_be_null_upstream_may_be_null(section):
     assert keys
     refused = {path for path, key in keys if type(None) not in alternatives(key.annotation)}
     assert refused == NULL_FOR_NEMO_GYM.intersection(paths)
-
-
-@pytest.mark.parametrize("key", sorted(NULL_FOR_NEMO_GYM))
-def test_null_for_nemo_gym_names_it(key, error_of):
-    assert f"{key}: null is for NeMo Gym alone" in error_of(f"{key}=null")
 
 
 @pytest.mark.parametrize("recipe", ["sft_tiny_cpu.yaml", "dpo_tiny_cpu.yaml"])
@@ -230,19 +195,6 @@ def test_no_hint_names_a_key_that_is_refused_itself():
     for refused in (path for path in paths if find_key(ALGORITHMS["sft"].schema, path) is None):
         for misspelt in (f"{refused}x", refused[:-1]):
             assert all(nearest_key(spec.schema, misspelt, accepted_paths()) != refused for spec in ALGORITHMS.values())
-
-
-def test_fp8_is_what_generation_lacks(error_of):
-    section = "policy.generation.vllm_cfg"
-    error = error_of(f"{section}.precision=fp8", "policy.generation.backend=vllm", recipe=EXEMPLAR)
-    assert f"{section}.precision: is not supported here (found 'fp8'); fp8 generation is missing: " in error
-    error = error_of(f"+{section}.enable_thinking=true", "policy.generation.backend=vllm", recipe=EXEMPLAR)
-    assert f"{section}.enable_thinking: unknown key\n" in f"{error}\n"
-
-
-def test_two_names_of_one_setting_must_agree(error_of):
-    error = error_of("grpo.adv_estimator.normalize_rewards=false")
-    assert "is false, but the key of the same name in grpo is true" in error
 
 
 @pytest.mark.parametrize("key", ["policy.megatron_cfg.defer_fp32_logits", "policy.sequence_packing.fuse_loss"])
@@ -282,7 +234,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("section", ["policy.generation.vllm_cfg", "policy.megatron_cfg"])
-def test_numbers_and_booleans_are_text_for_the_environment(section, error_of):
+def test_numbers_and_booleans_are_text_for_the_environment(section):
     values = "{A: 1, B: true, C: 0.5, D: 'off', E: -3}"
     recipe = load(EXEMPLAR, ["policy.generation.backend=vllm", f"++{section}.env_vars={values}"])
     read = value_at(recipe.config, f"{section}.env_vars")
@@ -290,9 +242,6 @@ def test_numbers_and_booleans_are_text_for_the_environment(section, error_of):
     notes = [note for note in recipe.notes if "env_vars" in note]
     assert notes[0] == f'{section}.env_vars.A is read as the text "1"; writing it in quotes means the same'
     assert len(notes) == 4
-    for value in ("[1]", "null"):
-        wrong = ["policy.generation.backend=vllm", f"++{section}.env_vars={{A: {value}}}"]
-        assert "env_vars.A: must be text" in error_of(*wrong, recipe=EXEMPLAR)
 
 
 @pytest.mark.parametrize(
