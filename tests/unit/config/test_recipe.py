@@ -1,11 +1,15 @@
 """Reading recipes: inheritance, overrides, interpolation, and what is said where one cannot be read."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from nemo_offload_rl.config.problems import RecipeError
+from nemo_offload_rl.config import load
+from nemo_offload_rl.config.problems import MAX_PROBLEMS, RecipeError
 from nemo_offload_rl.config.recipe import load_recipe, read_recipe
+from nemo_offload_rl.config.source.yaml_source import as_yaml
+from tests.unit.config.conftest import CONFIGS
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +27,7 @@ def write(name: str, text: str) -> Path:
 def error_of(path: Path | str, *overrides: str) -> str:
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, overrides)
-    return str(caught.value)
+    return f"{caught.value}\n"
 
 
 def test_later_defaults_and_the_file_itself_win():
@@ -75,27 +79,11 @@ def test_null_replaces_a_section_and_a_section_replaces_null():
     assert recipe.config == {"a": None, "b": {"x": 2}}
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-8", 1e-8),
-        ("1E5", 1e5),
-        ("5.0e-6", 5e-6),
-        (".5", 0.5),
-        ("-3e2", -300.0),
-        ("3", 3),
-        ("1e", "1e"),
-        ("off", False),
-    ],
-)
-def test_numbers_are_those_of_yaml_1_2_and_off_is_false(text, value):
-    read = load_recipe(write("recipe.yaml", f"a: {text}\n")).config["a"]
-    assert read == value
-    assert type(read) is type(value)
-
-
-def test_dates_stay_text():
-    assert load_recipe(write("recipe.yaml", "a: 2026-08-01\n")).config["a"] == "2026-08-01"
+def test_numbers_are_those_of_yaml_1_2_off_is_false_and_dates_stay_text():
+    numbers = {"1e-8": 1e-8, "1E5": 1e5, "5.0e-6": 5e-6, ".5": 0.5, "-3e2": -300.0, "3": 3}
+    for text, value in (numbers | {"1e": "1e", "off": False, "2026-08-01": "2026-08-01"}).items():
+        read = load_recipe(write("recipe.yaml", f"a: {text}\n")).config["a"]
+        assert (read, type(read)) == (value, type(value))
 
 
 def test_interpolation_sees_overrides_and_resolvers_compute():
@@ -110,15 +98,16 @@ def test_interpolation_sees_overrides_and_resolvers_compute():
 
 def test_overrides_follow_hydras_grammar():
     path = write("recipe.yaml", "a: {b: 1, c: {d: 1}}\nlist: [1]\n")
-    config = load_recipe(
-        path, ["a.b=2", "+a.e='1'", "++a.b=3", "++a.f=1e-8", "~a.c.d", "a.c={g: [1, x]}", "list=[2,null]"]
-    ).config
+    overrides = ["a.b=2", "+a.e='1'", "++a.b=3", "++a.f=1e-8", "~a.c.d", "a.c={g: [1, x]}", "list=[2,null]"]
+    config = load_recipe(path, overrides).config
     assert config == {"a": {"b": 3, "c": {"g": [1, "x"]}, "e": "1", "f": 1e-8}, "list": [2, None]}
 
 
 def test_an_anchor_can_be_used_twice_and_overridden_apart():
     path = write("recipe.yaml", "a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}\n")
     assert load_recipe(path, ["b.x=5"]).config == {"a": {"x": 1}, "b": {"x": 5}, "c": {"x": 1, "y": 2}}
+    text = "a: &a {x: 1, y: 1}\nb: &b {<<: *a, x: 2}\nc: *b\n"
+    assert load_recipe(write("recipe.yaml", text)).config["c"] == {"x": 2, "y": 1}
 
 
 @pytest.mark.parametrize(
@@ -136,11 +125,19 @@ def test_an_anchor_can_be_used_twice_and_overridden_apart():
         ("a.b=[1", "cannot be read as an override"),
         (f"a.b={'1' * 5000}", "...: has an integer of more than 4,300 digits"),
         ("grpo.seed=3", "grpo.seed: is a valid key that this recipe does not set; write +grpo.seed=... to add it"),
+        # What would be dropped.
+        ("a={b: 1, b: 2}", "has the key 'b' twice; delete one"),
+        ("a={b.c: 1}", "a: a key must not have a dot; write the part before it as a section"),
+        ("a={1: 2}", "a: a key must be text, found 1; put it into quotes"),
+        ("a={b: {_override_: 3}}", "a.b._override_: must be true, or absent; found 3"),
+        ("+_override_=true", "cannot be set by itself; write section={_override_: true, ...}"),
+        ("+c..d=1", "command line: +c..d=1"),
+        ("a=[choice(1,2)]", "a: has a ChoiceSweep inside"),
+        ("a=shuffle([1,2,3])", "cannot be read as an override"),
     ],
 )
 def test_an_override_that_does_not_apply_says_why(override, message):
-    error = error_of(write("recipe.yaml", "a: {b: 1, seed: 1}\nb: {seed: 1}\n"), override)
-    assert message in f"{error}\n"
+    assert message in error_of(write("recipe.yaml", "a: {b: 1, seed: 1}\nb: {seed: 1}\n"), override)
 
 
 def test_all_problems_are_reported_at_once_with_their_lines():
@@ -163,10 +160,7 @@ def test_all_problems_are_reported_at_once_with_their_lines():
         ("a: ${mul:true,2}\n", "mul takes two numbers, found true"),
         ("a: ${oc.env:NO_SUCH_VARIABLE}\n", "the environment has no variable NO_SUCH_VARIABLE"),
         ("a: ${oc.env:1}\n", "oc.env takes the name of a variable and, optionally, a default"),
-        (
-            "a: {b: '${...c}'}\nc: 1\n",
-            "recipe.yaml:1: a.b: '${...c}' cannot be resolved: ...c lies outside of the recipe",
-        ),
+        ("a: {b: '${...c}'}\nc: 1\n", "a.b: '${...c}' cannot be resolved: ...c lies outside of the recipe"),
         ("a: ${b\n", "recipe.yaml:1: a: '${b'"),
         ("a: ???\n", "recipe.yaml:1: a: must be given a value; it is ???"),
         ("a: 1\nb: [1\n", "broken YAML"),
@@ -174,7 +168,6 @@ def test_all_problems_are_reported_at_once_with_their_lines():
         ("a:\n    b: 1\n  c: 2\n", "recipe.yaml:3: broken YAML"),
         ("a:\n\tb: 1\n", "recipe.yaml:2: broken YAML: while scanning"),
         (f"a:\n  b: {'1' * 5000}\n", "recipe.yaml:2: a.b: '1111111"),
-        (f"a:\n  b: {'1' * 5000}\n", "... cannot be read as int"),
         (f"a:\n  b: 0x{'f' * 5000}\n", "... cannot be read as int"),
         (f"a:\n  b: {':'.join(['1'] * 5000)}\n", "... cannot be read as int"),
         (f"a:\n  ? {'1' * 5000}\n  : 2\n", "recipe.yaml:2: a: '1111111"),
@@ -189,11 +182,20 @@ def test_all_problems_are_reported_at_once_with_their_lines():
         ("- a\n", "recipe.yaml:1: is a list; a recipe is a mapping of sections"),
         ("text\n", "recipe.yaml:1: is a single value"),
         ("defaults: nope.yaml\n", "recipe.yaml:1: defaults: names nope.yaml, but there is no such recipe"),
-        (
-            "defaults: [a.yaml, 3]\n",
-            "recipe.yaml:1: defaults: must be the name of a recipe, or a list of such names; found 3",
-        ),
+        ("defaults: [a.yaml, 3]\n", "defaults: must be the name of a recipe, or a list of such names; found 3"),
+        ('defaults: "a\\0b"\n', "must be the name of a recipe, or a list of such names; found 'a\\x00b'"),
+        (f"defaults: {'x' * 5000}\n", "cannot be read: file name too long"),
         ("defaults: recipe.yaml\n", "the recipe inherits from itself: recipe.yaml -> recipe.yaml"),
+        ("a: 1 # " + "x" * 2**20, "recipe.yaml: has more than 1,048,576 bytes, the limit for this file"),
+        # What would be dropped.
+        ("a: {_override_: 1, b: 2}\n", "a._override_: must be true, or absent; found 1"),
+        ("a: !!set {b, c}\n", "recipe.yaml:1: a: has the tag tag:yaml.org,2002:set, which recipes do not support"),
+        ("a: !mine {b: 1}\n", "a: has the tag !mine, which recipes do not support; delete it"),
+        ("a: !!python/object:os.system {b: 1}\n", "python/object:os.system, which recipes do not support"),
+        ("a: !!int 1.5\n", "a: '1.5' cannot be read as int"),
+        ("a: !!null x\n", "a: 'x' cannot be read as null"),
+        ("a: {'': 1}\n", "a.'': a key must not be empty"),
+        ("a: {[1]: 2}\n", "a key must be text, found [1]"),
     ],
 )
 def test_a_recipe_that_cannot_be_read_says_where_and_why(text, message):
@@ -228,6 +230,65 @@ def test_bytes_that_are_no_text():
     assert "recipe.yaml: is not UTF-8 text (byte 3)" in error_of("recipe.yaml")
     Path("recipe.yaml").write_bytes(b"a: 1\nb: \x07\n")
     assert "recipe.yaml:2: broken YAML" in error_of("recipe.yaml")
+
+
+def test_a_diamond_of_defaults_reads_each_file_once():
+    for number in range(20):
+        write(f"r{number + 1}.yaml", f"defaults: [r{number}.yaml, r{number}.yaml]\nb{number}: 1\n")
+    write("r0.yaml", "a: 1\n")
+    recipe = load_recipe("r20.yaml")
+    assert recipe.config == {"a": 1} | {f"b{number}": 1 for number in range(20)}
+    assert str(recipe.origins["a"]) == "r0.yaml:1"
+
+
+def test_so_many_problems_are_listed_and_no_more():
+    keys = "".join(f"  num_key_{number}: 1\n" for number in range(3000))
+    with pytest.raises(RecipeError) as caught:
+        load(write("recipe.yaml", f"grpo:\n{keys}"))
+    assert len(str(caught.value).splitlines()) == MAX_PROBLEMS + 1
+    assert "recipe.yaml: more than 100 problems; the others are listed once these are fixed" in str(caught.value)
+
+
+NO_FILES = {
+    "a FIFO": (lambda path: os.mkfifo(path), "is a FIFO, not a recipe"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "is a device, not a recipe"),
+    "a link to itself": (lambda path: path.symlink_to(path), "cannot be read: too many levels of symbolic links"),
+    "a folder": (lambda path: path.mkdir(), "is a folder, not a recipe"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), NO_FILES.values(), ids=NO_FILES)
+def test_what_is_no_file_is_not_waited_for(make, message):
+    make(Path("odd.yaml").absolute())
+    with pytest.raises(RecipeError, match=f"odd.yaml: {message}"):
+        load_recipe("odd.yaml")
+    assert f"defaults: names odd.yaml, but {message}" in error_of(write("recipe.yaml", "defaults: odd.yaml\n"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read():
+    write("odd.yaml", "a: 1\n").chmod(0)
+    with pytest.raises(RecipeError, match=r"odd\.yaml: cannot be read: permission denied"):
+        load_recipe("odd.yaml")
+
+
+def test_thousands_of_references_to_nothing_are_as_few_problems():
+    text = "".join(f"a{number}: ${{b{number}}}\n" for number in range(4000))
+    with pytest.raises(RecipeError, match=r"recipe\.yaml: more than 100 problems"):
+        load(write("recipe.yaml", f"grpo: {{}}\n{text}"))
+
+
+@pytest.mark.parametrize("value", ["1e5", "1e-8", ".5", "1:30", "2026-08-01", "null", "0x10", "~", "yes", 1e-8, 1e22])
+def test_what_is_printed_is_read_as_the_same_value(value):
+    printed = as_yaml({"a": {"b": value}})
+    assert load_recipe(write("recipe.yaml", printed)).config == {"a": {"b": value}}
+
+
+def test_a_warm_start_that_names_itself(tmp_path):
+    text = (CONFIGS / "grpo_tiny_cpu.yaml").read_text().replace("common/", f"{CONFIGS}/common/")
+    path = write("recipe.yaml", text.replace("sft_tiny_cpu.yaml", "recipe.yaml"))
+    with pytest.raises(RecipeError, match=r"warm_start\.recipe: must be an sft recipe; found one of grpo"):
+        load(path)
 
 
 def test_what_a_value_was_interpolated_from():
