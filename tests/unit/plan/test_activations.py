@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from benchmarks.model_shapes import QWEN2_1_5B
 from nemo_offload_rl.activation_offload.groups import Group
 from nemo_offload_rl.activation_offload.report import ModuleReport
 from nemo_offload_rl.activation_offload.schedule import Profile, choose_in_first_pass, choose_offloaded
-from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.megatron import ACTIVATION_MODULES
 from nemo_offload_rl.memory.units import GIB, MIB
@@ -30,9 +30,9 @@ from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import plan_run
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts
 from tests.unit.config.conftest import CONFIGS
+from tests.unit.plan.test_report import BENCHMARK, printed, row
 
 RECIPE = CONFIGS / "grpo_math_1B_megatron.yaml"
-BENCHMARK = str(CONFIGS.parents[1] / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml")
 ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 EXPERTS = ("mlp_norm", "expert_fc1", "moe_act")
 
@@ -77,17 +77,14 @@ def test_what_was_measured_on_an_h200(modules, moved_mib, saved_mib):
 
 
 def test_each_module_of_a_dense_layer():
-    assert layer_mib(DENSE, *(name for name in SAVED_BY if name != "layer_input")) == {
-        "attn_norm": 0,
+    found = layer_mib(DENSE, *(name for name in SAVED_BY if name != "layer_input"))
+    assert {name: size for name, size in found.items() if size} == {  # core_attn also copies what attn_proj saves
         "qkv_linear": 64 + 64,
         "core_attn": 64 + 32 + 32 + 64,
-        "attn_proj": 0,  # core_attn copies it
-        "mlp_norm": 0,
-        "expert_fc1": 0,
-        "moe_act": 0,
-        "fused_group_mlp": 0,
     }
     assert layer_mib(DENSE, "attn_proj") == {"attn_proj": 64}
+    with_norms = dataclasses.replace(DENSE, qk_norm=True)
+    assert layer_mib(with_norms, "qkv_linear") == {"qkv_linear": 128 + 64 + 32}
 
 
 def test_full_recomputation_keeps_the_input_of_each_segment_and_perhaps_attention():
@@ -106,10 +103,9 @@ def test_full_recomputation_keeps_the_input_of_each_segment_and_perhaps_attentio
 def test_every_module_that_a_recipe_may_name_is_known_here():
     assert set(SAVED_BY) == set(ACTIVATION_MODULES)
     for name, module in ACTIVATION_MODULES.items():
-        saved = {model: list(SAVED_BY[name](facts)) for model, facts in (("dense", DENSE), ("moe", MOE))}
         if module.of_experts:
-            assert saved["moe"]
-            assert not saved["dense"]
+            assert list(SAVED_BY[name](MOE))
+            assert not list(SAVED_BY[name](DENSE))
 
 
 def test_the_attention_output_stays_where_one_of_its_two_modules_stays():
@@ -135,11 +131,6 @@ def test_small_tensors_stay_unless_the_recipe_says_so():
     assert layer_mib(DENSE, "core_attn", smallest=1 << 40) == {"core_attn": 0}
 
 
-def test_norms_of_queries_and_keys_are_of_qkv_linear():
-    with_norms = dataclasses.replace(DENSE, qk_norm=True)
-    assert layer_mib(with_norms, "qkv_linear") == {"qkv_linear": 128 + 64 + 32}
-
-
 @pytest.mark.parametrize(
     ("num_microbatches", "stage", "num_stages", "num_model_chunks", "in_flight"),
     [
@@ -153,27 +144,17 @@ def test_norms_of_queries_and_keys_are_of_qkv_linear():
         (16, 1, 4, 3, 2 * 2 + 2 * 4 + 1),
     ],
 )
-def test_passes_in_flight_are_those_of_megatrons_schedules(
-    num_microbatches, stage, num_stages, num_model_chunks, in_flight
-):
+def test_passes_in_flight_are_those_of_megatron(num_microbatches, stage, num_stages, num_model_chunks, in_flight):
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
     split: dict[str, Any] = {"stage": stage, "num_stages": num_stages, "num_model_chunks": num_model_chunks}
     assert chunks_in_flight(num_microbatches, **split, group_size=num_stages) == in_flight
-
-    class Group:
-        def size(self) -> int:
-            return num_stages
-
-        def rank(self) -> int:
-            return stage
-
-    class Communicator:
-        pp_group = Group()
-        virtual_pipeline_model_parallel_size = num_model_chunks if num_model_chunks > 1 else None
-
+    communicator = SimpleNamespace(
+        pp_group=SimpleNamespace(size=lambda: num_stages, rank=lambda: stage),
+        virtual_pipeline_model_parallel_size=num_model_chunks if num_model_chunks > 1 else None,
+    )
     total, all_in_warmup, num_warmup, _ = get_pp_rank_microbatches(
-        num_microbatches, num_model_chunks, num_stages, p2p_communicator=Communicator()
+        num_microbatches, num_model_chunks, num_stages, p2p_communicator=communicator
     )
     assert in_flight == (total if all_in_warmup else num_warmup + 1)
 
@@ -236,30 +217,25 @@ def test_a_fraction_is_kept_layer_by_layer():
     assert slab_bytes(DENSE, asked("core_attn", fraction=0.0)) == 0
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 0.8, 0.9, 1.0])
-def test_host_memory_holds_what_leaves_in_the_first_pass_and_later(fraction):
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.33, 0.5, 0.7, 0.8, 0.9, 0.99, 1.0])
+def test_the_manager_chooses_as_many_groups_and_host_memory_holds_them_in_the_first_pass_too(fraction):
     """The first pass offloads other groups than later ones."""
-    settings = asked("qkv_linear", "core_attn", fraction=fraction)
-    sizes = [one.distinct for one in module_bytes(DENSE, settings).values()]
-    layers = [sizes] * DENSE.num_layers
-    for which in (choose_offloaded, choose_in_first_pass):
-        needed = sum(size for size, goes in zip(sizes * DENSE.num_layers, which(layers, fraction), strict=True) if goes)
-        assert slab_bytes(DENSE, settings) >= needed
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.33, 0.5, 0.7, 0.99, 1.0])
-def test_the_manager_chooses_as_many_groups(fraction):
-    modules = ("qkv_linear", "core_attn")
+    modules = {"qkv_linear": 128 * MIB, "core_attn": 192 * MIB}
+    options = asked(*modules, fraction=fraction)
     groups = []
     for layer in range(16):
-        for name, size in zip(modules, (128 * MIB, 192 * MIB), strict=True):
+        for name, size in modules.items():
             group = Group(name, lambda: None, ModuleReport())
             group.key, group.nbytes = (name, layer), size
             groups.append(group)
     leaves = Profile(groups, fraction, has_margin=False).offloads
-    planned = module_bytes(DENSE, asked(*modules, fraction=fraction))
-    for name, size in zip(modules, (128 * MIB, 192 * MIB), strict=True):
+    planned = module_bytes(DENSE, options)
+    for name, size in modules.items():
         assert planned[name].micro_batch == size * sum(leaves[name, layer] for layer in range(16))
+    sizes = [*modules.values()] * 16
+    for which in (choose_offloaded, choose_in_first_pass):
+        goes = which([[*modules.values()]] * 16, fraction)
+        assert slab_bytes(DENSE, options) >= sum(size for size, leaves in zip(sizes, goes, strict=True) if leaves)
 
 
 def policy_of(*overrides: str) -> Any:
@@ -269,11 +245,8 @@ def policy_of(*overrides: str) -> Any:
 
 
 def test_the_longest_padded_micro_batch_of_a_recipe():
-    policy = policy_of(
-        "policy.train_micro_batch_size=4",
-        "policy.make_sequence_length_divisible_by=64",
-        "policy.sequence_packing.enabled=false",
-    )
+    sizes = ("train_micro_batch_size=4", "make_sequence_length_divisible_by=64", "sequence_packing.enabled=false")
+    policy = policy_of(*(f"policy.{size}" for size in sizes))
     [facts] = activation_facts(QWEN2_1_5B, policy, world_size=8)
     assert facts.num_tokens == facts.num_residual_tokens == 4 * 1024
     assert (facts.num_layers, facts.hidden_size, facts.num_heads, facts.num_query_groups) == (28, 1536, 12, 2)
@@ -309,12 +282,8 @@ def test_stages_hold_fewer_micro_batches_the_later_they_are():
     assert [facts.num_layers for facts in stages] == [7, 7, 7, 7]
     policy["train_global_batch_size"] = 2 * 2 * policy["train_micro_batch_size"]  # two for each of two ranks
     policy["sequence_packing"]["enabled"] = False
-    assert [facts.num_chunks_in_flight for facts in activation_facts(QWEN2_1_5B, policy, world_size=8)] == [
-        2,
-        2,
-        2,
-        1,
-    ]
+    stages = activation_facts(QWEN2_1_5B, policy, world_size=8)
+    assert [facts.num_chunks_in_flight for facts in stages] == [2, 2, 2, 1]
 
 
 def test_experts_that_are_padded_compute_on_their_capacity():
@@ -338,11 +307,8 @@ def test_experts_get_their_share_of_every_expert_parallel_ranks_tokens():
     policy["megatron_cfg"]["expert_model_parallel_size"] = 4
     assert activation_facts(hf_config, policy, world_size=8) == (alone,)
     # Two ranks that share each expert see each other's tokens; with sequence parallelism each has half of them.
-    policy["megatron_cfg"] |= {
-        "expert_tensor_parallel_size": 2,
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-    }
+    split = {"expert_tensor_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    policy["megatron_cfg"] |= split
     [shared] = activation_facts(hf_config, policy, world_size=8)
     assert shared.num_expert_tokens == alone.num_expert_tokens
     assert shared.expert_ffn_size == 32
@@ -371,9 +337,8 @@ def test_the_slab_is_part_of_what_a_rank_needs():
     assert rank.activations is not None
     assert rank.activations.slab_bytes > 0
     assert run.needs[0].fixed_bytes == rank.fixed_bytes == {"activations": rank.activations.slab_bytes}
-    assert (
-        run.needs[0].total_bytes == rank.total_host_bytes == sum(rank.host_bytes.values()) + rank.activations.slab_bytes
-    )
+    total = sum(rank.host_bytes.values()) + rank.activations.slab_bytes
+    assert run.needs[0].total_bytes == rank.total_host_bytes == total
 
 
 def test_a_limit_that_only_the_slab_exceeds_names_the_slabs_keys():
@@ -388,53 +353,32 @@ def test_a_limit_that_only_the_slab_exceeds_names_the_slabs_keys():
     assert plan_run(config, QWEN2_1_5B, algorithm="grpo").needs[0].fixed_bytes == {"activations": GIB // 4}
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", BENCHMARK, *arguments]) == 0
-    return capsys.readouterr().out
-
-
 LONG = ("policy.max_total_sequence_length=4096", "policy.train_micro_batch_size=2", *OFFLOADED)
 
 
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("│").split("│")]
-
-
 def test_the_plan_prints_each_module_and_the_slab(capsys):
-    text = printed(capsys, *LONG)
+    text = printed(capsys, BENCHMARK, *LONG)
     table = text[text.index("Activations that one rank offloads") :]
     assert "28 layers, micro-batches of 8,192 tokens" in table
     assert "1 of them in flight" in table
-    rows = {cells(line)[0]: cells(line) for line in table.splitlines() if line.startswith("│")}
     # 8192 tokens of 1536 elements are 24 MiB, those of two query groups 4.
-    assert rows["qkv_linear"] == ["qkv_linear", "48.0", "1.31", "", "0.026"]
-    assert rows["core_attn"] == ["core_attn", "56.0", "1.53", "", "0.030"]
-    assert rows["all"] == ["all", "104.0", "2.84", "2.84", "0.056"]
+    assert row(table, "qkv_linear") == ["qkv_linear", "48.0", "1.31", "", "0.026"]
+    assert row(table, "core_attn") == ["core_attn", "56.0", "1.53", "", "0.030"]
+    assert row(table, "all") == ["all", "104.0", "2.84", "2.84", "0.056"]
     assert "24.0 MiB a layer of core_attn also stay on the GPU unless attn_proj is offloaded" in table
-    memory = text[text.index("One rank in GiB") :]
-    assert next(cells(line) for line in memory.splitlines() if line.startswith("│ activations "))[-1] == "2.84"
+    assert row(text[text.index("One rank in GiB") :], "activations")[-1] == "2.84"
     assert "Host memory: 22.97 GiB for the one rank on a host." in text  # 20.13 without
-
-
-def test_the_plan_says_what_has_no_effect_and_what_does_not_fit(capsys):
     limit = "++policy.activation_offload.host_memory_limit_gib=1"
-    text = printed(capsys, *LONG, "policy.megatron_cfg.offload_modules=[qkv_linear,mlp_norm]", limit)
+    text = printed(capsys, BENCHMARK, *LONG, "policy.megatron_cfg.offload_modules=[qkv_linear,mlp_norm]", limit)
     assert "mlp_norm saves no activations of its own in this model" in text
-    assert (
-        "policy.activation_offload.host_memory_limit_gib is below the 1.31 GiB that activations in flight may take"
-        in text
-    )
+    assert "host_memory_limit_gib is below the 1.31 GiB that activations in flight may take" in text
     assert "Host memory: 21.13 GiB for the one rank on a host." in text
 
 
-def test_nothing_is_printed_of_activations_that_stay(capsys):
-    assert "Activations that one rank offloads" not in printed(capsys)
-    plan = json.loads(printed(capsys, "--json"))
+def test_json_has_the_bytes_of_every_module_that_moves(capsys):
+    plan = json.loads(printed(capsys, BENCHMARK, "--json"))
     assert plan["activations"] is plan["stages"][0]["activations"] is None
-
-
-def test_json_has_the_bytes_of_every_module(capsys):
-    plan = json.loads(printed(capsys, *LONG, "--json"))
+    plan = json.loads(printed(capsys, BENCHMARK, *LONG, "--json"))
     assert plan["activations"]["modules"] == ["core_attn", "qkv_linear"]
     [stage] = plan["stages"]
     assert stage["activations"]["modules"]["qkv_linear"]["distinct"] == 48 * MIB

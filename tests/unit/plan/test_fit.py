@@ -16,6 +16,7 @@ from nemo_offload_rl.plan import fit as fitting
 from nemo_offload_rl.plan.activations import activation_facts
 from nemo_offload_rl.plan.decisions import Machine, check_fits
 from nemo_offload_rl.plan.fit import Fit, cheapest_fit, missing_gpu_bytes
+from nemo_offload_rl.plan.fit_options import from_overrides
 from nemo_offload_rl.plan.optimizer_ways import Host
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import Planner
@@ -56,6 +57,7 @@ def planned(gpu_bytes, *overrides, recipe=GRPO, model=QWEN2_1_5B, host_gib=512):
     return resolved, missing_gpu_bytes(resolved.config, resolved.run, planner)
 
 
+ATTENTION = (MOVES, f"++{MEGATRON}.offload_modules=[qkv_linear,core_attn,attn_proj]")
 GRID = {
     "state": [(), (RESIDENT,), (STREAMED,)],
     "activations": [
@@ -63,15 +65,11 @@ GRID = {
         FULL,
         (*FULL, f"++{MEGATRON}.recompute_num_layers=4"),
         (*FULL, MOVES, f"++{MEGATRON}.offload_modules=[layer_input,core_attn]"),
-        (MOVES, f"++{MEGATRON}.offload_modules=[qkv_linear,core_attn,attn_proj]"),
-        (
-            MOVES,
-            f"++{MEGATRON}.offload_modules=[qkv_linear,core_attn,attn_proj]",
-            f"++{MEGATRON}.activation_offload_fraction=0.5",
-        ),
+        ATTENTION,
+        (*ATTENTION, f"++{MEGATRON}.activation_offload_fraction=0.5"),
     ],
     "logits": [(), (f"++{MEGATRON}.use_fused_linear_logprobs=true",)],
-    "rows": [(), *((f"++{PACKING}.train_mb_tokens={n}",) for n in (512,))],
+    "rows": [(), (f"++{PACKING}.train_mb_tokens=512",)],
 }
 
 
@@ -94,21 +92,12 @@ def brute_force():
 
 @pytest.fixture
 def small_grid(monkeypatch):
-    def few(*_, **__):
-        segments = [{**FULL_VALUES, fitting.OFFLOADING: False, f"{MEGATRON}.recompute_num_layers": n} for n in (1, 4)]
-        moved = {fitting.OFFLOADING: True, f"{MEGATRON}.offload_modules": ["qkv_linear", "core_attn", "attn_proj"]}
-        inputs = {
-            **FULL_VALUES,
-            fitting.OFFLOADING: True,
-            f"{MEGATRON}.offload_modules": ["layer_input", "core_attn"],
-        }
-        return [{}, *segments, inputs, *({**moved, f"{MEGATRON}.activation_offload_fraction": f} for f in (1.0, 0.5))]
-
-    monkeypatch.setattr(fitting, "activation_options", few)
+    options = [from_overrides(overrides) for overrides in GRID["activations"]]
+    off = {fitting.OFFLOADING: False}
+    options = [one if fitting.OFFLOADING in one or not one else one | off for one in options]
+    options[4] |= {f"{MEGATRON}.activation_offload_fraction": 1.0}
+    monkeypatch.setattr(fitting, "activation_options", lambda *_, **__: options)
     monkeypatch.setattr(fitting, "tile_options", lambda **_: [{}])
-
-
-FULL_VALUES = {f"{MEGATRON}.activation_checkpointing": True, f"{MEGATRON}.recompute_granularity": "full"}
 
 
 @pytest.mark.parametrize("host_gib", [512, 18])
@@ -133,13 +122,9 @@ def test_the_search_finds_what_brute_force_finds(brute_force, small_grid, host_g
 
 
 SFT, LONG, DPO = (CONFIGS / f"{name}.yaml" for name in ("sft", "sft_long_rows", "dpo"))
-EXPERTS = (
-    "cluster.gpus_per_node=8",
-    f"{MEGATRON}.expert_model_parallel_size=8",
-    "policy.train_global_batch_size=64",
-    "policy.train_micro_batch_size=8",
-    "policy.max_total_sequence_length=4096",
-)
+SAMPLES = ("policy.train_global_batch_size=64", "policy.train_micro_batch_size=8")
+LENGTH = "policy.max_total_sequence_length=4096"
+EXPERTS = (*SAMPLES, LENGTH, "cluster.gpus_per_node=8", f"{MEGATRON}.expert_model_parallel_size=8")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +134,7 @@ EXPERTS = (
         (GRPO, QWEN2_1_5B, 24, (*SHORT, "++grpo.debug.replay_rollouts=rollouts")),
         (GRPO, QWEN2_1_5B, 16, (*SHORT, "cluster.gpus_per_node=2", f"{MEGATRON}.pipeline_model_parallel_size=2")),
         (LONG, QWEN3_8B, 79.6, ()),
-        (DPO, LLAMA_1B, 20, ("policy.max_total_sequence_length=4096",)),
+        (DPO, LLAMA_1B, 20, (LENGTH,)),
         (SFT, QWEN3_30B_A3B, 79.6, EXPERTS),
     ],
 )
@@ -202,8 +187,5 @@ def test_the_command_prints_the_overrides_or_the_memory_that_is_missing(capsys):
     assert [line.strip() for line in overrides] == found.overrides
     assert "this machine, which lacks 3.00 GiB of host memory" in Fit((), 1.0, 0, 3 * GIB).lines(GIB, host(1))[0]
     assert "as it is" in Fit((), 1.0).lines(GIB, host(1))[0]
-
-
-def test_the_search_needs_a_gpu_to_fit(capsys):
-    assert main(["plan", str(GRPO), "--fit"]) == 2
+    assert main(["plan", str(GRPO), "--fit"]) == 2  # it needs a GPU to fit
     assert "--gpu-memory" in capsys.readouterr().err

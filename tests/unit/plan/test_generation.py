@@ -52,14 +52,9 @@ def engine(tp, kwargs=None, sizes=None, hf_config=QWEN2, colocated=True, buffer_
     policy = policy_without_model(precision=section.get("precision", "bfloat16"))
     kinds = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
     policy["megatron_cfg"] |= {f"{kind}_parallel_size": 1 for kind in kinds} | (sizes or SPLIT)
-    section = {
-        "tensor_parallel_size": tp,
-        "expert_parallel_size": 1,
-        "precision": "bfloat16",
-        "max_model_len": 4096,
-    } | section
-    section = {"gpu_memory_utilization": 0.5, "enforce_eager": False} | section
-    policy["generation"] = {"backend": "vllm", "vllm_cfg": section, "vllm_kwargs": kwargs or {}}
+    own = {"tensor_parallel_size": tp, "expert_parallel_size": 1, "precision": "bfloat16", "max_model_len": 4096}
+    own |= {"gpu_memory_utilization": 0.5, "enforce_eager": False} | section
+    policy["generation"] = {"backend": "vllm", "vllm_cfg": own, "vllm_kwargs": kwargs or {}}
     policy["generation"]["colocated"] = {"enabled": colocated}
     policy["refit_buffer_size_gb"] = buffer_gib
     return engine_memory(policy, hf_config)
@@ -69,12 +64,12 @@ SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 WHOLE = {"tensor_model_parallel_size": 1}
 
 
-@pytest.mark.parametrize(("tp", "heads"), [(1, 2), (2, 1), (4, 1)])
-def test_an_engine_holds_its_part_of_the_weights_and_of_each_tokens_keys_and_values(tp, heads):
-    found = engine(tp)
-    assert found.weights_bytes == 2 * 1_543_714_304 // tp  # the policy's own split does not count
-    assert found.kv_bytes_per_token == 2 * 28 * heads * 128 * 2
-    assert found.sequence_bytes == 4096 * found.kv_bytes_per_token
+def test_an_engine_holds_its_part_of_the_weights_and_of_each_tokens_keys_and_values():
+    for tp, heads in ((1, 2), (2, 1), (4, 1)):
+        found = engine(tp)
+        assert found.weights_bytes == 2 * 1_543_714_304 // tp  # the policy's own split does not count
+        assert found.kv_bytes_per_token == 2 * 28 * heads * 128 * 2
+        assert found.sequence_bytes == 4096 * found.kv_bytes_per_token
 
 
 MOE = QWEN2 | {
@@ -153,14 +148,11 @@ def test_a_kv_cache_of_the_recipe_wins():
     assert found.kv_cache_bytes(80 * GIB) == found.kv_cache_bytes(8 * GIB) == 3 * GIB
     assert found.share_of(80 * GIB) == (2 * 1_543_714_304 + RESERVE + 3 * GIB) / (80 * GIB)
     check_longest_sequence_fits(found, GIB)
-    with pytest.raises(ValueError, match=r"kv_cache_memory_bytes is 1000, .* tokens needs 0\.109 GiB .* raise or"):
-        check_longest_sequence_fits(engine(1, {"kv_cache_memory_bytes": 1000}), 80 * GIB)
-
-
-def test_the_longest_sequence_has_to_fit_beside_the_weights():
     check_longest_sequence_fits(engine(1), 19 * GIB)
     with pytest.raises(ValueError, match=r"0\.5, which is 6\.00 .* take 2\.88 GiB .* 5\.\d+ GiB, .* 0\.109 GiB"):
         check_longest_sequence_fits(engine(1), 12 * GIB)
+    with pytest.raises(ValueError, match=r"kv_cache_memory_bytes is 1000, .* tokens needs 0\.109 GiB .* raise or"):
+        check_longest_sequence_fits(engine(1, {"kv_cache_memory_bytes": 1000}), 80 * GIB)
 
 
 def test_a_refits_buckets_have_to_fit_beside_the_policy_and_the_engines_weights():
@@ -204,13 +196,9 @@ def test_graphs_keep_three_of_the_largest_weight_where_ranks_exchange_weights(ki
 
 
 def test_experts_of_all_ranks_count_together_where_they_are_gathered():
-    experts = read_architecture(
-        {"model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        | {"num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 128, "moe_intermediate_size": 100}
-        | {"num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 300, "tie_word_embeddings": True}
-        | {"decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False},
-        {},
-    )
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"head_dim": 16, "intermediate_size": 128, "moe_intermediate_size": 100, "num_experts": 8}
+    experts = read_architecture(MOE | sizes | {"num_experts_per_tok": 2, "vocab_size": 300}, {})
     assert exchanged_temporaries(experts, 2, 1) == [300 * 64 * 2] * 3
     assert exchanged_temporaries(experts, 2, 4) == [2 * 100 * 4 * 64 * 2] * 3
 

@@ -1,6 +1,7 @@
 """Tests parameter counts against built models: every family, and every way to split one."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     "odd_vocabulary": {"vocab_size": 15},
     "untied": UNTIED,
 }
+VPP2, PP2 = {"virtual_pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2}
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in HF_CONFIGS},
     "qwen3_moe_frozen_router": ("qwen3_moe", {"freeze_moe_router": True}),
@@ -57,22 +60,16 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2": ("qwen2", {}),
-    "tp2_odd_vocabulary": ("qwen2", {"tensor_model_parallel_size": 2}),
-    "tp2_one_query_group": ("mistral", {"tensor_model_parallel_size": 2}),
-    "pp2_tied": ("qwen3", {"pipeline_model_parallel_size": 2}),
-    "pp2_untied_uneven": (
-        "llama",
-        {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
-    ),
-    "pp2_vpp2": ("qwen3", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
-    "moe_pp2_first_dense": ("qwen3_moe", {"pipeline_model_parallel_size": 2}),
-    "moe_pp2_vpp2_first_dense": (
-        "qwen3_moe",
-        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-    ),
+    "tp2_odd_vocabulary": ("qwen2", TP2),
+    "tp2_one_query_group": ("mistral", TP2),
+    "pp2_tied": ("qwen3", PP2),
+    "pp2_untied_uneven": ("llama", PP2 | {"num_layers_in_first_pipeline_stage": 1}),
+    "pp2_vpp2": ("qwen3", PP2 | VPP2),
+    "moe_pp2_first_dense": ("qwen3_moe", PP2),
+    "moe_pp2_vpp2_first_dense": ("qwen3_moe", PP2 | VPP2),
     "moe_dp2": ("qwen3_moe", {}),
     "moe_ep2": ("qwen3_moe", {"expert_model_parallel_size": 2, "freeze_moe_router": True}),
-    "moe_tp2_etp2": ("qwen3_moe", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+    "moe_tp2_etp2": ("qwen3_moe", TP2 | {"expert_tensor_parallel_size": 2}),
 }
 
 
@@ -100,10 +97,16 @@ def optimizer_bytes(optimizer: Any, model: list[Any]) -> int:
     return sum(tensor.nbytes for tensor in kept if tensor.untyped_storage().data_ptr() not in buffers)
 
 
-def join(policy: dict[str, Any], rank: int, world_size: int, port: int) -> None:
+def build_and_count(layout: str, rank: int, world_size: int, port: int) -> dict[str, Any]:
+    """Returns what a worker really holds, and transformers' config for the recipe's mapping."""
+    from megatron.core import parallel_state
+
+    from nemo_offload_rl.hf_config import hf_config
     from nemo_offload_rl.mcore import distributed
+    from nemo_offload_rl.mcore.build import build
     from nemo_offload_rl.mcore.model.model_config import parallel_sizes
 
+    policy: Any = policy_of(layout)
     distributed.initialize(
         parallel_sizes(policy["megatron_cfg"]),
         rank=rank,
@@ -114,18 +117,6 @@ def join(policy: dict[str, Any], rank: int, world_size: int, port: int) -> None:
         seed=3,
         te_rng_tracker=False,
     )
-
-
-def build_and_count(layout: str, rank: int, world_size: int, port: int) -> dict[str, Any]:
-    """Returns what a worker really holds, and transformers' config for the recipe's mapping."""
-    from megatron.core import parallel_state
-
-    from nemo_offload_rl.hf_config import hf_config
-    from nemo_offload_rl.mcore import distributed
-    from nemo_offload_rl.mcore.build import build
-
-    policy: Any = policy_of(layout)
-    join(policy, rank, world_size, port)
     state = build(policy, hf_config(policy), seed=3, init_optimizer=True)
     parameters = [parameter for _, parameter in state.parameters()]
     optimizer = state.optimizer
@@ -145,29 +136,22 @@ def build_and_count(layout: str, rank: int, world_size: int, port: int) -> dict[
     return counted
 
 
-def build_all_alone(rank: int, world_size: int, ports: list[int]) -> dict[str, dict[str, Any]]:
-    return {name: build_and_count(name, rank, world_size, port) for name, port in zip(ALONE, ports, strict=True)}
-
-
-def build_all_together(rank: int, world_size: int, ports: list[int]) -> dict[str, dict[str, Any]]:
-    return {name: build_and_count(name, rank, world_size, port) for name, port in zip(TOGETHER, ports, strict=True)}
+def build_all(layouts: list[str], rank: int, world_size: int, ports: list[int]) -> dict[str, dict[str, Any]]:
+    return {name: build_and_count(name, rank, world_size, port) for name, port in zip(layouts, ports, strict=True)}
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict[str, Any]]:
-    return run_ranks(build_all_alone, 1, num_ports=len(ALONE))[0]
+    return run_ranks(partial(build_all, [*ALONE]), 1, num_ports=len(ALONE))[0]
 
 
 @pytest.fixture(scope="module")
 def together() -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(build_all_together, 2, num_ports=len(TOGETHER))
+    return run_ranks(partial(build_all, [*TOGETHER]), 2, num_ports=len(TOGETHER))
 
 
-def test_every_family_is_built():
+def test_every_family_is_built_and_on_the_page_about_models():
     assert set(HF_CONFIGS) == set(KNOWN_FAMILIES)
-
-
-def test_the_families_are_those_of_the_page_about_models():
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
     [header] = [line for line in page.splitlines() if line.startswith("| flag | llama ")]
     assert header.strip("| ").split(" | ")[1:] == KNOWN_FAMILIES
@@ -224,11 +208,11 @@ PUBLIC: dict[int, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("num_params", PUBLIC)
-def test_public_models_have_the_parameters_that_they_are_known_for(num_params):
-    [facts] = shard_facts(PUBLIC[num_params], policy_of("qwen2"), world_size=1, has_reference=True)
-    assert facts.num_params == num_params
-    assert facts.has_reference
+def test_public_models_have_the_parameters_that_they_are_known_for():
+    for num_params, hf_config in PUBLIC.items():
+        [facts] = shard_facts(hf_config, policy_of("qwen2"), world_size=1, has_reference=True)
+        assert facts.num_params == num_params
+        assert facts.has_reference
 
 
 def test_stages_together_are_the_model_and_ranks_share_the_experts_less_than_the_rest():
@@ -246,28 +230,22 @@ def test_stages_together_are_the_model_and_ranks_share_the_experts_less_than_the
         assert stage.num_optimizer_params >= rest / 8 + experts / 16 / 2
 
 
-@pytest.mark.parametrize(
-    ("precision", "settings", "nbytes"),
-    [
+def test_bytes_of_optimizer_state_a_parameter():
+    aware, sgd = {"use_precision_aware_optimizer": True}, {"optimizer": "sgd", "sgd_momentum": 0.0}
+    for precision, settings, nbytes in (
         ("bfloat16", {}, 12),
         ("float32", {}, 8),
-        ("bfloat16", {"use_precision_aware_optimizer": True}, 10),
-        ("bfloat16", {"use_precision_aware_optimizer": True, "store_param_remainders": False}, 12),
-        ("bfloat16", {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16"}, 8),
-        (
-            "bfloat16",
-            {"use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
-            4,
-        ),
-        ("bfloat16", {"optimizer": "sgd", "sgd_momentum": 0.9}, 8),
-        ("bfloat16", {"optimizer": "sgd", "sgd_momentum": 0.0}, 4),
-        ("float32", {"optimizer": "sgd", "sgd_momentum": 0.0}, 0),
-    ],
-)
-def test_bytes_of_optimizer_state_a_parameter(precision, settings, nbytes):
-    policy = tiny_policy(precision=precision)
-    policy["megatron_cfg"]["optimizer"] |= settings
-    assert optimizer_size(policy) == nbytes
+        ("bfloat16", aware, 10),
+        ("bfloat16", aware | {"store_param_remainders": False}, 12),
+        ("bfloat16", aware | {"exp_avg_dtype": "bfloat16"}, 8),
+        ("bfloat16", aware | {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"}, 4),
+        ("bfloat16", sgd | {"sgd_momentum": 0.9}, 8),
+        ("bfloat16", sgd, 4),
+        ("float32", sgd, 0),
+    ):
+        policy = tiny_policy(precision=precision)
+        policy["megatron_cfg"]["optimizer"] |= settings
+        assert optimizer_size(policy) == nbytes, (precision, settings)
 
 
 def test_gradients_are_reduced_in_the_type_that_the_recipe_says():
@@ -275,6 +253,9 @@ def test_gradients_are_reduced_in_the_type_that_the_recipe_says():
     policy["megatron_cfg"]["distributed_data_parallel_config"]["grad_reduce_in_fp32"] = True
     [facts] = shard_facts(TINY_QWEN3, policy, world_size=1, has_reference=False)
     assert (facts.param_size, facts.grad_size) == (2, 4)
+    policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = False  # every rank keeps all
+    [facts] = shard_facts(TINY_QWEN3, policy, world_size=8, has_reference=False)
+    assert facts.num_optimizer_params == facts.num_params
 
 
 @pytest.mark.parametrize(("patterns", "size"), [((), 2), (("all",), 6), (("*.linear_fc1.*",), 6)])
@@ -285,13 +266,6 @@ def test_gradients_that_are_accumulated_in_fp32_take_memory_beside_the_buffer(pa
     [facts] = shard_facts(TINY_QWEN3, policy, world_size=1, has_reference=False)
     assert estimate_grad_bytes(facts) == size * facts.num_params
     assert (fp32_grad_bytes(policy, facts) == 0) is ("all" in patterns)  # the optimizer copies no fp32 gradients
-
-
-def test_without_the_distributed_optimizer_every_rank_keeps_all():
-    policy = policy_of("qwen3")
-    policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = False
-    [facts] = shard_facts(TINY_QWEN3, policy, world_size=8, has_reference=False)
-    assert facts.num_optimizer_params == facts.num_params
 
 
 def test_layers_of_experts_that_are_not_the_models_own_are_refused():
@@ -306,41 +280,22 @@ def test_layers_of_experts_that_are_not_the_models_own_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("hf_config", "megatron", "world_size", "message"),
+    ("changed", "megatron", "world_size", "message"),
     [
-        (
-            TINY_QWEN3 | {"model_type": "gpt_neox"},
-            {},
-            1,
-            "model_type is 'gpt_neox', and the plan knows the sizes only of",
-        ),
-        ({"hidden_size": 64}, {}, 1, "model_type is null, and the plan knows the sizes only of 'llama', "),
-        (
-            TINY_QWEN3,
-            {"moe_shared_expert_intermediate_size": 64},
-            1,
-            r"moe_shared_expert_intermediate_size changes .* the plan does not know \(found 64\); the worker",
-        ),
-        (TINY_QWEN3 | {"vocab_size": None}, {}, 1, "has no vocab_size; give policy.hf_config.vocab_size"),
-        (TINY_QWEN3, {"tensor_model_parallel_size": 8}, 8, "_parallel_size is 8, which does not divide the model's 4"),
-        (TINY_QWEN3, {"pipeline_model_parallel_size": 3}, 3, "_parallel_size is 3, but 4 of the model's 4 layers"),
-        (TINY_QWEN3, {"expert_model_parallel_size": 2}, 2, "is 2, but policy.hf_config is a dense model"),
-        (TINY_QWEN3, {"tensor_model_parallel_size": 2}, 3, "3 ranks cannot be divided into groups of 2"),
-        (
-            TINY_QWEN3 | {"intermediate_size": 130},
-            {"tensor_model_parallel_size": 4},
-            4,
-            "is 4, which does not divide the 130 rows of the model's MLP",
-        ),
+        ({"model_type": "gpt_neox"}, {}, 1, "model_type is 'gpt_neox', and the plan knows the sizes only of"),
+        ({"model_type": None}, {}, 1, "model_type is null, and the plan knows the sizes only of 'llama', "),
+        ({}, {"moe_shared_expert_intermediate_size": 64}, 1, r"_size changes .* the plan does not know \(found 64\)"),
+        ({"vocab_size": None}, {}, 1, "has no vocab_size; give policy.hf_config.vocab_size"),
+        ({}, {"tensor_model_parallel_size": 8}, 8, "_parallel_size is 8, which does not divide the model's 4"),
+        ({}, {"pipeline_model_parallel_size": 3}, 3, "_parallel_size is 3, but 4 of the model's 4 layers"),
+        ({}, {"expert_model_parallel_size": 2}, 2, "is 2, but policy.hf_config is a dense model"),
+        ({}, TP2, 3, "3 ranks cannot be divided into groups of 2"),
+        ({"intermediate_size": 130}, {"tensor_model_parallel_size": 4}, 4, "which does not divide the 130 rows of the"),
     ],
 )
-def test_what_cannot_be_counted_or_split_is_said(hf_config, megatron, world_size, message):
+def test_what_cannot_be_counted_or_split_is_said(changed, megatron, world_size, message):
     policy = policy_of("qwen3")
     policy["megatron_cfg"] |= megatron
-    with pytest.raises(ValueError, match=message):
-        shard_facts(hf_config, policy, world_size=world_size, has_reference=False)
-
-
-def test_an_unknown_architecture_is_an_error_of_its_own_kind():
-    with pytest.raises(UnknownArchitectureError, match="The worker determines the exact sizes"):
-        shard_facts({"model_type": "mamba"}, policy_of("qwen3"), world_size=1, has_reference=False)
+    with pytest.raises(ValueError, match=message) as caught:
+        shard_facts(TINY_QWEN3 | changed, policy, world_size=world_size, has_reference=False)
+    assert isinstance(caught.value, UnknownArchitectureError) is ("the plan" in message)

@@ -198,12 +198,7 @@ def test_the_fastest_that_fits(gib, name):
             "(resident lacks 31.84, page-locked around refit lacks 31.84, CPU optimizer, 0.5 lacks",
         ),
         (35, 150, "CPU optimizer, 1", "streamed lacks 0.155 GiB)"),
-        (
-            35,
-            126,
-            None,
-            "CPU optimizer, 1 needs 122.05 GiB of host memory, but this machine has 119.70)",
-        ),
+        (35, 126, None, "CPU optimizer, 1 needs 122.05 GiB of host memory, but this machine has 119.70)"),
         (39.5, 60, None, "streamed needs 76.28 GiB of host memory, but this machine has 57.00; CPU optimizer, 1 needs"),
         (8, 60, None, "for the smallest option"),
     ],
@@ -238,19 +233,13 @@ def test_the_cpus_speed_is_that_of_a_ranks_threads_or_of_an_earlier_run():
     assert measured_cpu_params_per_s([{"step": 5.0}]) is None
 
 
-@pytest.mark.parametrize(
-    ("step_s", "waited_s"),
-    [
-        (0.306, 0.112),  # without overlap
-        (0.218, 0.002),  # with overlap: copies have slowed the kernels
-        (0.218, 0.030),  # with overlap: the first and the last copy were waited for
-    ],
-)
-def test_an_earlier_run_with_or_without_overlap_predicts_the_overlapped_step(step_s, waited_s):
+def test_an_earlier_run_with_or_without_overlap_predicts_the_overlapped_step():
     """The H200 took 306 ms without overlap and 218 with it; what it waited for was not recorded, only computed here."""
-    speed = measured_cpu_params_per_s([cpu_step(step_s, waited_s, 4 * N / 2 / GIB)])
-    half = planned(link=55e9, cpu_params_per_s=speed)["CPU optimizer, 0.5"]
-    assert half.wait_s == pytest.approx(0.218, rel=0.03)
+    # With overlap copies have slowed the kernels, or the first and the last copy were waited for.
+    for step_s, waited_s in ((0.306, 0.112), (0.218, 0.002), (0.218, 0.030)):
+        speed = measured_cpu_params_per_s([cpu_step(step_s, waited_s, 4 * N / 2 / GIB)])
+        half = planned(link=55e9, cpu_params_per_s=speed)["CPU optimizer, 0.5"]
+        assert half.wait_s == pytest.approx(0.218, rel=0.03)
 
 
 def test_a_way_that_the_recipe_cannot_have_says_why(capsys):
@@ -268,48 +257,34 @@ def test_a_recipe_without_the_section_of_residency_has_every_way():
 
 
 def test_the_report_names_the_way_its_reason_and_its_overrides(capsys):
-    text = printed(capsys, BENCHMARK, "--gpu-memory", "16", *ELSEWHERE)
+    sizes = (BENCHMARK, "--gpu-memory", "16", *ELSEWHERE)
+    text = printed(capsys, *sizes)
     assert row(text, "streamed")[-1] == "yes"
     assert row(text, "resident")[-1] == "lacks 11.62"
     assert "For a GPU of 16.00 GiB use streamed, since it is the fastest that fits" in text
     assert text.rstrip().endswith(STREAMED)
-    values = json.loads(printed(capsys, BENCHMARK, "--gpu-memory", "16", *ELSEWHERE, "--json"))["optimizer_state_ways"]
-    assert values["chosen"] == "streamed"
-    assert values["ways"][2]["way"]["overrides"] == [STREAMED]
-    for option in ("--gpu-memory", "--host-memory"):
-        assert main(["plan", BENCHMARK, option, "0"]) == 2
-        assert f"{option} is a size in GiB above 0" in capsys.readouterr().err
-
-
-def test_the_report_names_ways_for_which_the_host_is_too_small(capsys):
-    text = printed(capsys, BENCHMARK, "--gpu-memory", "16", "--host-memory", "16")
-    assert row(text, "resident")[-1] == "lacks 11.62"
+    values = json.loads(printed(capsys, *sizes, "--json"))["optimizer_state_ways"]
+    assert (values["chosen"], values["ways"][2]["way"]["overrides"]) == ("streamed", [STREAMED])
+    text = printed(capsys, *sizes[:-1], "16")
     assert row(text, "streamed")[-1] == "host lacks 5.13"
     assert "streamed needs 20.13 GiB of host memory, but a machine of 16 GiB has 15.00" in " ".join(text.split())
-    values = json.loads(printed(capsys, BENCHMARK, "--gpu-memory", "16", "--host-memory", "16", "--json"))
-    assert values["optimizer_state_ways"]["chosen"] is None
+    assert json.loads(printed(capsys, *sizes[:-1], "16", "--json"))["optimizer_state_ways"]["chosen"] is None
 
 
-def test_the_report_says_where_the_cpus_speed_is_from(capsys, tmp_path):
-    assert "its kernels step 3.9 G parameters per s, assumed for 16 threads a rank" in printed(
-        capsys, BENCHMARK, *ELSEWHERE
-    )
+def test_the_report_says_where_speeds_are_from(capsys, tmp_path):
+    def of_run(metrics):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1} | metrics) + "\n")
+        return " ".join(printed(capsys, BENCHMARK, "--link-of", str(tmp_path)).split())
+
+    assumed = printed(capsys, BENCHMARK, *ELSEWHERE)
+    assert "its kernels step 3.9 G parameters per s, assumed for 16 threads a rank" in assumed
     assert "that a rank has here, from a measurement with 16 threads" in printed(capsys, BENCHMARK)
-    metrics = {"step_s": 0.6, "waited_s": 0.1, "copied_gib": 4.0}
-    steps = {"step": 1} | {f"residency/cpu_optimizer/{name}": value for name, value in metrics.items()}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(steps) + "\n")
-    text = " ".join(printed(capsys, BENCHMARK, "--link-of", str(tmp_path)).split())
+    text = of_run(cpu_step(0.6, 0.1, 4.0))
     assert "times in s at 55 GB/s, assumed" in text
     assert f"its kernels step 2.15 G parameters per s, measured by the run in {tmp_path}" in text
-
-
-def test_the_link_of_an_earlier_run(capsys, tmp_path):
-    moved = {"gb_per_s": 36.0, "share_of_link": 0.9}
-    metrics = {f"residency/refit/optimizer_state/{name}": value for name, value in moved.items()}
+    one_way = {"residency/refit/optimizer_state/gb_per_s": 36.0, "residency/refit/optimizer_state/share_of_link": 0.9}
     both_ways = {"residency/train/optimizer_state/gb_per_s": 80.0, "residency/train/optimizer_state/share_of_link": 1}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1} | metrics | both_ways) + "\n")
-    text = printed(capsys, BENCHMARK, "--link-of", str(tmp_path))
-    assert "times in s at 40 GB/s, measured by the run in" in text
+    assert "times in s at 40 GB/s, measured by the run in" in of_run(one_way | both_ways)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert main(["plan", BENCHMARK, "--link-of", str(tmp_path)]) == 2
     assert "has neither a share_of_link" in capsys.readouterr().err

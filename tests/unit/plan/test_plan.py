@@ -1,6 +1,5 @@
 """Tests the residency table of a recipe, and which key set each cell."""
 
-import pytest
 from support.tiny import policy_without_model
 
 from nemo_offload_rl.config import load
@@ -21,9 +20,8 @@ def policy_with(*overrides):
 def test_a_recipe_that_says_nothing_gets_the_default_table():
     plan = settings(policy_without_model())
     assert plan.table == DEFAULT_TABLE
-    assert (plan.pinned, plan.verify, plan.huge_pages, plan.host_memory_limit_bytes, plan.numa) == (
-        (True, False, True, None, "auto")
-    )
+    found = plan.pinned, plan.verify, plan.huge_pages, plan.host_memory_limit_bytes, plan.numa
+    assert found == (True, False, True, None, "auto")
     assert not any(plan.sources[phase] for phase in Phase)
 
 
@@ -53,15 +51,10 @@ def test_flags_write_cells_of_optimizer_state_and_nothing_else():
 
 
 def test_single_cells_go_over_the_defaults_and_say_who_wrote_them():
-    plan = settings(
-        policy_with(
-            "policy.residency.table={generate: {params: keep, grads: gpu}, refit: {optimizer_state: gpu}}",
-            "~policy.offload_optimizer_for_refit",
-        )
-    )
-    assert plan.table[Phase.GENERATE][Target.PARAMS] is Placement.UNCHANGED
-    assert plan.table[Phase.GENERATE][Target.GRADS] is Placement.GPU
-    assert plan.table[Phase.GENERATE][Target.OPTIMIZER_STATE] is Placement.HOST
+    cells = "policy.residency.table={generate: {params: keep, grads: gpu}, refit: {optimizer_state: gpu}}"
+    plan = settings(policy_with(cells, "~policy.offload_optimizer_for_refit"))
+    generate = {Target.PARAMS: Placement.UNCHANGED, Target.GRADS: Placement.GPU}
+    assert plan.table[Phase.GENERATE].items() >= (generate | {Target.OPTIMIZER_STATE: Placement.HOST}).items()
     assert plan.table[Phase.REFIT][Target.OPTIMIZER_STATE] is Placement.GPU
     assert plan.sources[Phase.REFIT] == {Target.OPTIMIZER_STATE: f"{TABLE}.refit.optimizer_state"}
     assert set(plan.sources[Phase.GENERATE]) == {Target.PARAMS, Target.GRADS}
@@ -69,28 +62,21 @@ def test_single_cells_go_over_the_defaults_and_say_who_wrote_them():
 
 
 def test_every_setting_reaches_the_plan():
-    plan = settings(
-        policy_with(
-            "policy.use_pinned_optimizer_offload=true",
-            "policy.residency.verify=true",
-            "policy.residency.huge_pages=false",
-            "policy.residency.host_memory_limit_gib=1.5",
-            "policy.numa=1",
-        )
-    )
-    assert (plan.pinned, plan.verify, plan.huge_pages, plan.host_memory_limit_bytes, plan.numa) == (
-        (True, True, False, int(1.5 * GIB), 1)
-    )
+    residency = ("verify=true", "huge_pages=false", "host_memory_limit_gib=1.5")
+    others = ("policy.use_pinned_optimizer_offload=true", "policy.numa=1")
+    plan = settings(policy_with(*(f"policy.residency.{key}" for key in residency), *others))
+    found = plan.pinned, plan.verify, plan.huge_pages, plan.host_memory_limit_bytes, plan.numa
+    assert found == (True, True, False, int(1.5 * GIB), 1)
 
 
-@pytest.mark.parametrize("phase", Phase)
-def test_the_schema_has_every_phase_and_target_and_only_cells_that_there_are(phase):
+def test_the_schema_has_every_phase_and_target_and_only_cells_that_there_are():
     """The schema imports nothing from the engine, so their words are compared here."""
     keys = schema_keys(GRPOMasterConfig)
     below = {path.removeprefix(f"{TABLE}.") for path in keys if path.startswith(f"{TABLE}.")}
     assert {path for path in below if "." not in path} == set(Phase)
-    assert {path.split(".")[1] for path in below if path.startswith(f"{phase}.")} == set(Target)
-    for target in Target:
-        decided_later = {AUTO} if target in (Target.PARAMS, Target.OPTIMIZER_STATE) else set()
-        assert set(keys[f"{TABLE}.{phase}.{target}"].annotation.__args__) - decided_later <= set(Placement)
     assert {name for phases in FLAG_PHASES.values() for name in phases} <= set(Phase)
+    for phase in Phase:
+        assert {path.split(".")[1] for path in below if path.startswith(f"{phase}.")} == set(Target)
+        for target in Target:
+            decided_later = {AUTO} if target in (Target.PARAMS, Target.OPTIMIZER_STATE) else set()
+            assert set(keys[f"{TABLE}.{phase}.{target}"].annotation.__args__) - decided_later <= set(Placement)

@@ -17,15 +17,8 @@ from nemo_offload_rl.residency.table import Phase, ShardFacts, Target
 from tests.unit.config.conftest import CONFIGS
 
 # 2000 bytes of parameters, 4000 of gradients, 6000 of optimizer state.
-FACTS = ShardFacts(
-    num_params=900,
-    num_frozen_params=100,
-    param_size=2,
-    grad_size=4,
-    num_optimizer_params=500,
-    optimizer_size=12,
-    has_reference=False,
-)
+SIZES = {"param_size": 2, "grad_size": 4, "optimizer_size": 12}
+FACTS = ShardFacts(num_params=900, num_frozen_params=100, num_optimizer_params=500, has_reference=False, **SIZES)
 WITH_REFERENCE = dataclasses.replace(FACTS, has_reference=True)
 PARAMS, GRADS, OPTIMIZER, REFERENCE = Target
 LOGPROB, TRAIN, REFIT, GENERATE = ALGORITHMS["grpo"].phases
@@ -45,16 +38,12 @@ def traffic_of(rank):
     }
 
 
-def test_a_plan_without_sizes_has_no_ranks():
-    assert make_plan(policy_without_model()).ranks == ()
-
-
 def test_sizes_of_targets():
     assert rank_of({}).target_bytes == {PARAMS: 2000, GRADS: 3600, OPTIMIZER: 6000, REFERENCE: 0}
     assert rank_of({}, WITH_REFERENCE).target_bytes[REFERENCE] == 2000
 
 
-def test_what_is_on_the_gpu_in_each_phase_of_the_default_table():
+def test_what_is_on_the_gpu_and_what_crosses_the_link_in_a_step_of_the_default_table():
     on_gpu = rank_of({}, WITH_REFERENCE).gpu_bytes
     assert {phase: sum(cells.values()) for phase, cells in on_gpu.items()} == {
         LOGPROB: 2000,  # optimizer state was offloaded for the refit before it
@@ -62,9 +51,6 @@ def test_what_is_on_the_gpu_in_each_phase_of_the_default_table():
         REFIT: 2000,
         GENERATE: 0,
     }
-
-
-def test_what_crosses_the_link_in_a_step_of_the_default_table():
     assert traffic_of(rank_of({})) == {
         (LOGPROB, PARAMS): (0, 2000),
         (TRAIN, OPTIMIZER): (0, 6000),
@@ -108,25 +94,22 @@ def test_grads_that_are_kept_stay_through_the_step():
 
 
 def test_seconds_follow_from_the_bytes_and_the_link():
-    assert make_plan(policy_without_model()).link_bytes_per_s == H200_RATES.link_bytes_per_s
+    without_sizes = make_plan(policy_without_model())
+    assert (without_sizes.ranks, without_sizes.link_bytes_per_s) == ((), H200_RATES.link_bytes_per_s)
     seconds = {transition.phase: transition.seconds for transition in rank_of({}, link_bytes_per_s=1e3).transitions}
     assert seconds == {LOGPROB: 2.0, TRAIN: 6.0, REFIT: 6.0, GENERATE: 2.0}
 
 
 def test_only_optimizer_state_is_slower_where_it_is_not_page_locked():
     rank = rank_of({"use_pinned_optimizer_offload": False}, WITH_REFERENCE)
-    seconds = {
-        (transition.phase, traffic.target): traffic.seconds
-        for transition in rank.transitions
-        for traffic in transition.traffic
-    }
-    assert seconds == {
-        (LOGPROB, PARAMS): 2000 / H200_RATES.link_bytes_per_s,
-        (LOGPROB, REFERENCE): 6000 / H200_RATES.link_bytes_per_s,
-        (TRAIN, OPTIMIZER): 6000 / STAGED_BYTES_PER_S,
-        (REFIT, OPTIMIZER): 6000 / STAGED_BYTES_PER_S,
-        (GENERATE, PARAMS): 2000 / H200_RATES.link_bytes_per_s,
-    }
+    link, staged = H200_RATES.link_bytes_per_s, STAGED_BYTES_PER_S
+    assert [(moved.target, moved.seconds) for transition in rank.transitions for moved in transition.traffic] == [
+        (PARAMS, 2000 / link),
+        (REFERENCE, 6000 / link),
+        (OPTIMIZER, 6000 / staged),
+        (OPTIMIZER, 6000 / staged),
+        (PARAMS, 2000 / link),
+    ]
 
 
 def test_sft_sends_nothing_over_the_link():
@@ -140,14 +123,8 @@ def test_ranks_of_a_stage_fill_one_host_after_another():
     first, last = FACTS, dataclasses.replace(FACTS, num_params=400, num_optimizer_params=250)
     plan = make_plan(policy_without_model(), [first, last])
     needs = rank_needs(plan, ranks_per_host=3, num_hosts=2)
-    assert [(need.rank, need.host, need.total_bytes) for need in needs] == [
-        (0, "host 0", 8000),
-        (1, "host 0", 8000),
-        (2, "host 0", 8000),
-        (3, "host 1", 4000),
-        (4, "host 1", 4000),
-        (5, "host 1", 4000),
-    ]
+    hosts = [(rank, f"host {rank // 3}", (8000, 4000)[rank // 3]) for rank in range(6)]
+    assert [(need.rank, need.host, need.total_bytes) for need in needs] == hosts
     assert plan.largest_rank.stage == 0
     assert PlannedRun(plan, needs).first_host_state_bytes == 3 * 11600  # frozen parameters have no gradients
     assert PlannedRun(plan, rank_needs(plan, ranks_per_host=2, num_hosts=1)).first_host_state_bytes == 11600 + 5600
@@ -170,15 +147,6 @@ def test_the_recipes_own_limit_is_held_wherever_the_plan_is_made():
     config = load(CONFIGS / "grpo_math_1B_megatron.yaml", ["policy.residency.host_memory_limit_gib=20"]).config
     with pytest.raises(HostBudgetError, match=r"Rank 0 needs 20\.13 GiB .*host_memory_limit_gib is 20\."):
         plan_run(config, QWEN2_1_5B, algorithm="grpo")
-
-
-def test_host_memory_that_never_moves_is_in_the_plan_and_in_the_needs():
-    plan = make_plan(policy_without_model(), [FACTS])
-    rank = dataclasses.replace(plan.largest_rank, fixed_bytes={"cpu_optimizer": 5000})
-    plan = dataclasses.replace(plan, ranks=(rank,))
-    assert rank.total_host_bytes == sum(rank.host_bytes.values()) + 5000
-    (need,) = rank_needs(plan, ranks_per_host=1, num_hosts=1)
-    assert need.total_bytes == rank.total_host_bytes
 
 
 def test_streamed_optimizer_state_is_on_the_host_and_crosses_the_link_both_ways_in_each_step():

@@ -30,10 +30,7 @@ def test_the_tables_say_where_everything_is_and_what_it_costs(capsys):
     residency, memory, traffic = text.split("┏")[1:4]
     assert row(residency, "params") == ["params", "gpu", "gpu", "gpu", "keep"]
     assert row(residency, "reference_weights") == ["reference_weights", "host", "swapped in", "host", "host"]
-    assert (
-        "params in generate: set by policy.residency.table.generate.params "
-        "(command line: ++policy.residency.table.generate.params=keep)"
-    ) in text
+    assert "params in generate: set by policy.residency.table.generate.params (command line: ++policy.resi" in text
     assert "optimizer_state in logprob: set by policy.offload_optimizer_for_logprob (" in text
     assert "One rank in GiB: 1,543,714,304 parameters" in text
     assert row(memory, "optimizer_state") == ["optimizer_state", "14.38", "0", "14.38", "0", "0", "14.38"]
@@ -43,10 +40,8 @@ def test_the_tables_say_where_everything_is_and_what_it_costs(capsys):
     assert "Host memory: 20.13 GiB for the one rank on a host." in text
     assert "This machine has " in text
     elsewhere = " ".join(printed(capsys, BENCHMARK, "--host-memory", "20").split())
-    assert (
-        "A machine of 20 GiB has 19.00 GiB for offloading (all of its memory, minus a margin of 1.00 GiB): the plan "
-        "does not fit."
-    ) in elsewhere
+    assert "A machine of 20 GiB has 19.00 GiB for offloading (all of its memory, minus a margin of 1.00" in elsewhere
+    assert "the plan does not fit." in elsewhere
     values = json.loads(printed(capsys, BENCHMARK, "--host-memory", "22", "--json"))["host"]
     assert values == {"name": "a machine of 22 GiB", "usable_bytes": 22 * 2**30 - int(1.1 * 2**30), "fits": True}
 
@@ -93,11 +88,8 @@ def test_the_tokens_of_packed_rows_that_a_gpu_has_room_for(capsys):
     text = printed(capsys, BENCHMARK)
     assert "packed rows of training have up to 2,048 tokens, max_total_sequence_length times the micro-batch" in text
     assert "--gpu-memory GIB shows the tokens for a GPU of that size" in text
-
-
-def test_a_gpu_without_room_for_a_row_is_shown_with_the_ways(capsys):
     text = " ".join(printed(capsys, BENCHMARK, "--gpu-memory", "23", "--host-memory", "64").split())
-    assert re.search(r"policy\.sequence_packing\.train_mb_tokens is auto\b.* 1\.78 GiB", text)
+    assert re.search(r"policy\.sequence_packing\.train_mb_tokens is auto\b.* 1\.78 GiB", text)  # room for none
     assert "For a GPU of 23.00 GiB use CPU optimizer, 0.5" in text
 
 
@@ -122,13 +114,10 @@ def test_pageable_memory_is_slower_and_the_page_says_what_is_faster(capsys):
     assert row(text, "refit to generate")[-1] == "0.077"  # 3.1 GB of params
 
 
-def test_a_link_that_is_no_faster_than_pageable_copies_makes_no_difference(capsys):
+def test_a_faster_way_is_named_only_where_there_is_one(capsys):
     text = printed(capsys, BENCHMARK, "policy.use_pinned_optimizer_offload=false", "--link", "1")
     assert "optimizer_state at 1 GB/s (pageable)" in text
     assert "policy.use_pinned_optimizer_offload=true" not in text
-
-
-def test_sft_needs_no_host_memory_and_no_faster_way(capsys):
     text = printed(capsys, str(CONFIGS / "sft_tiny_cpu.yaml"))
     assert "Host memory: 0 GiB for the one rank on a host." in text
     assert "policy.use_pinned_optimizer_offload=true" not in text
@@ -161,15 +150,8 @@ def test_the_largest_stage_is_shown_and_the_others_named(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--gpus", "3", "policy.megatron_cfg.tensor_model_parallel_size=2"],
-            "do not divide the 3 ranks of the cluster",
-        ),
-        (["--gpus", "0"], "--gpus is a number of GPUs of each node, 1 or more; found 0"),
+        (["--gpus", "3", "policy.megatron_cfg.tensor_model_parallel_size=2"], "do not divide the 3 ranks of the clust"),
         (["policy.residency.host_memory_limit_gib=1"], "policy.residency.host_memory_limit_gib=21, or null"),
-        (["--link", "0"], "--link is a speed in GB/s above 0 and at most 1,000,000; found 0"),
-        (["--link", "nan"], "--link is a speed in GB/s above 0 and at most 1,000,000; found nan"),
-        (["--link", "inf"], "--link is a speed in GB/s above 0 and at most 1,000,000; found inf"),
         (["policy.hf_config.model_type=olmoe"], "The model's model_type is 'olmoe', and the plan knows the sizes only"),
     ],
 )

@@ -42,30 +42,25 @@ PADDED = (
 )
 FULL = (f"{MEGATRON}.activation_checkpointing=true", f"++{MEGATRON}.recompute_granularity=full")
 TILES = f"++{MEGATRON}.mlp_tile_tokens=auto"
-CHUNKS = f"++{MEGATRON}.use_fused_linear_logprobs=true"
+CHUNKS, UNFUSED = (f"++{MEGATRON}.use_fused_linear_logprobs={value}" for value in ("true", "false"))
 
 
 def offloads(*modules):
-    return (
-        f"++{MEGATRON}.fine_grained_activation_offloading=true",
-        f"++{MEGATRON}.offload_modules=[{','.join(modules)}]",
-    )
+    on = f"++{MEGATRON}.fine_grained_activation_offloading=true"
+    return on, f"++{MEGATRON}.offload_modules=[{','.join(modules)}]"
 
 
 def segments(number):
     return f"++{MEGATRON}.recompute_num_layers={number}"
 
 
-NOTHING_AGAIN = (
-    f"{MEGATRON}.activation_checkpointing=false",
-    f"++{MEGATRON}.use_fused_linear_logprobs=false",
-)
+OURS = (*FULL, *offloads("layer_input"), TILES)
 WAYS = {
     "recompute": FULL,
-    "ours": (*FULL, *offloads("layer_input"), TILES),
+    "ours": OURS,
     "ours_attention_kept": (*FULL, *offloads("layer_input", "core_attn"), TILES),
-    "segments2": (*FULL, *offloads("layer_input"), TILES, segments(2)),
-    "segments4": (*FULL, *offloads("layer_input"), TILES, segments(4)),
+    "segments2": (*OURS, segments(2)),
+    "segments4": (*OURS, segments(4)),
 }
 
 
@@ -167,8 +162,7 @@ LAYERS, MLPS, SCORES, OUTPUT = flops_of_a_row()
 )
 def test_what_is_computed_again(overrides, extra):
     # Without chunks unless they are the case, on one GPU, in one micro-batch; copies hide.
-    whole = f"++{MEGATRON}.use_fused_linear_logprobs=false"
-    seconds, _ = predicted(f"policy.max_total_sequence_length={ROW}", *PADDED, whole, *overrides, rates=FLAT)
+    seconds, _ = predicted(f"policy.max_total_sequence_length={ROW}", *PADDED, UNFUSED, *overrides, rates=FLAT)
     assert seconds == pytest.approx((3 * (LAYERS + SCORES + OUTPUT) + extra) / RATE)
 
 
@@ -216,13 +210,15 @@ def test_the_optimizer_takes_as_long_as_measured(overrides, measured_s):
 
 
 def test_short_rows_cost_more_and_a_pipeline_has_a_bubble():
-    rows = ("policy.train_global_batch_size=64",)
-    short, long = (predicted(*rows, f"policy.sequence_packing.train_mb_tokens={n}")[0] for n in (8192, 16384))
-    assert 0.92 < long / short < 0.98  # measured: 0.94
-    base = (*rows, "policy.sequence_packing.train_mb_tokens=8192", "cluster.gpus_per_node=2")
-    data, _ = predicted(*base, world_size=2, rates=FLAT)
-    pipeline, _ = predicted(*base, f"{MEGATRON}.pipeline_model_parallel_size=2", world_size=2, rates=FLAT)
-    assert pipeline / data == pytest.approx(1 + 1 / 4, rel=0.01)  # 64 x 512 tokens in rows of 8,192 are 4 micro-batches
+    def seconds(tokens, *more, **of_machine):
+        rows = [f"policy.sequence_packing.{key}_mb_tokens={tokens}" for key in ("train", "logprob")]
+        return predicted("policy.train_global_batch_size=64", *rows, *more, **of_machine)
+
+    assert 0.92 < seconds(16384)[0] / seconds(8192)[0] < 0.98  # measured: 0.94
+    two = {"world_size": 2, "rates": FLAT}  # 64 x 512 tokens in rows of 8,192 are 4 micro-batches
+    data = seconds(8192, "cluster.gpus_per_node=2", **two)
+    pipeline = seconds(8192, "cluster.gpus_per_node=2", f"{MEGATRON}.pipeline_model_parallel_size=2", **two)
+    assert [long / short for long, short in zip(pipeline, data, strict=True)] == pytest.approx([5 / 4] * 2, rel=0.01)
 
 
 def test_log_prob_passes_are_those_of_policy_and_reference():
@@ -242,30 +238,18 @@ def test_log_prob_passes_are_those_of_policy_and_reference():
 @pytest.mark.parametrize("packs", ["true", "false"])
 def test_dpo_has_one_log_prob_pass_of_pairs(packs):
     """That of the reference; the policy's log-probs are those of training."""
-    whole = (f"policy.sequence_packing.enabled={packs}",)
-    training, logprobs = predicted(*whole, *NOTHING_AGAIN, recipe=DPO, rates=FLAT)
+    whole = (f"policy.sequence_packing.enabled={packs}", f"{MEGATRON}.activation_checkpointing=false")
+    training, logprobs = predicted(*whole, UNFUSED, recipe=DPO, rates=FLAT)
     assert logprobs == pytest.approx(training / 3)
 
 
 def test_padding_adds_no_micro_batches_to_log_prob_passes():
     """With tensor and context parallelism of 2, rows of 97 tokens have more: 8 of them are 4 micro-batches, not 5."""
     slow = dataclasses.replace(FLAT, launch_s=1.0)
-    layout = (
-        "cluster.gpus_per_node=4",
-        *(f"{MEGATRON}.{kind}_parallel_size=2" for kind in ("tensor_model", "context")),
-    )
-    sizes = ("policy.sequence_packing.enabled=false", "policy.logprob_batch_size=2", "policy.train_micro_batch_size=2")
-    sizes += ("policy.train_global_batch_size=8", "policy.generation.max_new_tokens=16")
-    seconds = [
-        predicted(*layout, *sizes, f"policy.max_total_sequence_length={length}", world_size=4, rates=slow)
-        for length in (97, 104)
-    ]
-    assert seconds[0] == pytest.approx(seconds[1])
-
-
-def test_a_pipeline_s_stages_wait_in_log_prob_passes_too():
-    rows = [f"policy.sequence_packing.{key}_mb_tokens=8192" for key in ("train", "logprob")]
-    base = (*rows, "policy.train_global_batch_size=64", "cluster.gpus_per_node=2")  # 4 micro-batches
-    _, data = predicted(*base, world_size=2, rates=FLAT)
-    _, pipeline = predicted(*base, f"{MEGATRON}.pipeline_model_parallel_size=2", world_size=2, rates=FLAT)
-    assert pipeline / data == pytest.approx(1 + 1 / 4, rel=0.01)
+    layout = [f"{MEGATRON}.{kind}_parallel_size=2" for kind in ("tensor_model", "context")]
+    layout += ["cluster.gpus_per_node=4", "policy.sequence_packing.enabled=false", "policy.logprob_batch_size=2"]
+    layout += ["policy.train_micro_batch_size=2", "policy.train_global_batch_size=8"]
+    layout += ["policy.generation.max_new_tokens=16"]
+    lengths = [f"policy.max_total_sequence_length={length}" for length in (97, 104)]
+    shorter, longer = (predicted(*layout, length, world_size=4, rates=slow) for length in lengths)
+    assert shorter == pytest.approx(longer)
