@@ -1,6 +1,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -73,16 +74,13 @@ SCHEDULE = Schedule(
 
 
 class Setting:
-    """Holds a GRPO algorithm with everything around it."""
+    """Holds a GRPO algorithm with everything around it; `limits` are its settings that are off unless given."""
 
     def __init__(
         self,
         *,
         loss=PLAIN,
         settings=SETTINGS,
-        overlong_filtering=False,
-        sequence_error_limit=None,
-        prob_error_limit=None,
         train_micro=40,
         train_global=40,
         reward=EXACT_MATCH,
@@ -101,38 +99,32 @@ class Setting:
         last_step=SCHEDULE.max_num_steps,
         num_epochs=99,
         sampled_with=None,
+        **limits,
     ):
         self.policy = ToyPolicy()
-        self.generation = ToyGeneration() if generation is None else generation
+        self.generation = generation or ToyGeneration()
         self.generation.calls = self.policy.calls
-        verify = transport is None
-        transport = LocalTransport([self.generation]) if transport is None else transport
         rollout = RolloutMaker(self.generation, PromptFormat(TOKENIZER, max_tokens=3), TOKENIZER, reward)
         prompts = ProblemLoader(problems, shuffle=True, seed=7)
         sampler = GroupSampler(prompts, rollout, SAMPLING, settings, scale, shape, self.generation.memory_stats)
+        link = transport or LocalTransport([self.generation])
+        engine, weights = self.generation, WeightSync(self.policy, self.generation, link, verify=transport is None)
         if save is not None:
             sampler = replace(sampler, save=save.save)
         if replay is not None:
             sampler = replace(sampler, rollout=ReplayedRollouts(replay, rollout.prompt_format))
+            engine, weights, validation = NoEngine(), NoWeightSync(), ()
+        if max_age is not None:
+            ends = {"last_step": last_step, "num_epochs": num_epochs, "sampled_with": sampled_with or {}}
+            sampler = RolloutQueue(sampler, max_age=max_age, in_flight=False, **ends)
         self.grpo = GRPO(
             policy=self.policy,
-            generation=self.generation if replay is None else NoEngine(),
-            weights=WeightSync(self.policy, self.generation, transport, verify=verify)
-            if replay is None
-            else NoWeightSync(),
+            generation=engine,
+            weights=weights,
             prompts=prompts,
-            sample=sampler
-            if max_age is None
-            else RolloutQueue(
-                sampler,
-                max_age=max_age,
-                last_step=last_step,
-                num_epochs=num_epochs,
-                in_flight=False,
-                sampled_with=sampled_with or {},
-            ),
+            sample=sampler,
             validation=ValidationSampling(
-                validation if replay is None else (),
+                validation,
                 num_generations=val_generations,
                 batch_size=4,
                 sampling=replace(SAMPLING, temperature=val_temperature),
@@ -141,10 +133,8 @@ class Setting:
             advantages=GroupAdvantages(leave_one_out=False, normalize=True, clip_low=None, clip_high=None),
             loss_fn=loss,
             batch_sizes=BatchSizes(train_global=train_global, train_micro=train_micro, logprob=16),
-            overlong_filtering=overlong_filtering,
-            sequence_error_limit=sequence_error_limit,
-            prob_error_limit=prob_error_limit,
             save_optimizer=True,
+            **{"overlong_filtering": False, "sequence_error_limit": None, "prob_error_limit": None} | limits,
         )
 
     def run(self, schedule=SCHEDULE, checkpoints=None, state=None, interrupt=None, profile=no_profile, writer=None):
@@ -152,14 +142,21 @@ class Setting:
         run = Run(
             self.grpo,
             schedule,
-            state if state is not None else RunState("unused"),
-            checkpoints if checkpoints is not None else NoCheckpoints(),
-            WriteAtOnce(self.grpo.save) if writer is None else writer,
+            state or RunState("unused"),
+            checkpoints or NoCheckpoints(),
+            writer or WriteAtOnce(self.grpo.save),
             outputs,
-            interrupt if interrupt is not None else Interrupt(),
+            interrupt or Interrupt(),
             profile=profile,
         )
         return run.train(), outputs, run
+
+    def resume(self, checkpoint):
+        """Loads a checkpoint as a job does, and returns the state of its run."""
+        state = RunState.read(checkpoint)
+        self.grpo.position = state.position
+        self.grpo.load(checkpoint, state.step, state.num_skipped)
+        return state
 
 
 def test_it_learns_and_stops_at_its_target():
@@ -169,8 +166,8 @@ def test_it_learns_and_stops_at_its_target():
     assert outputs.rows[0]["validation/accuracy"] <= 0.3
     assert outputs.rows[run.state.step]["validation/accuracy"] >= 0.9
     assert run.state.step < 60
-    assert all(row["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
-               for step, row in outputs.rows.items() if step > 0)  # fmt: skip
+    errors = [row["train/token_mult_prob_error"] for step, row in outputs.rows.items() if step > 0]
+    assert errors == pytest.approx([1.0] * len(errors), abs=1e-5)
 
 
 def test_validation_measures_what_recipes_may_name():
@@ -194,24 +191,22 @@ def test_validation_means_over_several_answers_to_a_problem():
     assert metrics["validation/full_reward"] < metrics["validation/accuracy"] < metrics["validation/pass_k"] < 1
 
 
-@pytest.mark.parametrize(("most", "batch_size", "num"), [(8, 3, 6), (8, 4, 8), (9, 2, 8), (3, 4, 3), (90, 4, 10)])
-def test_a_validation_is_a_whole_number_of_batches(most, batch_size, num):
+def test_a_validation_is_a_whole_number_of_batches():
     # NeMo-RL validates max_val_samples // val_batch_size batches; fewer if the data ends before.
-    assert list(_validated(PROBLEMS, most, batch_size)) == PROBLEMS[:num]
+    for most, batch_size, num in ((8, 3, 6), (8, 4, 8), (9, 2, 8), (3, 4, 3), (90, 4, 10)):
+        assert list(_validated(PROBLEMS, most, batch_size)) == PROBLEMS[:num]
 
 
-def test_the_same_seed_twice_gives_the_same_metrics():
-    _, first, _ = Setting().run()
-    _, second, _ = Setting().run()
+def test_the_same_seed_gives_the_same_metrics_in_micro_batches_too_and_all_are_documented():
+    loss = replace(PLAIN, reference_policy_kl_penalty=0.1)
+    first, second, pieces = (Setting(loss=loss, train_micro=size).run()[1] for size in (40, 40, 7))
     assert first.without_timings() == second.without_timings()
     assert list(first.rows) == list(range(7)) == first.shown
-
-
-def test_microbatches_do_not_change_the_run():
-    _, whole, _ = Setting(train_micro=40).run()
-    _, pieces, _ = Setting(train_micro=7).run()
-    for step, row in whole.without_timings().items():
+    for step, row in first.without_timings().items():
         assert pieces.without_timings()[step] == pytest.approx(row, rel=1e-3, abs=1e-5)
+    names = {name for row in first.rows.values() for name in row}
+    assert len(names) > 30
+    assert undocumented(names) == []
 
 
 @pytest.mark.parametrize("stop", [2, 4])
@@ -226,9 +221,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stop):
     newest = checkpoints("parts").newest_first()[0]
     assert newest.name == f"step_{stop}"
 
-    setting, state = Setting(), RunState.read(newest)
-    setting.grpo.position = state.position
-    setting.grpo.load(newest, state.step, state.num_skipped)
+    setting = Setting()
+    state = setting.resume(newest)
     _, after, _ = setting.run(checkpoints=checkpoints("parts"), state=state)
     assert {**before.without_timings(), **after.without_timings()} == whole.without_timings()
     assert list(after.rows) == list(range(stop + 1, 7))
@@ -247,31 +241,14 @@ def test_weights_are_sent_only_when_they_have_changed():
 def test_a_step_calls_the_verbs_in_order_and_times_them():
     setting, timer = Setting(loss=replace(PLAIN, reference_policy_kl_penalty=0.1)), Timer()
     setting.grpo.step(1, timer)
-    assert setting.policy.calls == [
-        "offload_before_refit",
-        "wake up weights",
-        "send_weights",
-        "offload_after_refit",
-        "wake up kv_cache",
-        "generate",
-        "begin to sleep",
-        "start_return, logprobs=True",
-        "sleep",
-        "get_logprobs",
-        "get_reference_policy_logprobs",
-        "train",
-    ]  # each is a round trip to all ranks, so each is called only once
+    # Each is a round trip to all ranks, so each is called only once.
+    assert "; ".join(setting.policy.calls) == (
+        "offload_before_refit; wake up weights; send_weights; offload_after_refit; wake up kv_cache; generate; "
+        "begin to sleep; start_return, logprobs=True; sleep; get_logprobs; get_reference_policy_logprobs; train"
+    )
     assert not setting.generation.awake
-    assert list(timer.seconds()) == [
-        "refit",
-        "sampling",
-        "rewards",
-        "finish_generation",
-        "logprobs",
-        "reference_logprobs",
-        "training",
-        "metrics",
-    ]
+    phases = "refit sampling rewards finish_generation logprobs reference_logprobs training metrics"
+    assert " ".join(timer.seconds()) == phases
 
 
 def test_an_engine_that_has_room_does_not_wait_until_the_policy_has_left():
@@ -335,16 +312,12 @@ def test_the_policy_is_built_behind_an_engine_only_where_that_is_built_alone(mon
     monkeypatch.setattr("nemo_offload_rl.refit.make_transport", lambda *_, **__: None)
     monkeypatch.setattr("nemo_offload_rl.worker.group.PolicyWorkerGroup", start_ranks)
     config = load("examples/configs/grpo_tiny_cpu.yaml").config
-    preparation = prepare(config)
-    if fails:
-        with pytest.raises(GenerationError, match="failed in its construction: MemoryError: no room"):
-            preparation.build(config["policy"], None)
-    else:
-        preparation.build(config["policy"], None)
+    refused = pytest.raises(GenerationError, match="failed in its construction: MemoryError: no room")
+    with refused if fails else nullcontext():
+        prepare(config).build(config["policy"], None)
     in_order = ["the engine is there", "the ranks are built"]
     order = in_order[: 1 if fails else 2] if built_alone else in_order[::-1]
-    exports = [] if fails else ["the first export"]
-    assert list(dict.fromkeys(calls)) == [*order, *exports]
+    assert list(dict.fromkeys(calls)) == [*order, *([] if fails else ["the first export"])]
 
 
 def test_a_step_reports_what_moved_since_the_one_before():
@@ -363,13 +336,6 @@ def test_a_step_reports_what_moved_since_the_one_before():
     assert setting.policy.moves == {}
 
 
-def test_every_metric_of_a_run_is_documented():
-    _, outputs, _ = Setting(loss=replace(PLAIN, reference_policy_kl_penalty=0.1)).run()
-    names = {name for row in outputs.rows.values() for name in row}
-    assert len(names) > 30
-    assert undocumented(names) == []
-
-
 def test_passes_that_the_loss_does_not_need_are_left_out():
     setting = Setting(loss=replace(PLAIN, force_on_policy_ratio=True))
     metrics = setting.grpo.step(1, Timer())
@@ -378,19 +344,19 @@ def test_passes_that_the_loss_does_not_need_are_left_out():
     assert metrics["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize(("error", "is_warned_of"), [(1.05, False), (1.06, True)])
-def test_a_sampler_with_other_probabilities_is_said(monkeypatch, caplog, error, is_warned_of):
-    setting = Setting(prob_error_limit=1.05)
-    train = setting.policy.train
+def test_a_sampler_with_other_probabilities_is_said(monkeypatch, caplog):
+    for error, is_warned_of in ((1.05, False), (1.06, True)):
+        setting = Setting(prob_error_limit=1.05)
+        train = setting.policy.train
 
-    def train_with_error(*args, **kwargs):
-        result = train(*args, **kwargs)
-        return result | {"metrics": result["metrics"] | {"token_mult_prob_error": error}}
+        def train_with_error(*args, train=train, error=error, **kwargs):
+            result = train(*args, **kwargs)
+            return result | {"metrics": result["metrics"] | {"token_mult_prob_error": error}}
 
-    monkeypatch.setattr(setting.policy, "train", train_with_error)
-    setting.grpo.step(3, Timer())
-    said = "Step 3: train/token_mult_prob_error is 1.060, above grpo.token_mult_prob_error_limit (1.05)"
-    assert (said in caplog.text) is is_warned_of
+        monkeypatch.setattr(setting.policy, "train", train_with_error)
+        setting.grpo.step(3, Timer())
+        said = "Step 3: train/token_mult_prob_error is 1.060, above grpo.token_mult_prob_error_limit (1.05)"
+        assert (said in caplog.text) is is_warned_of
 
 
 def test_answers_whose_probabilities_differ_too_much_are_left_out():
@@ -543,11 +509,11 @@ def test_dynamic_sampling_may_sample_more_prompts_than_a_step_trains_on():
     settings = {"use_dynamic_sampling": True, "num_prompts_per_step": 3, "dynamic_sampling_max_gen_batches": 40}
     sample, generation = sampler(batch_multiplier=2.5, **settings)
     rollouts, metrics = sample(1, Timer())
-    assert [len(request.prompt_ids) for request in generation.requests] == [7 * 8] * len(generation.requests)
+    assert {len(request.prompt_ids) for request in generation.requests} == {7 * 8}
     assert rollouts.rewards.shape == (3, 8)
     assert (rollouts.rewards.amax(1) > rollouts.rewards.amin(1)).all()
-    sample, _ = sampler(**settings)
-    assert metrics["train/num_generation_batches"] < sample(1, Timer())[1]["train/num_generation_batches"]
+    _, fewer = sampler(**settings)[0](1, Timer())
+    assert metrics["train/num_generation_batches"] < fewer["train/num_generation_batches"]
 
 
 def test_dynamic_sampling_compares_scaled_rewards():
@@ -602,23 +568,20 @@ def test_a_recipes_scaling_is_what_it_says():
         assert _make_reward_scaling(off) is unscaled
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
 @pytest.mark.parametrize("verb", ["step", "validate"])
-def test_a_reward_that_is_no_number_ends_the_run_by_name(reward, verb):
-    odd = Reward("my_rewards:odd", lambda response, answer: reward if answer == "3" else 0.0)
+@pytest.mark.parametrize(
+    ("of_three", "message"),
+    [
+        (lambda: float("nan"), r"my_rewards:odd .* found nan for .* prompt '3=' \(known answer: '3'\)"),
+        (lambda: float("inf"), r"my_rewards:odd .* found inf for .* prompt '3=' \(known answer: '3'\)"),
+        (lambda: 1 / 0, r"my_rewards:odd failed .* prompt '3=' .*: ZeroDivisionError: division by"),
+    ],
+)
+def test_a_reward_that_raises_or_is_no_number_ends_the_run_by_name(of_three, message, verb):
+    odd = Reward("my_rewards:odd", lambda response, answer: of_three() if answer == "3" else 0.0)
     setting = Setting(reward=odd, settings=replace(SETTINGS, num_prompts_per_step=10, num_generations_per_prompt=4))
-    with pytest.raises(
-        RewardError, match=rf"my_rewards:odd .* found {reward} for .* prompt '3=' \(known answer: '3'\)"
-    ):
+    with pytest.raises(RewardError, match=message):
         setting.grpo.step(1, Timer()) if verb == "step" else setting.grpo.validate(0)
-    assert "train" not in setting.policy.calls
-
-
-def test_a_reward_that_raises_ends_the_run_by_name():
-    odd = Reward("my_rewards:odd", lambda response, answer: 1 / (int(answer) - 3))
-    setting = Setting(reward=odd, settings=replace(SETTINGS, num_prompts_per_step=10, num_generations_per_prompt=4))
-    with pytest.raises(RewardError, match=r"my_rewards:odd failed .* prompt '3=' .*: ZeroDivisionError: division by"):
-        setting.grpo.step(1, Timer())
     assert "train" not in setting.policy.calls
 
 
@@ -643,11 +606,9 @@ def test_a_run_goes_on_bit_for_bit_once_its_reward_is_mended(tmp_path):
     assert setting.policy.calls[last - 2 : last] == ["start_return, logprobs=True", "sleep"]
     assert setting.generation.awake == set()
     [newest] = checkpoints.newest_first()
-    state = RunState.read(newest)
-    assert state.step == 3
     again = Setting()
-    again.grpo.load(newest, state.step, state.num_skipped)
-    again.grpo.position = state.position
+    state = again.resume(newest)
+    assert state.step == 3
     _, rest, _ = again.run(schedule, NoCheckpoints(), state)
     for step in (4, 5, 6):
         assert rest.without_timings()[step] == whole.without_timings()[step]
