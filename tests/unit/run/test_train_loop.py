@@ -71,32 +71,30 @@ class FullAt(Countdown):
         return super().save(folder)
 
 
-def run(
-    tmp_path,
-    *,
-    algorithm=None,
-    interrupt=None,
-    checkpoints=None,
-    state=None,
-    clock=time.monotonic,
-    limit=None,
-    writer=None,
-    **changes,
-):
-    algorithm = algorithm or Countdown()
+def folder_of(path, keep_top_k=None):
+    return CheckpointFolder(path, None, higher_is_better=True, keep_top_k=keep_top_k)
+
+
+def make_run(path, algorithm, *, interrupt=None, checkpoints=None, state=None, limit=None, writer=None, **changes):
     outputs = Recorded()
-    run = Run(
+    made = Run(
         algorithm,
         replace(SCHEDULE, **changes),
         state or RunState("run"),
-        checkpoints or CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=None),
+        checkpoints or folder_of(path),
         writer or WriteAtOnce(algorithm.save),
         outputs,
         interrupt or Interrupt(),
-        limit or TimeLimit(clock),
+        limit or TimeLimit(getattr(algorithm, "clock", time.monotonic)),
     )
-    reason = run.train()
-    assert run.is_saved or isinstance(algorithm, FullAt)
+    return made, outputs
+
+
+def run(path, algorithm=None, **settings):
+    algorithm = algorithm or Countdown()
+    made, outputs = make_run(path, algorithm, **settings)
+    reason = made.train()
+    assert made.is_saved or isinstance(algorithm, FullAt)
     return reason, algorithm, outputs
 
 
@@ -114,9 +112,11 @@ def test_steps_validations_and_checkpoints_are_where_the_schedule_has_them(tmp_p
     assert "validation/accuracy" not in outputs.rows[5]
 
 
-def test_further_checkpoints_have_a_period_of_their_own(tmp_path):
+def test_further_checkpoints_have_a_period_of_their_own_and_none_disturb_where_they_are_off(tmp_path):
     run(tmp_path, ft_save_period=4)
     assert saved(tmp_path) == [3, 4, 6, 8, 9, 10]
+    assert run(tmp_path / "off", checkpoints=NoCheckpoints())[0] is StopReason.STEPS
+    assert not (tmp_path / "off").exists()
 
 
 def test_timings_are_logged(tmp_path):
@@ -176,7 +176,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path):
 def test_an_interrupt_finishes_the_step_and_saves(tmp_path):
     interrupt = Interrupt()
     reason, algorithm, outputs = run(
-        tmp_path, algorithm=Countdown(interrupt, interrupt_at=5), interrupt=interrupt, val_at_end=True
+        tmp_path, Countdown(interrupt, interrupt_at=5), interrupt=interrupt, val_at_end=True
     )
     assert reason is StopReason.INTERRUPTED
     assert max(outputs.rows) == 5
@@ -189,9 +189,7 @@ def test_an_interrupt_before_the_first_step_saves_nothing(tmp_path):
     interrupt = Interrupt()
     interrupt.requested = True
     reason, _, outputs = run(tmp_path, interrupt=interrupt)
-    assert reason is StopReason.INTERRUPTED
-    assert outputs.rows == {}
-    assert saved(tmp_path) == []
+    assert (reason, outputs.rows, saved(tmp_path)) == (StopReason.INTERRUPTED, {}, [])
 
 
 def test_a_checkpoint_has_its_steps_in_the_log_already(tmp_path):
@@ -199,13 +197,10 @@ def test_a_checkpoint_has_its_steps_in_the_log_already(tmp_path):
         def start(self, state, metrics, writer):
             raise OSError("killed while saving")
 
-    outputs = Recorded()
-    algorithm = Countdown()
-    checkpoints = Dies(tmp_path, None, higher_is_better=True, keep_top_k=None)
+    dies = Dies(tmp_path, None, higher_is_better=True, keep_top_k=None)
+    made, outputs = make_run(tmp_path, Countdown(), checkpoints=dies)
     with pytest.raises(OSError, match="killed"):
-        Run(
-            algorithm, SCHEDULE, RunState("run"), checkpoints, WriteAtOnce(algorithm.save), outputs, Interrupt()
-        ).train()
+        made.train()
     assert outputs.rows[3]["train/loss"] == pytest.approx(1 / 3)
 
 
@@ -232,32 +227,22 @@ def test_training_goes_on_where_the_disk_is_full_and_the_next_save_tries_again(t
 
 
 def test_a_last_state_that_is_not_on_disk_is_told(tmp_path, caplog):
-    algorithm = FullAt(4, 5)
-    last = Run(
-        algorithm, SCHEDULE, RunState("run"), CheckpointFolder(tmp_path, None, True, None), WriteAtOnce(algorithm.save),
-        Recorded(), Interrupt(),
-    )  # fmt: skip
+    last, _ = make_run(tmp_path, FullAt(4, 5))
     assert last.train() is StopReason.STEPS
     assert not last.is_saved
     text = "The run ends without a checkpoint of its last step, 10: the newest checkpoint is of step 9."
     assert caplog.messages[-1] == text
 
 
-def test_off_checkpoints_do_not_disturb(tmp_path):
-    reason, _, _ = run(tmp_path, checkpoints=NoCheckpoints())
-    assert reason is StopReason.STEPS
-    assert saved(tmp_path) == []
-
-
-def test_targets():
-    assert StopTarget("validation/accuracy", 0.9).is_reached({"validation/accuracy": 0.9})
-    assert not StopTarget("validation/accuracy", 0.9).is_reached({"validation/accuracy": 0.89})
-    assert not StopTarget("validation/accuracy", 0.9).is_reached({"validation/reward": 1.0})
-    assert StopTarget("validation/val_loss", 0.5).is_reached({"validation/val_loss": 0.4})
-    assert not StopTarget("validation/val_loss", 0.5).is_reached({"validation/val_loss": 0.6})
-
-
-def test_metric_names():
+def test_targets_and_names_of_metrics():
+    for target, metrics, is_reached in (
+        (StopTarget("validation/accuracy", 0.9), {"validation/accuracy": 0.9}, True),
+        (StopTarget("validation/accuracy", 0.9), {"validation/accuracy": 0.89}, False),
+        (StopTarget("validation/accuracy", 0.9), {"validation/reward": 1.0}, False),
+        (StopTarget("validation/val_loss", 0.5), {"validation/val_loss": 0.4}, True),
+        (StopTarget("validation/val_loss", 0.5), {"validation/val_loss": 0.6}, False),
+    ):
+        assert target.is_reached(metrics) is is_reached, metrics
     assert logged_name("val:accuracy") == "validation/accuracy"
     assert logged_name("train:reward") == "train/reward"
     for wrong in ("accuracy", "validation:accuracy", "val/accuracy"):
@@ -266,15 +251,9 @@ def test_metric_names():
 
 
 def test_what_is_done_and_what_is_saved_is_known_wherever_a_run_stops(tmp_path):
-    class StoppedInStep5(Countdown):
-        def step(self, step, timer):
-            if step == 5:
-                raise Stopped
-            return super().step(step, timer)
-
     interrupt = Interrupt()
     with pytest.raises(Stopped):
-        run(tmp_path, algorithm=StoppedInStep5(), interrupt=interrupt)
+        run(tmp_path, FailsAt(Stopped(), step=5), interrupt=interrupt)
     assert interrupt.progress == Progress("run", 4, in_step=True, num_saved=3, checkpoint=tmp_path / "step_3")
     assert interrupt.progress.num_lost == 2
 
@@ -300,19 +279,19 @@ def test_a_signal_is_noted_in_a_step_and_stops_before_the_first(tmp_path):
 class Timed(Countdown):
     """Takes 10 s for a step, 20 s for the third, 5 s for a validation, 7 s for a checkpoint, by its own clock."""
 
-    def __init__(self):
+    def __init__(self, third_s=20, validation_s=5):
         super().__init__()
-        self.now = 1000.0
+        self.now, self.third_s, self.validation_s = 1000.0, third_s, validation_s
 
     def clock(self):
         return self.now
 
     def step(self, step, timer):
-        self.now += 20 if step == 3 else 10
+        self.now += self.third_s if step == 3 else 10
         return super().step(step, timer)
 
     def validate(self, step):
-        self.now += 5
+        self.now += self.validation_s
         return super().validate(step)
 
     def save(self, folder):
@@ -334,7 +313,7 @@ class Timed(Countdown):
 )
 def test_a_run_has_saved_and_ended_by_its_time_limit(tmp_path, limit_s, last, at_end_s):
     algorithm = Timed()
-    reason, _, outputs = run(tmp_path, algorithm=algorithm, clock=algorithm.clock, must_save_by_s=limit_s)
+    reason, _, outputs = run(tmp_path, algorithm, must_save_by_s=limit_s)
     assert max(outputs.rows) == last == max(saved(tmp_path))
     assert reason is (StopReason.STEPS if at_end_s is None else StopReason.TIME)
     if at_end_s is not None:
@@ -343,13 +322,9 @@ def test_a_run_has_saved_and_ended_by_its_time_limit(tmp_path, limit_s, last, at
 
 
 def test_the_next_start_goes_on_and_has_its_own_time(tmp_path):
-    algorithm = Timed()
-    run(tmp_path, algorithm=algorithm, clock=algorithm.clock, must_save_by_s=60)
+    run(tmp_path, Timed(), must_save_by_s=60)
     state = RunState.read(tmp_path / "step_3")
-    algorithm = Timed()
-    reason, _, outputs = run(
-        tmp_path, algorithm=algorithm, clock=algorithm.clock, must_save_by_s=25, state=state, val_period=0
-    )
+    reason, _, outputs = run(tmp_path, Timed(), must_save_by_s=25, state=state, val_period=0)
     assert reason is StopReason.TIME
     assert list(outputs.rows) == [4, 5]
     assert not reason.is_done and StopReason.STEPS.is_done
@@ -474,24 +449,9 @@ class Beside:
     ],
 )
 def test_the_last_checkpoint_has_time_behind_one_that_is_still_being_written(tmp_path, limit_s, last, at_end_s):
-    class Tens(Countdown):
-        now = 1000.0
-
-        def step(self, step, timer):
-            self.now += 10
-            return super().step(step, timer)
-
-    algorithm = Tens()
-    limit = TimeLimit(lambda: algorithm.now)
-    reason, _, _ = run(
-        tmp_path,
-        algorithm=algorithm,
-        writer=Beside(algorithm),
-        limit=limit,
-        must_save_by_s=limit_s,
-        save_period=4,
-        max_num_steps=20,
-    )
+    algorithm = Timed(third_s=10, validation_s=0)
+    sizes = {"must_save_by_s": limit_s, "save_period": 4, "max_num_steps": 20}
+    reason, _, _ = run(tmp_path, algorithm, writer=Beside(algorithm), **sizes)
     assert reason is StopReason.TIME
     assert max(saved(tmp_path)) == last
     assert algorithm.now - 1000 == at_end_s <= limit_s
@@ -511,38 +471,24 @@ def test_a_first_checkpoint_takes_at_least_as_long_as_it_has_been_written_for():
 
 
 def test_a_crash_while_one_is_written_leaves_the_one_before_whole(tmp_path):
-    class Crash(Counted):
-        def step(self, step, timer):
-            if step == 8:
-                raise RuntimeError("a worker died")
-            return super().step(step, timer)
-
-    interrupt, algorithm = Interrupt(), Crash()
-    checkpoints = CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=1)
+    interrupt, algorithm = Interrupt(), FailsAt(RuntimeError("a worker died"), step=8)
+    own = {"writer": Background(algorithm, 3), "interrupt": interrupt, "checkpoints": folder_of(tmp_path, keep_top_k=1)}
     with pytest.raises(RuntimeError, match="a worker died"):
-        run(
-            tmp_path,
-            algorithm=algorithm,
-            writer=Background(algorithm, 3),
-            interrupt=interrupt,
-            checkpoints=checkpoints,
-        )
-    assert checkpoints.newest_first() == [tmp_path / "step_3"]
+        run(tmp_path, algorithm, **own)
+    assert own["checkpoints"].newest_first() == [tmp_path / "step_3"]
     assert (tmp_path / "tmp_step_6").is_dir()
     assert str(interrupt.progress) == (
         f"Steps 4 to 8 since {tmp_path}/step_3 (8 unfinished) are lost. "
         f"The same command resumes from {tmp_path}/step_3."
     )
-    checkpoints.remove_unfinished()
+    own["checkpoints"].remove_unfinished()
     assert saved(tmp_path) == [3]
 
 
 def test_a_full_disk_is_met_later_and_the_next_save_tries_again(tmp_path, caplog):
     algorithm = Counted()
     writer = Background(algorithm, 2, full_at=("tmp_step_6", "tmp_step_10"))
-    outputs = Recorded()
-    checkpoints = CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=None)
-    last = Run(algorithm, SCHEDULE, RunState("run"), checkpoints, writer, outputs, Interrupt())
+    last, _ = make_run(tmp_path, algorithm, writer=writer)
     assert last.train() is StopReason.STEPS
     assert saved(tmp_path) == [3, 9]
     assert not last.is_saved
@@ -591,12 +537,9 @@ def test_finished_steps_are_saved_before_an_error_that_the_user_can_mend(tmp_pat
 
 
 def test_a_validation_that_fails_is_made_again_after_its_step_has_been_saved(tmp_path):
-    algorithm, outputs = FailsAt(RewardError("a reward"), validation=8), Recorded()
-    checkpoints = CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=None)
+    failed, outputs = make_run(tmp_path, FailsAt(RewardError("a reward"), validation=8))
     with pytest.raises(RewardError):
-        Run(
-            algorithm, SCHEDULE, RunState("run"), checkpoints, WriteAtOnce(algorithm.save), outputs, Interrupt()
-        ).train()
+        failed.train()
     assert saved(tmp_path) == [3, 6, 8]
     assert outputs.rows[8]["train/loss"] == 1 / 8
     assert outputs.synced == [3, 6, 8]
