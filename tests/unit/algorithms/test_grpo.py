@@ -10,6 +10,7 @@ import ray
 import torch
 from support.losses import PLAIN
 from support.metrics_page import undocumented
+from support.recorded_runs import SIX_STEPS
 from support.toy_policy import (
     EOS,
     PROBLEMS,
@@ -27,7 +28,6 @@ from nemo_offload_rl.algorithms.grpo import (
     GRPO,
     BatchSizes,
     ValidationSampling,
-    _make_reward_scaling,
     _validated,
     prepare,
 )
@@ -49,7 +49,7 @@ from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
 from nemo_offload_rl.run.interrupt import Interrupt
-from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget, no_profile
+from nemo_offload_rl.run.train_loop import Run, StopReason, StopTarget, no_profile
 from nemo_offload_rl.run.weight_sync import NoWeightSync, WeightSync
 
 EXACT_MATCH = make_reward("exact_match")
@@ -61,16 +61,7 @@ SETTINGS = GroupSettings(
     dynamic_sampling_max_gen_batches=4,
     batch_multiplier=1,
 )
-SCHEDULE = Schedule(
-    max_num_steps=6,
-    max_num_epochs=99,
-    steps_per_epoch=4,
-    val_period=3,
-    val_at_start=True,
-    val_at_end=True,
-    save_period=2,
-    target=None,
-)
+SCHEDULE = replace(SIX_STEPS, val_period=3)
 
 
 class Setting:
@@ -323,10 +314,8 @@ def test_the_policy_is_built_behind_an_engine_only_where_that_is_built_alone(mon
 def test_a_step_reports_what_moved_since_the_one_before():
     setting = Setting()
     metrics = setting.grpo.step(1, Timer())
-    assert metrics["residency/train/optimizer_state/gb"] == 4.0
-    for phase in ("refit", "generate", "logprob", "train"):
-        assert metrics[f"residency/{phase}/enter_s"] > 0
-    assert metrics["residency/host_rss_gib"] == 1.0
+    assert (metrics["residency/train/optimizer_state/gb"], metrics["residency/host_rss_gib"]) == (4.0, 1.0)
+    assert all(metrics[f"residency/{phase}/enter_s"] > 0 for phase in ("refit", "generate", "logprob", "train"))
     setting.grpo.validate(1)  # refits, so the next step finds current weights and reports validation's moves as its own
     refit_of_validation = setting.policy.moves["refit/optimizer_state/copy_s"]
     setting.policy.calls.clear()
@@ -452,11 +441,9 @@ def sampler(reward=EXACT_MATCH, scale=unscaled, **changes) -> tuple[GroupSampler
 def test_without_dynamic_sampling_a_batch_is_one_request():
     sample, generation = sampler()
     rollouts, metrics = sample(1, Timer())
-    assert len(generation.requests) == 1
-    assert generation.requests[0].sample_ids == [*range(8)] * 5
-    assert generation.requests[0].step == 1
-    assert rollouts.rewards.shape == (5, 8)
-    assert rollouts.batch.size == 40
+    [request] = generation.requests
+    assert (request.sample_ids, request.step) == ([*range(8)] * 5, 1)
+    assert (rollouts.rewards.shape, rollouts.batch.size) == ((5, 8), 40)
     assert metrics["train/num_generation_batches"] == 1
     assert metrics["train/reward"] == pytest.approx(rollouts.rewards.mean().item())
 
@@ -561,13 +548,6 @@ def test_a_step_trains_on_shaped_rewards_and_samples_by_those_before():
         Setting(reward=nothing, settings=dynamic, shape=OverlongPenalty(2, 1.0, 3)).grpo.step(1, Timer())
 
 
-def test_a_recipes_scaling_is_what_it_says():
-    ranges = {"source_min": -1.0, "source_max": 1.0, "target_min": 0.0, "target_max": 3.0}
-    assert _make_reward_scaling({"reward_scaling": {"enabled": True, **ranges}}) == RewardScaling(**ranges)
-    for off in ({}, {"reward_scaling": {"enabled": False, **ranges}}):
-        assert _make_reward_scaling(off) is unscaled
-
-
 @pytest.mark.parametrize("verb", ["step", "validate"])
 @pytest.mark.parametrize(
     ("of_three", "message"),
@@ -644,24 +624,21 @@ def test_prompts_that_do_not_fit_are_left_out_of_the_loss():
     assert torch.isfinite(rollouts.batch["generation_logprobs"]).all()
 
 
-class HalfJudge:
-    """Judges the first of two answers and fails to judge the second."""
-
-    def judge_all(self, cases):
-        return Judgements([float(number % 2 == 0) for number in range(len(cases))], len(cases) // 2)
-
-    def shutdown(self):
-        self.is_shut_down = True
-
-
 def test_answers_that_cannot_be_judged_are_counted():
+    class HalfJudge:
+        """Judges the first of two answers and fails to judge the second."""
+
+        def judge_all(self, cases):
+            return Judgements([float(number % 2 == 0) for number in range(len(cases))], len(cases) // 2)
+
+        def shutdown(self):
+            self.is_shut_down = True
+
     judge = HalfJudge()
     setting = Setting(reward=judge)
-    metrics = setting.grpo.step(1, Timer())
-    num_answers = SETTINGS.num_prompts_per_step * SETTINGS.num_generations_per_prompt
-    assert metrics["train/num_unjudged_answers"] == num_answers / 2
+    metrics, validation = setting.grpo.step(1, Timer()), setting.grpo.validate(1)
+    assert metrics["train/num_unjudged_answers"] == 5 * 8 / 2
     assert metrics["train/reward"] == 0.5
-    validation = setting.grpo.validate(1)
     assert validation["validation/num_unjudged_answers"] > 0
     assert undocumented({"train/num_unjudged_answers", "validation/num_unjudged_answers"}) == []
     setting.grpo.shutdown()

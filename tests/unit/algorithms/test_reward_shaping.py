@@ -1,7 +1,7 @@
-import pytest
 import torch
 
-from nemo_offload_rl.algorithms.grpo import _make_reward_shaping
+from nemo_offload_rl.algorithms.advantages import RewardScaling, unscaled
+from nemo_offload_rl.algorithms.grpo import _make_reward_scaling, _make_reward_shaping
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty, StopProperlyPenalty
 from nemo_offload_rl.algorithms.rollouts import Rollouts
 from nemo_offload_rl.config import load
@@ -29,17 +29,16 @@ def test_answers_that_were_cut_off_keep_a_share_of_their_reward():
     assert StopProperlyPenalty(0.0)(answers.rewards, answers).tolist() == [[1.0, 0.0], [0.0, 0.5]]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
+def test_a_recipe_says_which_penalty_and_which_scaling_there_is():
+    on, stop = "grpo.reward_shaping.enabled=true", "grpo.reward_shaping.stop_properly_penalty_coef=0.0"
+    for overrides, expected in (
         ([], None),
-        (["grpo.reward_shaping.enabled=true"], OverlongPenalty(128, 1.0, 16)),
-        (
-            ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.stop_properly_penalty_coef=0.0"],
-            StopProperlyPenalty(0.0),
-        ),
+        ([on], OverlongPenalty(128, 1.0, 16)),
+        ([on, stop], StopProperlyPenalty(0.0)),
         (["~grpo.reward_shaping"], None),
-    ],
-)
-def test_a_recipe_says_which_penalty_there_is(overrides, expected):
-    assert _make_reward_shaping(load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).config["grpo"]) == expected
+    ):
+        assert _make_reward_shaping(load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).config["grpo"]) == expected
+    ranges = {"source_min": -1.0, "source_max": 1.0, "target_min": 0.0, "target_max": 3.0}
+    assert _make_reward_scaling({"reward_scaling": {"enabled": True, **ranges}}) == RewardScaling(**ranges)
+    for off in ({}, {"reward_scaling": {"enabled": False, **ranges}}):
+        assert _make_reward_scaling(off) is unscaled

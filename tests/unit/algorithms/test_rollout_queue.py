@@ -14,7 +14,7 @@ from support.toy_policy import ToyGeneration
 
 from nemo_offload_rl.algorithms import rollout_queue
 from nemo_offload_rl.data.problem import DataError
-from nemo_offload_rl.environments import RewardError
+from nemo_offload_rl.environments import Reward, RewardError
 from nemo_offload_rl.environments.judge_pool import JudgePool
 from nemo_offload_rl.environments.pooled_reward import PooledReward
 from nemo_offload_rl.generation.interface import GenerationError
@@ -77,11 +77,25 @@ def ahead(max_age, *, slow_s=0.0, before=lambda request: None, train_s=0.0, fill
     return setting
 
 
+UNVALIDATED = replace(SCHEDULE, val_period=0, val_at_start=False, val_at_end=False)
+
+
+def dies(at, error):
+    """Returns what raises an error in the engine at a step."""
+
+    def before(request):
+        if request.step == at:
+            raise error
+
+    return before
+
+
+DEAD = GenerationError("generate", RuntimeError("the engine died"), "")
+
+
 def without_queue(outputs):
-    return {
-        step: {name: value for name, value in row.items() if name != AGE}
-        for step, row in outputs.without_timings().items()
-    }
+    rows = outputs.without_timings()
+    return {step: {name: row[name] for name in row.keys() - {AGE}} for step, row in rows.items()}
 
 
 def prompts_by_step(setting):
@@ -112,8 +126,7 @@ def test_one_step_ahead_gives_the_same_numbers_whatever_is_slower():
         assert found.without_timings() == rows[0].without_timings()
         assert torch.equal(other.policy.table, first.policy.table)
     least = [
-        [min(found.rows[step][f"performance/{who}_busy_share"] for step in range(2, 7)) for who in BOTH]
-        for found in rows
+        [min(found.rows[s][f"performance/{who}_busy_share"] for s in range(2, 7)) for who in BOTH] for found in rows
     ]
     assert all(0 <= share <= 1 for shares in least for share in shares)
     assert least[1][0] < least[1][1] and least[2][0] > least[2][1]  # slow engines, slow training
@@ -151,11 +164,10 @@ def test_the_next_step_is_sampled_while_a_step_trains():
         return train(*args, **kwargs)
 
     setting.policy.train = waiting_train
-    _, outputs, _ = setting.run(replace(SCHEDULE, val_period=0, val_at_start=False, val_at_end=False))
+    _, outputs, _ = setting.run(UNVALIDATED)
     assert not sampled[7].is_set()  # the run has six steps
-    assert {"timing/train/wait_for_rollouts", "timing/rollouts/sampling", "timing/rollouts/waiting"} <= set(
-        outputs.rows[1]
-    )
+    timings = {"timing/train/wait_for_rollouts", "timing/rollouts/sampling", "timing/rollouts/waiting"}
+    assert timings <= outputs.rows[1].keys()
 
 
 def test_a_step_behind_a_validation_trains_while_the_next_is_sampled():
@@ -199,20 +211,11 @@ class Broken:
         pass
 
 
-def engine_that_dies(request):
-    if request.step == 4:
-        raise GenerationError("generate", RuntimeError("the engine died"), "")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [({"reward": Broken(3)}, RewardError), ({"before": engine_that_dies}, GenerationError)],
-    ids=["reward", "engine"],
-)
-def test_a_failure_is_raised_by_the_step_that_needs_the_rollouts(arguments, error, tmp_path):
+@pytest.mark.parametrize("arguments", [{"reward": Broken(3)}, {"before": dies(4, DEAD)}], ids=["reward", "engine"])
+def test_a_failure_is_raised_by_the_step_that_needs_the_rollouts(arguments, tmp_path):
     folder = CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=9)
     setting = ahead(2, train_s=0.05, **arguments)
-    with pytest.raises(error, match=r"broken|died"):
+    with pytest.raises((RewardError, GenerationError), match=r"broken|died"):
         setting.run(replace(SCHEDULE, save_period=1, val_period=0, val_at_start=False), folder)
     assert setting.policy.calls.count("train") == 3
     assert RunState.read(folder.newest_first()[0]).step == 3
@@ -221,11 +224,7 @@ def test_a_failure_is_raised_by_the_step_that_needs_the_rollouts(arguments, erro
 
 @pytest.mark.parametrize("next_use", [lambda grpo: grpo.step(2, Timer()), lambda grpo: grpo.validate(1)])
 def test_engines_that_have_failed_get_no_weights(next_use):
-    def before(request):
-        if request.step == 2:
-            raise GenerationError("generate", RuntimeError("the engine died"), "")
-
-    setting = ahead(1, before=before)
+    setting = ahead(1, before=dies(2, DEAD))
     setting.grpo.step(1, Timer())
     with pytest.raises(GenerationError):  # a broadcast to a dead engine would wait for it
         within_limit(next_use, setting.grpo)
@@ -259,18 +258,10 @@ def test_a_run_ends_while_an_engine_generates():
 
 def test_dynamic_sampling_that_finds_too_few_prompts_ends_the_run():
     nothing_new = replace(HARD["settings"], dynamic_sampling_max_gen_batches=1)
-    setting = ahead(1, **HARD | {"settings": nothing_new, "reward": Same()})
+    same = Reward("same", lambda response, answer: 1.0)
+    setting = ahead(1, **HARD | {"settings": nothing_new, "reward": same})
     with pytest.raises(DataError, match="2 generation batches of step 1 did not give"):
         setting.run()
-
-
-class Same(Broken):
-    def __init__(self):
-        super().__init__(10**6)
-
-    def judge_all(self, cases):
-        judged = super().judge_all(cases)
-        return replace(judged, rewards=[1.0] * len(cases))
 
 
 def within_limit(function, *arguments):
@@ -321,12 +312,8 @@ class Panic(BaseException):
 
 
 def test_what_is_no_exception_ends_the_run_too():
-    def panics(request):
-        if request.step == 2:
-            raise Panic("in the tokenizer")
-
     with pytest.raises(RuntimeError, match=r"Panic\('in the tokenizer'\)"):
-        within_limit(ahead(1, before=panics).run)
+        within_limit(ahead(1, before=dies(2, Panic("in the tokenizer"))).run)
 
 
 def pooled(job_of):

@@ -107,11 +107,11 @@ def recipe_of_the_page(**section) -> dict:
     """Returns the page's recipe with what its algorithm reads of the common recipes."""
     recipe = yaml.safe_load(text_of(RECIPE))
     problems = {"dataset_name": "arithmetic", "num_digits": 2, "seed": 1}
+    train = {**problems, "num_problems": 8, "split_validation_size": 0}
     recipe["pairs"] |= section
-    recipe["policy"] |= {"tokenizer": {"name": "arithmetic"}, "train_global_batch_size": 4}
-    recipe["policy"] |= {"hf_config": {"model_type": "qwen3"}, "trust_remote_code": False}
-    recipe["data"] |= {"shuffle": False, "max_input_seq_length": 16, "train": {**problems, "num_problems": 8}}
-    recipe["data"]["train"]["split_validation_size"] = 0
+    recipe["policy"] |= {"tokenizer": {"name": "arithmetic"}, "train_global_batch_size": 4, "trust_remote_code": False}
+    recipe["policy"] |= {"hf_config": {"model_type": "qwen3"}}
+    recipe["data"] |= {"shuffle": False, "max_input_seq_length": 16, "train": train}
     recipe["data"]["validation"] |= problems
     recipe["checkpointing"] |= {"checkpoint_must_save_by": None, "save_optimizer": True}
     recipe["checkpointing"] |= {"save_period": 10, "ft_save_period": None}

@@ -30,26 +30,14 @@ def test_training_counts_three_passes_and_each_log_prob_phase_one():
     flops = ModelFlops(policy)
     seconds = {"generation": 5.0, "training": 3.0, "logprobs": 1.0}
     found = [flops.metrics([3, 5], seconds) for _ in range(2)]
-    forward = policy.model.forward_flops([3, 5])
-    assert (
-        found[1]
-        == found[0]
-        == pytest.approx(
-            {
-                "performance/tflops_per_gpu/training": forward / 2e12,
-                "performance/tflops_per_gpu/logprobs": forward / 2e12,
-                "performance/model_flop_utilization/training": forward / 2e12 / 989,
-                "performance/model_flop_utilization/logprobs": forward / 2e12 / 989,
-            }
-        )
-    )
+    tflops = policy.model.forward_flops([3, 5]) / 2e12
+    expected = {f"tflops_per_gpu/{phase}": tflops for phase in ("training", "logprobs")}
+    expected |= {f"model_flop_utilization/{phase}": tflops / 989 for phase in ("training", "logprobs")}
+    assert found[1] == found[0] == pytest.approx({f"performance/{name}": value for name, value in expected.items()})
     assert policy.num_asked == 2
 
 
-def test_float32_has_no_share_of_the_peak_of_bf16():
+def test_float32_has_no_share_of_the_peak_of_bf16_and_a_model_that_is_not_counted_no_metrics():
     found = ModelFlops(Policy("float32", ["NVIDIA H200"])).metrics([3], {"training": 1.0})
     assert list(found) == ["performance/tflops_per_gpu/training"]
-
-
-def test_a_model_that_is_not_counted_has_no_metrics():
     assert ModelFlops(Policy(None, ["cpu"])).metrics([3], {"training": 1.0}) == {}

@@ -24,16 +24,8 @@ from nemo_offload_rl.run.answer_sampling import check_words, end_token_ids, make
 
 GENERATION = {
     "max_new_tokens": 20,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": None,
-    "val_temperature": 0.0,
-    "val_top_p": 1.0,
-    "val_top_k": 3,
-    "stop_token_ids": None,
-    "stop_strings": None,
-    "ignore_eos": False,
-    "bad_words": None,
+    **{"temperature": 1.0, "top_p": 1.0, "top_k": None, "val_temperature": 0.0, "val_top_p": 1.0, "val_top_k": 3},
+    **{"stop_token_ids": None, "stop_strings": None, "ignore_eos": False, "bad_words": None},
 }
 TEXT_END, TURN_END = 0, 1  # as in Qwen's chat models, the tokenizer has the second one as its end of sequence
 
@@ -48,18 +40,9 @@ def folder(tmp_path_factory):
     bpe.train_from_iterator(["tea ate a tea at a tee"], trainers.BpeTrainer(vocab_size=14, special_tokens=special))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.save_pretrained(folder)
-    model = {
-        "model_type": "qwen3",
-        "vocab_size": len(tokenizer),
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "intermediate_size": 16,
-        "max_position_embeddings": 64,
-        "eos_token_id": TURN_END,
-    }
+    model = {"model_type": "qwen3", "vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1}
+    model |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16}
+    model |= {"max_position_embeddings": 64, "eos_token_id": TURN_END}
     (folder / "config.json").write_text(json.dumps(model))
     own = {"eos_token_id": [TURN_END, TEXT_END], "do_sample": True, "temperature": 0.6, "top_k": 2, "top_p": 0.5}
     (folder / "generation_config.json").write_text(json.dumps(own | {"repetition_penalty": 1.5}))
@@ -105,9 +88,8 @@ def test_answers_end_at_each_of_the_models_ends_and_are_complete(folder, caplog)
     assert {TEXT_END, TURN_END} < lasts
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
+def test_answers_end_where_vllm_ends_them_with_nemo_rls_arguments(folder, caplog):
+    for keys, expected in (
         ({}, (7, 8, 9)),
         ({"stop_token_ids": [3]}, (3, 8, 9)),
         ({"stop_token_ids": []}, (8, 9)),
@@ -116,13 +98,8 @@ def test_answers_end_at_each_of_the_models_ends_and_are_complete(folder, caplog)
         ({"ignore_eos": True}, (7,)),  # NeMo-RL gives the tokenizer's end as a stop token, which vLLM does not ignore
         ({"ignore_eos": True, "stop_token_ids": [3], "stop_strings": ["x"]}, (3,)),
         ({"ignore_eos": True, "stop_token_ids": []}, ()),
-    ],
-)
-def test_answers_end_where_vllm_ends_them_with_nemo_rls_arguments(keys, expected):
-    assert end_token_ids(GENERATION | keys, model_ends=[9, 8], eos_token_id=7) == expected
-
-
-def test_a_run_without_any_end_says_so(folder, caplog):
+    ):
+        assert end_token_ids(GENERATION | keys, model_ends=[9, 8], eos_token_id=7) == expected, keys
     with caplog.at_level(logging.INFO):
         make_sampling(policy(folder, ignore_eos=True, stop_token_ids=[]), load_tokenizer(str(folder)), seed=5)
     assert caplog.messages == ["Answers end at these tokens: none."]

@@ -109,25 +109,15 @@ def test_a_model_of_a_hub_that_is_out_of_reach_is_refused(check, monkeypatch):
         check("policy.model_name=org/model", "policy.hf_config=null")
 
 
-@pytest.fixture
-def hub_model(tmp_path, monkeypatch):
-    """Returns the name of a model of the 1.5 B shape in the hub's cache; the hub itself cannot be reached."""
+def test_a_model_of_the_hubs_cache_is_planned_as_one_in_the_recipe(tmp_path, monkeypatch):
     fields = yaml.safe_load(GRPO_1_5B.read_text())["policy"]["hf_config"]
-    snapshot = tmp_path / "models--org--model" / "snapshots" / "0123"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text(json.dumps(fields))
-    refs = tmp_path / "models--org--model" / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("0123")
+    for path, text in (("snapshots/0123/config.json", json.dumps(fields)), ("refs/main", "0123")):
+        (tmp_path / "models--org--model" / path).parent.mkdir(parents=True)
+        (tmp_path / "models--org--model" / path).write_text(text)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return "org/model"
-
-
-def test_a_model_of_the_hub_is_planned_as_one_in_the_recipe(hub_model):
-    both = [[], [f"policy.model_name={hub_model}", "policy.hf_config=null"]]
-    configs = [load(GRPO_1_5B, overrides).config for overrides in both]
+    configs = [load(GRPO_1_5B, more).config for more in ([], ["policy.model_name=org/model", "policy.hf_config=null"])]
     in_recipe, of_hub = (resolve_for(Machine(has_gpus=True), config, "grpo").run for config in configs)
     assert of_hub.plan == in_recipe.plan
     assert of_hub.engine == in_recipe.engine
@@ -145,10 +135,7 @@ def test_a_models_folder_is_read(check, tmp_path):
         ([], "The config of policy.model_name '.*' has an invalid value: "),
         ({"rms_norm_eps": "x"}, "The config of policy.model_name '.*' has an invalid value: "),
         ({"num_attention_heads": 0}, "The config of policy.model_name '.*' has an invalid value: ZeroDivisionError"),
-        (
-            {"num_attention_heads": 4, "head_dim": -1},
-            "has head_dim -1, but it must be an integer of at least 1; give policy.hf_config",
-        ),
+        ({"num_attention_heads": 4, "head_dim": -1}, "has head_dim -1, but it must be an integer of at least 1; give"),
         ({"num_attention_heads": 4, "vocab_size": -1}, "has vocab_size -1, but it must be an integer of at least 1"),
         ({"intermediate_size": -1}, "has intermediate_size -1, but it must be an integer of at least 1; give"),
     ],
@@ -160,15 +147,12 @@ def test_what_no_model_of_a_folder_can_have_is_said(check, tmp_path, fields, err
         check(*OFFLOAD, f"policy.model_name={tmp_path}", "policy.hf_config=null")
 
 
-@pytest.mark.parametrize("environ", [EXPANDS, EXPANDS | {"NCCL_GRAPH_REGISTER": "1"}], ids=str)
-def test_graphs_do_not_go_with_expandable_segments_of_the_shell(check, environ):
-    with pytest.raises(ValueError, match=r"PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, with which CUDA"):
-        check(*CAPTURE, environ=environ)
-    check(environ=environ)
-
-
-def test_the_recipes_variables_count_beside_the_shells(check):
+def test_graphs_do_not_go_with_expandable_segments_of_the_shell(check):
     check(*CAPTURE, environ=EXPANDS | {"NCCL_GRAPH_REGISTER": "0"})
+    for environ in (EXPANDS | {"NCCL_GRAPH_REGISTER": "1"}, EXPANDS):
+        check(environ=environ)
+        with pytest.raises(ValueError, match=r"PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, with which CUDA"):
+            check(*CAPTURE, environ=environ)
     check(*CAPTURE, f"{MEGATRON}.env_vars={{NCCL_GRAPH_REGISTER: '0'}}", environ=EXPANDS)
 
 
@@ -222,17 +206,15 @@ def test_nothing_is_refused_that_is_off_without_a_gpu(check, monkeypatch):
     check(*OFFLOAD, *CAPTURE, UNKNOWN, environ=EXPANDS)
 
 
-@pytest.mark.parametrize(
-    "size",
-    ["hidden_size=1000000", "intermediate_size=1000000000", "vocab_size=1000000000", "num_attention_heads=1000000"],
-)
-def test_a_model_that_is_larger_than_a_machine_without_gpus_is_refused(check, monkeypatch, size):
+def test_a_model_that_is_larger_than_a_machine_without_gpus_is_refused(check, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     message = (
         r"^Without GPUs, parameters, gradients and optimizer state take [\d,.]+ GiB of host memory on .*, but [\d.]+"
     )
-    with pytest.raises(HostBudgetError, match=message):
-        check("~warm_start", f"policy.hf_config.{size}", recipe=TINY)
+    million, billion = ("hidden_size", "num_attention_heads"), ("intermediate_size", "vocab_size")
+    for size in (*(f"{name}=1000000" for name in million), *(f"{name}=1000000000" for name in billion)):
+        with pytest.raises(HostBudgetError, match=message):
+            check("~warm_start", f"policy.hf_config.{size}", recipe=TINY)
 
 
 def test_ray_is_not_started_for_it(capsys, monkeypatch, tmp_path):

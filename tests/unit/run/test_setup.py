@@ -1,5 +1,6 @@
 import copy
 import json
+import re
 from pathlib import Path
 
 import datasets
@@ -37,6 +38,7 @@ def read_pairs(data, seed):
 
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
+POLICY = {"tokenizer": {"chat_template_kwargs": None}}
 
 
 @pytest.mark.parametrize("name", ["grpo_tiny_cpu", "sft_tiny_cpu"])
@@ -49,32 +51,23 @@ def test_the_tiny_recipes_can_be_prepared(name):
     assert job.preparation.schedule.target == StopTarget(metric, section["stop_at_validation_threshold"])
 
 
-def test_the_tiny_recipe_of_long_rows_can_be_prepared():
-    job = Job.prepare(config.load(CONFIGS / "sft_long_rows_tiny_cpu.yaml"))
-    assert job.preparation.schedule.num_steps == 6
-    assert job.preparation.schedule.target is None
+def test_schedules_are_those_of_the_recipe():
+    """As in NeMo-RL: min(max_num_steps, max_num_epochs x batches of an epoch), and metrics spelt as there."""
 
+    def schedule(*overrides, recipe="grpo_tiny_cpu"):
+        return Job.prepare(config.load(CONFIGS / f"{recipe}.yaml", overrides)).preparation.schedule
 
-@pytest.mark.parametrize(
-    ("changes", "num_steps"),
-    [
-        ([], 5 * (9000 // 64)),
-        (["grpo.max_num_steps=40"], 40),
-        (["grpo.max_num_epochs=1"], 9000 // 64),
-        (["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2"], 5 * (9000 // 128)),
-    ],
-)
-def test_a_schedule_is_as_long_as_the_steps_or_the_epochs(changes, num_steps):
-    """As in NeMo-RL: min(max_num_steps, max_num_epochs x batches of an epoch)."""
-    overrides = ["grpo.max_num_steps=1000000", "grpo.batch_multiplier=1", *changes]
-    job = Job.prepare(config.load(CONFIGS / "grpo_tiny_cpu.yaml", overrides))
-    assert job.preparation.schedule.num_steps == num_steps
-
-
-@pytest.mark.parametrize("metric", ["accuracy", "val:accuracy"])
-def test_a_stop_metric_may_be_spelt_as_in_nemo_rl(metric):
-    job = Job.prepare(config.load(CONFIGS / "grpo_tiny_cpu.yaml", [f"grpo.stop_at_validation_metric={metric}"]))
-    assert job.preparation.schedule.target == StopTarget("validation/accuracy", 0.9)
+    epochs = ["grpo.max_num_steps=1000000", "grpo.batch_multiplier=1"]
+    dynamic = ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2"]
+    assert schedule(*epochs).num_steps == 5 * (9000 // 64)
+    assert schedule(*epochs, "grpo.max_num_steps=40").num_steps == 40
+    assert schedule(*epochs, "grpo.max_num_epochs=1").num_steps == 9000 // 64
+    assert schedule(*epochs, *dynamic).num_steps == 5 * (9000 // 128)
+    for metric in ("accuracy", "val:accuracy"):
+        target = schedule(f"grpo.stop_at_validation_metric={metric}").target
+        assert target == StopTarget("validation/accuracy", 0.9)
+    long_rows = schedule(recipe="sft_long_rows_tiny_cpu")
+    assert (long_rows.num_steps, long_rows.target) == (6, None)
 
 
 def test_datasets_by_their_names(tmp_path):
@@ -134,28 +127,20 @@ def test_named_pairs_of_a_folder(tmp_path):
     assert [*loader.problems] == read == [PreferencePair((Message("user", "1+1="),), "2", "3")]
 
 
-@pytest.fixture
-def own_template(tmp_path):
-    """Returns the folder of a tokenizer with a chat template of its own."""
-    tokenizer = read_tokenizer({"name": "arithmetic", "chat_template": "{{ messages[0]['content'] }}="})
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    return tmp_path / "tokenizer"
-
-
-def test_chat_templates_mean_what_they_mean_in_nemo_rl(own_template, tmp_path):
+def test_chat_templates_mean_what_they_mean_in_nemo_rl(tmp_path):
+    own = read_tokenizer({"name": "arithmetic", "chat_template": "{{ messages[0]['content'] }}="})
+    own.save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "mine.jinja").write_text("{{ messages[0]['content'] }}+")
     messages = [{"role": role, "content": text} for role, text in (("system", "1+"), ("user", "2"), ("assistant", "="))]
-    rendered = {}
-    for value in ("default", "Default", str(tmp_path / "mine.jinja"), "{{ messages | length }}", None):
-        tokenizer = read_tokenizer({"name": str(own_template), "chat_template": value})
-        rendered[value] = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert list(rendered.values()) == ["1+=", "1+=", "1++", "3", "1+2="]
-    absent = read_tokenizer({"name": str(own_template)})
-    assert absent.apply_chat_template(messages, tokenize=False) == "1+="
+
+    def rendered(**template):
+        tokenizer = read_tokenizer({"name": str(tmp_path / "tokenizer"), **template})
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+
+    values = ("default", "Default", str(tmp_path / "mine.jinja"), "{{ messages | length }}", None)
+    assert [rendered(chat_template=value) for value in values] == ["1+=", "1+=", "1++", "3", "1+2="]
+    assert rendered() == "1+="
     assert read_tokenizer({"name": "arithmetic", "chat_template": "default"}).chat_template is None  # it has none
-
-
-def test_a_chat_template_that_is_not_text_is_named(tmp_path):
     (tmp_path / "bad.jinja").write_bytes(b"\xff{{ messages }}")
     with pytest.raises(
         DataError, match=r"^policy\.tokenizer\.chat_template: .*bad\.jinja cannot be read: 'utf-8' codec"
@@ -167,9 +152,7 @@ def test_a_dataset_has_its_own_prompt_files_or_the_default_ones(tmp_path):
     for name, content in (("prompt", "1+{}="), ("system", "9"), ("own", "2+{}=")):
         (tmp_path / f"{name}.txt").write_text(content)
     arithmetic = {"dataset_name": "arithmetic", "num_digits": 1, "num_problems": 1, "seed": 0}
-    default = {
-        name: str(tmp_path / f"{name.removesuffix('_file').removesuffix('_prompt')}.txt") for name in PROMPT_FILES
-    }
+    default = dict(zip(PROMPT_FILES, (str(tmp_path / "prompt.txt"), str(tmp_path / "system.txt")), strict=True))
     own = {"prompt_file": str(tmp_path / "own.txt"), "system_prompt_file": None}
     validation = [arithmetic | own, arithmetic | {"prompt_file": None}, arithmetic]
     data = {"train": arithmetic | {"num_problems": 3}, "validation": validation, "shuffle": False, "default": default}
@@ -188,29 +171,18 @@ def test_a_dataset_has_its_own_prompt_files_or_the_default_ones(tmp_path):
     tokenizer_config = {"name": "arithmetic", "chat_template_kwargs": {"opened": "3"}}
     tokenizer = read_tokenizer(tokenizer_config)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}+{% endfor %}{{ opened }}"
-    prompts = make_prompt_format(
-        {"max_input_seq_length": 20},
-        tokenizer,
-        {"tokenizer": tokenizer_config, "hf_config": {"model_type": "qwen3", "vocab_size": 14}},
-    )
+    policy = {"tokenizer": tokenizer_config, "hf_config": {"model_type": "qwen3", "vocab_size": 14}}
+    prompts = make_prompt_format({"max_input_seq_length": 20}, tokenizer, policy)
     assert tokenizer.decode(prompts.prompts(read[2:])[0].prompt_ids) == f"9+1+{asked}=+3"
     with pytest.raises(DataError, match=r"^data\.validation\.0\.prompt_file: .*absent\.txt cannot be read"):
         read_data(data | {"validation": [arithmetic | {"prompt_file": str(tmp_path / "absent.txt")}]}, seed=0)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "override", "message"),
-    [
-        ("grpo", "grpo.num_prompts_per_step=6", r"grpo\.num_prompts_per_step is 6, but the training set .* only 5"),
-        ("sft", "policy.train_global_batch_size=6", r"policy\.train_global_batch_size is 6, but the training set"),
-    ],
-)
-def test_fewer_problems_than_a_batch_are_refused_before_anything_starts(recipe, override, message):
-    overrides = ["data.train.num_problems=5", "policy.train_micro_batch_size=1", override]
-    overrides += ["~warm_start"] if recipe == "grpo" else []
-    validated = config.load(CONFIGS / f"{recipe}_tiny_cpu.yaml", overrides)
-    with pytest.raises(DataError, match=message):
-        Job.prepare(validated)
+@pytest.mark.parametrize("recipe", ["grpo", "sft"])
+def test_fewer_problems_than_a_batch_are_refused_before_anything_starts(recipe):
+    key = "grpo.num_prompts_per_step" if recipe == "grpo" else "policy.train_global_batch_size"
+    with pytest.raises(DataError, match=rf"{re.escape(key)} is 6, but the training set .* only 5"):
+        _prepared(recipe, "data.train.num_problems=5", "policy.train_micro_batch_size=1", f"{key}=6")
 
 
 def test_a_dataset_that_is_checked_in_part_is_named():
@@ -241,13 +213,9 @@ def test_words_without_a_token_are_refused_before_anything_starts(recipe, role, 
 
 
 def _prepared(recipe, *overrides):
-    few = [
-        *(["~warm_start"] if recipe != "sft" else []),
-        "data.train.num_problems=128",
-        "data.validation.num_problems=8",
-    ]
-    validated = config.load(CONFIGS / f"{recipe}_tiny_cpu.yaml", [*few, *overrides])
-    return Job.prepare(validated).preparation
+    few = ["data.train.num_problems=128", "data.validation.num_problems=8"]
+    few += ["~warm_start"] if recipe != "sft" else []
+    return Job.prepare(config.load(CONFIGS / f"{recipe}_tiny_cpu.yaml", [*few, *overrides])).preparation
 
 
 @pytest.mark.parametrize(("recipe", "tp"), [("grpo", 1), ("grpo", 2), ("sft", 2), ("dpo", 1)])
@@ -292,10 +260,7 @@ def test_batches_have_no_token_outside_the_vocabulary():
     tokenizer = read_tokenizer({"name": "arithmetic"})
     rows = {}
     for vocab_size in (13, 14, 15):
-        policy = {
-            "tokenizer": {"chat_template_kwargs": None},
-            "hf_config": {"model_type": "qwen3", "vocab_size": vocab_size},
-        }
+        policy = POLICY | {"hf_config": {"model_type": "qwen3", "vocab_size": vocab_size}}
         examples = make_prompt_format({"max_input_seq_length": 20}, tokenizer, policy)
         rows[vocab_size] = example_batch(examples, problems)["input_ids"][1].tolist()
     assert rows == {13: [1, 11, 1, 12, 0, 0], 14: [1, 11, 1, 12, 13, 13], 15: [1, 11, 1, 12, 13, 13]}
@@ -318,7 +283,7 @@ def test_added_tokens_outside_the_vocabulary_may_not_occur_in_texts(tmp_path):
         _prepared("grpo", *own, "++policy.generation.bad_words=['<think>']")
     with pytest.raises(DataError, match=r"^policy.tokenizer.name has as its beginning of sequence the token '<bos>'"):
         _prepared("sft", *own, "data.add_bos=true")
-    policy = {"tokenizer": {"chat_template_kwargs": None}, "hf_config": {"model_type": "qwen3", "vocab_size": 14}}
+    policy = POLICY | {"hf_config": {"model_type": "qwen3", "vocab_size": 14}}
     examples = make_prompt_format({"max_input_seq_length": 20}, tokenizer, policy)
     with pytest.raises(DataError, match=f"the text '<think>2<eos>' has {outside}"):
         examples.examples([Problem("1+1=", "2"), Problem("1+1=", "<think>2")])
@@ -328,16 +293,9 @@ def test_stop_tokens_are_of_the_models_folder(tmp_path):
     """As with models of the hub, the recipe does not say the vocabulary."""
     sizes = {"model_type": "qwen3", "vocab_size": 13, "num_attention_heads": 2, "hidden_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    prompts = make_prompt_format(
-        {"max_input_seq_length": 20},
-        read_tokenizer({"name": "arithmetic"}),
-        {"tokenizer": {"chat_template_kwargs": None}, "model_name": str(tmp_path), "hf_config_overrides": {}},
-    )
+    own = POLICY | {"model_name": str(tmp_path), "hf_config_overrides": {}}
+    prompts = make_prompt_format({"max_input_seq_length": 20}, read_tokenizer({"name": "arithmetic"}), own)
     with pytest.raises(DataError, match=r"^policy\.generation\.stop_token_ids has the token '<pad>', whose id 13 is"):
         check_words({"stop_token_ids": [12, 13]}, prompts.tokenizer, prompts.outside)
-    unreadable = {
-        "tokenizer": {"chat_template_kwargs": None},
-        "model_name": str(tmp_path / "absent"),
-        "hf_config_overrides": {},
-    }
+    unreadable = own | {"model_name": str(tmp_path / "absent")}
     assert make_prompt_format({"max_input_seq_length": 20}, prompts.tokenizer, unreadable).pad_token_id == 13

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from nemo_offload_rl.config import RecipeError, for_machine, load
+from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.metrics.timer import Recording
 from nemo_offload_rl.placement.relay import Part
 from nemo_offload_rl.run.step_profile import step_profile
@@ -145,24 +145,7 @@ def test_what_needs_a_gpu_is_off_without_one_and_said():
     assert config["logger"]["profile"] == SECTION | {"steps": [1, 2], "memory": True, "nvtx": True}
     adapted, lines = for_machine(config, has_gpus=False)
     assert adapted["logger"]["profile"] == SECTION | {"steps": [1, 2]}
-    assert [line for line in lines if "profile" in line] == [
-        "logger.profile.memory is off on this machine: it has no GPU",
-        "logger.profile.nvtx is off on this machine: it has no GPU",
-    ]
+    off = [line.partition(" is off")[0] for line in lines if "profile" in line]
+    assert off == ["logger.profile.memory", "logger.profile.nvtx"]
     assert for_machine(config, has_gpus=True)[0] == config
     assert step_profile(load(RECIPE).config["logger"]["profile"], None, None) is no_profile
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ("{steps: [3, 2]}", r"first is behind the last; set them to \[2, 3\]"),
-        ("{steps: [1, 2], trace: false}", "would record nothing"),
-        ("{steps: [1, 2], ranks: [0, 2]}", "has rank 2, but the policy has ranks 0 to 1"),
-        ("{trace: true}", r"logger\.profile\.steps"),
-        ("{steps: [1]}", r"logger\.profile\.steps"),
-    ],
-)
-def test_profiles_that_are_refused(section, message):
-    with pytest.raises(RecipeError, match=message):
-        load(RECIPE, ["cluster.gpus_per_node=2", f"++logger.profile={section}"])
