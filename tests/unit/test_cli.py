@@ -48,60 +48,49 @@ def test_validate_of_what_is_no_recipe(recipe, capsys):
     assert capsys.readouterr().err.startswith(f"recipe {recipe}: 1 problem\n")
 
 
-def test_report_writes_the_page_of_a_run_again(tmp_path, capsys):
-    row = '{"step": 1, "train/loss": 0.5, "timing/train/training": 1.0, "timing/train/total_step_time": 1.5}'
-    (tmp_path / "metrics.jsonl").write_text(f"{row}\n")
+def test_report_writes_the_page_of_a_run_again_or_says_what_to_give(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    for text, error in (
+        (None, f"FOLDER: there is no file {path}; give the folder of a run"),
+        ("", f"{path} has no step"),
+    ):
+        if text is not None:
+            path.write_text(text)
+        assert main(["report", str(tmp_path)]) == 2
+        assert capsys.readouterr().err.startswith(error)
+        assert not (tmp_path / "report.html").exists()
+    path.write_text('{"step": 1, "train/loss": 0.5, "timing/train/training": 1.0, "timing/train/total_step_time": 1.5}')
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"wrote {tmp_path / 'report.html'}\n"
     assert "1 steps" in (tmp_path / "report.html").read_text()
 
 
-def test_report_of_a_folder_without_a_step_says_what_to_give(tmp_path, capsys):
-    path = tmp_path / "metrics.jsonl"
-    assert main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == (
-        f"FOLDER: there is no file {path}; give the folder of a run, which has this file\n"
-    )
-    path.write_text("")
-    assert main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"{path} has no step; give the folder of a run that has done at least one\n"
-    assert not (tmp_path / "report.html").exists()
+def test_a_plan_for_no_possible_machine_names_the_option(capsys):
+    memory, speed = "a size in GiB above 0 and at most 100,000", "a speed in GB/s above 0 and at most 1,000,000"
+    for option, values, rule in (
+        ("--gpus", ("0", "-1"), "a number of GPUs of each node, 1 or more"),
+        ("--gpu-memory", ("0", "1e300"), memory),
+        ("--host-memory", ("0", "1e300", "nan"), memory),
+        ("--link", ("0", "nan", "inf", "1e308"), speed),
+    ):
+        for value in values:
+            assert main(["plan", TINY, option, value]) == 2
+            assert capsys.readouterr().err == f"{option} is {rule}; found {float(value):g}\n"
 
 
-@pytest.mark.parametrize("gpus", ["0", "-1"])
-def test_a_plan_for_no_gpus_names_the_option(gpus, capsys):
-    assert main(["plan", TINY, "--gpus", gpus]) == 2
-    assert capsys.readouterr().err == f"--gpus is a number of GPUs of each node, 1 or more; found {gpus}\n"
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "rule"),
-    [
-        ("--gpu-memory", "1e300", "a size in GiB above 0 and at most 100,000"),
-        ("--host-memory", "1e300", "a size in GiB above 0 and at most 100,000"),
-        ("--host-memory", "nan", "a size in GiB above 0 and at most 100,000"),
-        ("--link", "1e308", "a speed in GB/s above 0 and at most 1,000,000"),
-    ],
-)
-def test_a_plan_for_no_possible_machine_names_the_option(option, value, rule, capsys):
-    assert main(["plan", TINY, option, value]) == 2
-    assert capsys.readouterr().err == f"{option} is {rule}; found {float(value):g}\n"
-
-
-def test_a_plan_by_an_earlier_run_names_the_file_that_is_not_there(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").mkdir()
-    for folder, reason in {
-        tmp_path / "none": f"there is no file {tmp_path / 'none' / 'metrics.jsonl'}",
-        tmp_path: f"{tmp_path / 'metrics.jsonl'} is a folder, not a file",
-    }.items():
+def test_a_plan_by_an_earlier_run_names_the_file_that_is_not_there_or_not_text(tmp_path, capsys):
+    def error_of(folder):
         assert main(["plan", TINY, "--link-of", str(folder)]) == 2
-        assert capsys.readouterr().err == f"--link-of: {reason}; give the folder of a run, which has this file\n"
+        return capsys.readouterr().err
 
-
-def test_metrics_of_an_earlier_run_that_are_not_text_are_named(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n" + b'{"step": 1}\n')
-    assert main(["plan", TINY, "--link-of", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"{tmp_path / 'metrics.jsonl'}:1 is not JSON")
+    path = tmp_path / "metrics.jsonl"
+    path.mkdir()
+    missing = f"--link-of: there is no file {tmp_path / 'none' / 'metrics.jsonl'}; give the folder of a run"
+    assert error_of(tmp_path / "none").startswith(missing)
+    assert error_of(tmp_path).startswith(f"--link-of: {path} is a folder, not a file; give the folder of a run")
+    path.rmdir()
+    path.write_bytes(b"\xff\n" + b'{"step": 1}\n')
+    assert error_of(tmp_path).startswith(f"{path}:1 is not JSON")
 
 
 def checkpoint(folder: Path) -> Path:
@@ -151,12 +140,9 @@ def test_an_export_of_what_is_no_checkpoint_says_so_without_torch(tmp_path):
         assert message in line
 
 
-def test_validate_takes_options_and_overrides_in_any_order():
+def test_options_may_be_anywhere_and_unknown_ones_and_commands_exit_with_2():
     options = ["validate", "--deep", TINY, "grpo.seed=x"], ["validate", TINY, "--deep", "grpo.seed=x"]
     assert [main(arguments) for arguments in options] == [2, 2]
-
-
-def test_unknown_options_and_commands_exit_with_2():
     for arguments in (["validate", TINY, "--dep"], ["valdate", TINY], []):
         with pytest.raises(SystemExit) as caught:
             main(arguments)

@@ -24,13 +24,7 @@ from support.toy_policy import (
 
 from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling, unscaled
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
-from nemo_offload_rl.algorithms.grpo import (
-    GRPO,
-    BatchSizes,
-    ValidationSampling,
-    _validated,
-    prepare,
-)
+from nemo_offload_rl.algorithms.grpo import GRPO, BatchSizes, ValidationSampling, _validated, prepare
 from nemo_offload_rl.algorithms.importance_sampling import sequence_prob_errors
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty
 from nemo_offload_rl.algorithms.rollout_queue import RolloutQueue

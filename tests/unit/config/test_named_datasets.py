@@ -25,9 +25,7 @@ def test_the_schema_has_the_names_of_the_table(kind, table):
 
 def test_absent_keys_are_nemo_rls():
     data = load_data(
-        "grpo",
-        "dataset_name: OpenMathInstruct-2",
-        "data.validation={_override_: true, dataset_name: AIME2025}",
+        "grpo", "dataset_name: OpenMathInstruct-2", "data.validation={_override_: true, dataset_name: AIME2025}"
     ).config["data"]
     assert data["train"] == {
         "dataset_name": "OpenMathInstruct-2",

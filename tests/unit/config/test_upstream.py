@@ -45,8 +45,7 @@ def leaves(config, path=""):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["nemo_rl_grpo_math_1B_megatron.yaml", "nemo_rl_grpo_math_1B.yaml", "nemo_rl_sft.yaml", "nemo_rl_dpo.yaml"],
+    "name", ["nemo_rl_grpo_math_1B_megatron.yaml", "nemo_rl_grpo_math_1B.yaml", "nemo_rl_sft.yaml", "nemo_rl_dpo.yaml"]
 )
 def test_every_key_of_upstreams_recipes_is_in_the_schema_or_in_a_table(name):
     config = load_recipe(DATA / name).config

@@ -6,13 +6,7 @@ import pytest
 
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.machine import HostFacts
-from nemo_offload_rl.plan.host_budget import (
-    HostBudgetError,
-    RankNeed,
-    check_host_budget,
-    margin_bytes,
-    usable_bytes,
-)
+from nemo_offload_rl.plan.host_budget import HostBudgetError, RankNeed, check_host_budget, margin_bytes, usable_bytes
 from nemo_offload_rl.residency.table import Target
 
 
