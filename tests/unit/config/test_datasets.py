@@ -1,4 +1,4 @@
-"""Recipes that name datasets as NeMo-RL's do."""
+"""Recipes' sections data and env: datasets by name, pairs of answers, and rewards."""
 
 from typing import get_args, get_type_hints
 
@@ -9,7 +9,7 @@ from nemo_offload_rl.config.keys.tree import splits_validation_data
 from nemo_offload_rl.config.problems import RecipeError
 from nemo_offload_rl.config.schema.data import NamedConversations, NamedPairs, NamedProblems
 from nemo_offload_rl.named_datasets import CONVERSATIONS, PAIRS, PROBLEMS
-from tests.unit.config.conftest import CONFIGS
+from tests.unit.config.conftest import CONFIGS, each_of
 
 
 def load_data(recipe, train, *overrides):
@@ -131,3 +131,136 @@ def test_prompt_files_of_every_dataset_have_to_be_there(tmp_path):
     for key in ("data.default.prompt_file", "data.train.prompt_file", "data.validation.0.system_prompt_file"):
         assert f"{key}: there is no file" in str(refusal.value)
     assert ": 3 problems\n" in str(refusal.value)
+
+
+DPO = CONFIGS / "dpo_tiny_cpu.yaml"
+BINARY = "dataset_name:BinaryPreferenceDataset,data_path:p.jsonl,prompt_key:p,chosen_key:c,rejected_key:r"
+RANKED = "dataset_name:PreferenceDataset,data_path:p.jsonl"
+
+
+def of(dataset, role="train"):
+    return f"data.{role}={{_override_:true,{dataset}}}"
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        BINARY,
+        RANKED,
+        "dataset_name:arithmetic,num_digits:2,num_problems:10,seed:1",
+        f"{BINARY},split:train",
+        f"{RANKED},split:null",
+    ],
+)
+def test_each_kind_of_pairs_is_valid_for_both_roles(dataset):
+    load(DPO, [of(dataset), of(dataset, "validation")])
+
+
+def test_keys_of_upstream_are_accepted_where_they_are_off():
+    off = "subset:null,prompt_file:null,system_prompt_file:null"
+    default = "++data.default={dataset_name:null,prompt_key:null}"
+    further = ["++data.val_data_paths=null", "++data.num_workers=1"]
+    load(DPO, [of(f"{BINARY},{off}"), of(f"{RANKED},{off}", "validation"), default, *further])
+
+
+BROKEN = {
+    "a dataset": [
+        of(dataset)
+        for dataset in (
+            "dataset_name:MMPR",
+            BINARY.replace("BinaryPreference", "HF"),
+            "data_path:x",
+            f"{BINARY},choosen_key:c",
+            f"{RANKED},prompt_key:p",
+            RANKED.replace("p.jsonl", "3"),
+            f"{RANKED},subset:x",
+            BINARY.replace("data_path:p.jsonl,", ""),
+        )
+    ],
+    "further keys": [
+        f"{of(RANKED)} ++data.{key}"
+        for key in (
+            "prompt_file=x",
+            "default={env_name:math}",
+            "default={prompt_key:p}",
+            "val_data_paths={a:b}",
+            "add_eos=null",
+        )
+    ],
+}
+
+
+@each_of(BROKEN)
+def test_a_wrong_key_is_named_with_its_remedy(overrides, error_of):
+    error_of(*overrides, recipe=DPO)
+
+
+def test_pairs_may_be_in_a_file_or_a_folder_which_has_to_be_there(tmp_path):
+    (tmp_path / "pairs.jsonl").write_text("{}")
+
+    def named(train, validation):
+        datasets = BINARY.replace("p.jsonl", str(train)), RANKED.replace("p.jsonl", str(validation))
+        return load(DPO, ["~warm_start", of(datasets[0]), of(datasets[1], "validation")])
+
+    check_named_files(named(tmp_path / "pairs.jsonl", tmp_path))
+    with pytest.raises(RecipeError, match=r"data\.train\.data_path: there is no file or folder .*did you mean .*pairs"):
+        check_named_files(named(tmp_path / "pair.jsonl", tmp_path))
+
+
+def load_env(env, *overrides):
+    return load(CONFIGS / "grpo_tiny_cpu.yaml", [f"env={{_override_: true, arithmetic: {{{env}}}}}", *overrides])
+
+
+def test_math_verify_has_workers_and_a_time_limit():
+    env = load_env("math_verify_impl: dapo_math_verify, num_workers: 16").config["env"]["arithmetic"]
+    assert env == {"math_verify_impl": "dapo_math_verify", "num_workers": 16, "time_limit_s": 10.0}
+    assert load_env("math_verify_impl: hf_math_verify").config["env"]["arithmetic"]["num_workers"] == 8
+
+
+@pytest.mark.parametrize("name", ["math", "math_default"])
+def test_nemo_rls_environment_for_math_has_its_verifier(name):
+    def env(keys):
+        own = [f"env={{_override_: true, {name}: {{{keys}}}}}", f"data.default.env_name={name}"]
+        return load(CONFIGS / "grpo_tiny_cpu.yaml", own).config["env"][name]
+
+    workers = {"num_workers": 8, "time_limit_s": 10.0}
+    assert env("") == {"math_verify_impl": "hf_math_verify", **workers}
+    assert env("num_workers: 2, verifier_type: math") == env("num_workers: 2")
+    assert env("math_verify_impl: dapo_math_verify")["math_verify_impl"] == "dapo_math_verify"
+    assert env("reward: exact_match") == {"reward": "exact_match", "math_verify_impl": None}
+
+
+def test_nemo_gym_is_the_missing_feature(error_of):
+    error_of("+env.should_use_nemo_gym=true")
+    keys = ("should_use_nemo_gym=false", "should_log_nemo_gym_responses=true", "should_mask_flagged_samples=true")
+    assert list(load_env("reward: exact_match", *(f"+env.{key}" for key in keys)).config["env"]) == ["arithmetic"]
+
+
+def test_a_python_reward_has_a_worker_and_a_time_limit():
+    function = {"reward": "python", "reward_function": "a:b"}
+    env = load_env("reward: python, reward_function: 'a:b'").config["env"]["arithmetic"]
+    assert env == function | {"num_workers": 1, "time_limit_s": 60.0, "math_verify_impl": None}
+    validated = load_env("reward: python, reward_function: 'a:b', num_workers: 3, time_limit_s: 5")
+    assert validated.config["env"]["arithmetic"].items() >= (function | {"num_workers": 3, "time_limit_s": 5.0}).items()
+    assert not any("num_workers" in note for note in validated.notes)
+
+
+def test_a_reward_of_ours_stays_as_it_is_and_one_that_is_not_in_use_may_say_nothing():
+    env = {"reward": "exact_match", "math_verify_impl": None, "num_workers": 4}
+    validated = load_env("reward: exact_match, math_verify_impl: null, num_workers: 4")
+    assert validated.config["env"]["arithmetic"] == env
+    assert load_env("reward: exact_match", "+env.dapo={num_workers: 64}").config["env"]["dapo"]["num_workers"] == 64
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        "num_workers:8",
+        "math_verify_impl:hf",
+        "math_verify_impl:hf_math_verify,reward_function:'a:b'",
+        "math_verify_impl:hf_math_verify,num_workers:0",
+        "math_verify_impl:hf_math_verify,time_limit_s:0",
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy(env, error_of):
+    error_of(f"env={{_override_:true,arithmetic:{{{env}}}}}")
