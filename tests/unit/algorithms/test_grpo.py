@@ -234,9 +234,7 @@ def test_a_step_calls_the_verbs_in_order_and_times_them():
     assert not setting.generation.awake
     phases = "refit sampling rewards finish_generation logprobs reference_logprobs training metrics"
     assert " ".join(timer.seconds()) == phases
-
-
-def test_an_engine_that_has_room_does_not_wait_until_the_policy_has_left():
+    # An engine that has room does not wait until the policy has left.
     setting = Setting()
     setting.generation.has_room = True
     setting.grpo.step(1, Timer())

@@ -171,29 +171,6 @@ def test_value_and_gradient_against_plain_loops(name):
     assert np.abs(differences).max() > 1e-3
 
 
-def test_weights_out_of_bounds_worked_out_by_hand():
-    # Weights of the three answer tokens: 1/2, 1 and 4; their geometric mean is 2 to the power of 1/3, some 1.26.
-    logprobs = torch.tensor([[0, -1.0, -1.0, -1.0]])
-    sampler = logprobs - torch.log(torch.tensor([[1.0, 0.5, 1.0, 4.0]]))
-    data = BatchedData(
-        token_mask=torch.tensor([[0.0, 1, 1, 1]]),
-        sample_mask=torch.ones(1),
-        prev_logprobs=logprobs,
-        generation_logprobs=sampler,
-        advantages=torch.ones(1, 4),
-    )
-    for (kind, high, low), loss, outside in [
-        (("tis", 2.0, None), -(0.5 + 1 + 2) / 3, 1 / 3),
-        (("tis", 2.0, 0.75), -(0.75 + 1 + 2) / 3, 2 / 3),
-        (("icepop", 2.0, 0.25), -(0.5 + 1) / 3, 1 / 3),
-        (("seq-mask-tis", 1.2, 0.9), 0.0, 1.0),
-        (("seq-mask-tis", 1.3, 0.9), -5.5 / 3, 0.0),
-    ]:
-        value, metrics = replace(PLAIN, **truncated(kind, high, low))(logprobs, data, GlobalCounts.of(data))
-        assert value.item() == pytest.approx(loss, rel=1e-6), (kind, high, low)
-        assert metrics["is_oob_ratio"].item() == pytest.approx(outside), (kind, high, low)
-
-
 @pytest.mark.parametrize(
     ("change", "loss", "outside"),
     [

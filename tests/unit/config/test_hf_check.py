@@ -1,6 +1,7 @@
-"""The model's config in a recipe, held against what transformers declares."""
+"""The model of a recipe: its config held against transformers, its folder, and overrides of its fields."""
 
 import dataclasses
+import json
 
 import pytest
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -8,6 +9,7 @@ from transformers.activations import ACT2CLS
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin
 
+from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.installed.transformers_source import (
     activations,
@@ -17,9 +19,10 @@ from nemo_offload_rl.config.installed.transformers_source import (
     model_types,
     rope_validators,
 )
-from nemo_offload_rl.config.model.hf_check import hf_config_problems
+from nemo_offload_rl.config.model.hf_check import ModelFolderError, check_model_folder, hf_config_problems
+from nemo_offload_rl.mcore.model import model_config
 from tests.support.tiny import TINY_DEEPSEEK_V3, TINY_QWEN3, TINY_QWEN3_MOE
-from tests.unit.config.conftest import CONFIGS
+from tests.unit.config.conftest import CONFIGS, MEGATRON
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {
@@ -179,3 +182,96 @@ def test_every_familys_own_defaults_are_valid():
 
 def _as_yaml(value):
     return [_as_yaml(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def check(name, hf_config=None, needs_weights=True, **sections):
+    policy = {"model_name": str(name), "hf_config": hf_config}
+    check_model_folder({"policy": policy, **sections}, needs_weights=needs_weights)
+
+
+@pytest.mark.parametrize("name", ["./nope", "../nope/model", "/nope", "~/nope", "a/b/c", "nope/"])
+def test_a_path_that_is_not_there_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelFolderError, match=r"^policy\.model_name is '.*', but there is no such folder"):
+        check(name)
+    check(name, hf_config={"model_type": "qwen3"})  # a label
+    check(name, warm_start={"recipe": "sft.yaml"})  # which makes the model
+    for of_hub in ("gpt2", "Qwen/Qwen3-0.6B"):  # these are left to others
+        check(of_hub)
+
+
+def test_a_remedy_is_named(tmp_path):
+    (tmp_path / "qwen3-tiny").mkdir()
+    with pytest.raises(ModelFolderError, match=r"\(did you mean .*/qwen3-tiny\?\)"):
+        check(tmp_path / "qwen3-tny")
+    with pytest.raises(ModelFolderError, match=r"\(nor .*/absent\)"):
+        check(tmp_path / "absent" / "model")
+    with pytest.raises(ModelFolderError, match=r"\(~ is not the home folder in a recipe\)"):
+        check("~/model")
+
+
+def test_a_folder_is_a_whole_model(tmp_path):
+    with pytest.raises(ModelFolderError, match=r"a folder without a config\.json; give one in Hugging Face format\.$"):
+        check(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text("{")
+    with pytest.raises(ModelFolderError, match=r"whose config\.json is not valid JSON"):
+        check(tmp_path)
+    with pytest.raises(ModelFolderError, match=r"config\.json', which is a file; give the model's folder"):
+        check(config)
+    config.write_text("{}")
+    with pytest.raises(ModelFolderError, match=r"with a config\.json and no weights"):
+        check(tmp_path)
+    check(tmp_path, needs_weights=False)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-1.safetensors").touch()
+    with pytest.raises(ModelFolderError, match=r"without model-2\.safetensors, which its index lists"):
+        check(tmp_path)
+    (tmp_path / "model-2.safetensors").touch()
+    check(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(
+        ModelFolderError, match=r"model\.safetensors\.index\.json is not a valid index of weights \(TypeError"
+    ):
+        check(tmp_path)
+
+
+def test_commands_say_it_at_once_and_plain_validation_looks_at_no_folder(capsys):
+    recipe = [str(CONFIGS / "sft_tiny_cpu.yaml"), "policy.model_name=./nope", "policy.hf_config=null"]
+    for command in (["validate", "--deep"], ["plan"]):
+        assert main([*command, *recipe]) == 2
+        assert "policy.model_name is './nope', but there is no such folder" in capsys.readouterr().err
+    assert main(["validate", *recipe]) == 0
+
+
+TINY = CONFIGS / "grpo_tiny_cpu.yaml"
+
+
+def test_a_field_means_the_same_as_in_the_section_and_reaches_the_model():
+    fields = "{rotary_interleaved: true, layernorm_epsilon: 0.001}"
+    written = [f"++{MEGATRON}.rotary_interleaved=true", f"++{MEGATRON}.layernorm_epsilon=0.001"]
+    overridden = load(TINY, [f"++{MEGATRON}.model_overrides={fields}"])
+    assert overridden.config == load(TINY, [f"++{MEGATRON}.model_overrides={{}}", *written]).config
+    assert overridden.recipe.config["policy"]["megatron_cfg"]["model_overrides"]["rotary_interleaved"] is True
+
+    policy = overridden.config["policy"]
+    provider = model_config.make_provider(policy, model_config.make_bridge(policy, model_config.hf_config(policy)))
+    assert (provider.rotary_interleaved, provider.layernorm_epsilon) == (True, 0.001)
+
+
+def test_a_field_is_refused_where_it_is_written(tmp_path, error_of):
+    for field, also in (
+        ("maskd_softmax_fusion: false", ""),
+        ("moe_z_loss_coeff: 'x'", ""),
+        ("hidden_size: 64", ""),
+        ("fp8: 'e4m3'", ""),
+        ("sequence_parallel: true", ""),
+        ("defer_fp32_logits: true", ""),
+        ("layernorm_epsilon: 0.1", "layernorm_epsilon: 0.2"),
+        ("window_size: null", ""),
+        ("moe_pad_expert_input_to_capacity: true", ""),  # by a rule between two keys
+    ):
+        text = f"defaults: {TINY}\npolicy:\n  megatron_cfg:\n    {also}\n    model_overrides:\n      {field}\n"
+        (tmp_path / "recipe.yaml").write_text(text)
+        error_of(recipe=tmp_path / "recipe.yaml")

@@ -213,16 +213,22 @@ def test_a_run_that_fails_after_a_step_has_a_page(tmp_path, session, num_done):
         assert f"report: {page}" in shown(session)
 
 
-def test_a_second_run_goes_on_where_the_first_ended(tmp_path, session):
+@pytest.mark.parametrize("is_killed_while_saving", [False, True])
+def test_a_second_run_goes_on_where_the_first_has_saved(tmp_path, session, is_killed_while_saving):
     make_job(tmp_path / "whole").run(session)
-    make_job(tmp_path / "parts", "sft.max_num_steps=2", "sft.val_at_end=false").run(session)
+    num_steps = 3 if is_killed_while_saving else 2
+    make_job(tmp_path / "parts", f"sft.max_num_steps={num_steps}", "sft.val_at_end=false").run(session)
     leftover = tmp_path / "parts" / "checkpoints" / "tmp_step_3"
-    leftover.mkdir()
+    if is_killed_while_saving:  # step_2 is the newest complete one, and step 3 is done and logged again
+        leftover.with_name("step_3").rename(leftover)
+    else:
+        leftover.mkdir()
     make_job(tmp_path / "parts").run(session)
     assert rows(tmp_path / "parts/logs/exp_001") == rows(tmp_path / "whole/logs/exp_001")
     assert not (tmp_path / "parts/logs/exp_002").exists()
     assert not leftover.exists()
-    assert "with other values than before: sft.max_num_steps, sft.val_at_end." in shown(session)
+    if not is_killed_while_saving:
+        assert "with other values than before: sft.max_num_steps, sft.val_at_end." in shown(session)
 
 
 def test_row_tokens_are_chosen_once_told_and_kept_in_checkpoints(tmp_path):
@@ -266,15 +272,6 @@ def test_skipped_steps_of_a_resumed_run_count_on(tmp_path, session):
     assert run(3)[1].num_skipped == 3
     policy, state = run(5)
     assert (policy.num_skipped, state.num_skipped) == (3, 5)
-
-
-def test_steps_after_the_checkpoint_are_done_and_logged_again(tmp_path, session):
-    make_job(tmp_path / "whole").run(session)
-    make_job(tmp_path / "parts", "sft.max_num_steps=3", "sft.val_at_end=false").run(session)
-    last = tmp_path / "parts" / "checkpoints" / "step_3"
-    last.rename(last.with_name("tmp_step_3"))  # as if killed while saving: step_2 is the newest complete one
-    make_job(tmp_path / "parts").run(session)
-    assert rows(tmp_path / "parts/logs/exp_001") == rows(tmp_path / "whole/logs/exp_001")
 
 
 def test_without_checkpoints_every_run_is_a_new_one(tmp_path, session):
