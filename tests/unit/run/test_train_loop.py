@@ -102,21 +102,35 @@ def saved(tmp_path):
     return sorted(int(path.name.removeprefix("step_")) for path in tmp_path.iterdir())
 
 
-def test_steps_validations_and_checkpoints_are_where_the_schedule_has_them(tmp_path):
-    reason, algorithm, outputs = run(tmp_path)
-    assert reason is StopReason.STEPS
-    assert list(outputs.rows) == outputs.shown == list(range(1, 11))
-    assert algorithm.validated == [4, 8]
-    assert saved(tmp_path) == outputs.synced == [3, 6, 9, 10]  # the last step is saved, too
-    assert outputs.rows[4]["validation/accuracy"] == 0.4
-    assert "validation/accuracy" not in outputs.rows[5]
+ACCURATE = StopTarget("validation/accuracy", 0.4)
 
 
-def test_further_checkpoints_have_a_period_of_their_own_and_none_disturb_where_they_are_off(tmp_path):
-    run(tmp_path, ft_save_period=4)
-    assert saved(tmp_path) == [3, 4, 6, 8, 9, 10]
-    assert run(tmp_path / "off", checkpoints=NoCheckpoints())[0] is StopReason.STEPS
-    assert not (tmp_path / "off").exists()
+@pytest.mark.parametrize(
+    ("changes", "reason", "validated", "saved_steps"),
+    [
+        ({}, StopReason.STEPS, [4, 8], [3, 6, 9, 10]),  # the last step is saved, too
+        ({"ft_save_period": 4}, StopReason.STEPS, [4, 8], [3, 4, 6, 8, 9, 10]),
+        ({"val_period": 0, "val_at_start": True, "val_at_end": True}, StopReason.STEPS, [0, 10], [3, 6, 9, 10]),
+        ({"val_period": 5, "val_at_end": True}, StopReason.STEPS, [5, 10], [3, 6, 9, 10]),
+        ({"max_num_epochs": 1, "val_at_end": True}, StopReason.EPOCHS, [4], [3, 4]),
+        ({"val_period": 2, "target": ACCURATE}, StopReason.TARGET, [2, 4], [3, 4]),
+    ],
+)
+def test_all_is_where_the_schedule_has_it(tmp_path, changes, reason, validated, saved_steps):
+    found, algorithm, outputs = run(tmp_path, **changes)
+    assert found is reason
+    assert list(outputs.rows) == outputs.shown == [*range(0 if 0 in validated else 1, saved_steps[-1] + 1)]
+    assert algorithm.validated == validated
+    accuracies = {
+        step: row["validation/accuracy"] for step, row in outputs.rows.items() if "validation/accuracy" in row
+    }
+    assert accuracies == {step: step / 10 for step in validated}
+    assert saved(tmp_path) == outputs.synced == saved_steps
+
+
+def test_off_checkpoints_do_not_disturb(tmp_path):
+    assert run(tmp_path, checkpoints=NoCheckpoints())[0] is StopReason.STEPS
+    assert saved(tmp_path) == []
 
 
 def test_timings_are_logged(tmp_path):
@@ -127,14 +141,6 @@ def test_timings_are_logged(tmp_path):
     assert row["performance/tokens_per_sec"] > 0
     assert "timing/train/checkpointing" not in row
     assert "timing/train/checkpointing" in run(tmp_path / "again")[2].rows[3]
-
-
-def test_validation_at_start_and_end(tmp_path):
-    _, algorithm, outputs = run(tmp_path, val_period=0, val_at_start=True, val_at_end=True)
-    assert algorithm.validated == [0, 10]
-    assert outputs.rows[0]["validation/accuracy"] == 0.0
-    _, algorithm, _ = run(tmp_path / "again", val_period=5, val_at_end=True)
-    assert algorithm.validated == [5, 10]
 
 
 def test_answers_of_a_validation_are_shown_once(tmp_path):
@@ -148,48 +154,23 @@ def test_answers_of_a_validation_are_shown_once(tmp_path):
     assert run(tmp_path / "none", val_at_start=True)[2].answers == []
 
 
-def test_epochs_end_a_run(tmp_path):
-    reason, algorithm, outputs = run(tmp_path, max_num_epochs=1, val_at_end=True)
-    assert reason is StopReason.EPOCHS
-    assert max(outputs.rows) == 4
-    assert algorithm.validated == [4]
-    assert saved(tmp_path) == [3, 4]
-
-
-def test_a_target_ends_a_run(tmp_path):
-    target = StopTarget("validation/accuracy", 0.4)
-    reason, _, outputs = run(tmp_path, target=target, val_period=2)
-    assert reason is StopReason.TARGET
-    assert max(outputs.rows) == 4
-    assert saved(tmp_path) == [3, 4]
-
-
 def test_a_finished_run_has_nothing_left_to_do(tmp_path):
-    target = StopTarget("validation/accuracy", 0.4)
-    run(tmp_path, target=target, val_period=2)
+    run(tmp_path, target=ACCURATE, val_period=2)
     state = RunState.read(tmp_path / "step_4")
-    reason, algorithm, outputs = run(tmp_path, target=target, val_period=2, state=state, val_at_start=True)
-    assert reason is StopReason.TARGET
-    assert (algorithm.validated, outputs.rows) == ([], {})
+    reason, algorithm, outputs = run(tmp_path, target=ACCURATE, val_period=2, state=state, val_at_start=True)
+    assert (reason, algorithm.validated, outputs.rows) == (StopReason.TARGET, [], {})
 
 
-def test_an_interrupt_finishes_the_step_and_saves(tmp_path):
+def test_an_interrupt_finishes_the_step_and_saves_and_before_the_first_step_nothing(tmp_path):
     interrupt = Interrupt()
-    reason, algorithm, outputs = run(
-        tmp_path, Countdown(interrupt, interrupt_at=5), interrupt=interrupt, val_at_end=True
-    )
-    assert reason is StopReason.INTERRUPTED
-    assert max(outputs.rows) == 5
-    assert saved(tmp_path) == [3, 5]
+    algorithm = Countdown(interrupt, interrupt_at=5)
+    reason, _, outputs = run(tmp_path, algorithm, interrupt=interrupt, val_at_end=True)
+    assert (reason, max(outputs.rows), saved(tmp_path)) == (StopReason.INTERRUPTED, 5, [3, 5])
     assert algorithm.validated == [4]
     assert RunState.read(tmp_path / "step_5").position == DataPosition(1, 1)
-
-
-def test_an_interrupt_before_the_first_step_saves_nothing(tmp_path):
-    interrupt = Interrupt()
-    interrupt.requested = True
-    reason, _, outputs = run(tmp_path, interrupt=interrupt)
-    assert (reason, outputs.rows, saved(tmp_path)) == (StopReason.INTERRUPTED, {}, [])
+    reason, _, outputs = run(tmp_path / "again", interrupt=interrupt)
+    assert (reason, outputs.rows) == (StopReason.INTERRUPTED, {})
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_checkpoint_has_its_steps_in_the_log_already(tmp_path):
