@@ -132,14 +132,12 @@ PLAN = make_plan(policy_without_model(), [FACTS])
 
 
 def test_what_building_a_policy_takes():
-    # All state counts, and the largest target twice; random weights are a whole model beside the parameters.
-    assert policy_build_bytes(PLAN, 40 * GIB, has_random_weights=False) == (2 + 4 + 2 * 10 + 3) * GIB
-    assert policy_build_bytes(PLAN, 40 * GIB, has_random_weights=True) == (2 + 4 + 2 * 10 + 3) * GIB
-    assert policy_build_bytes(PLAN, 100 * GIB, has_random_weights=True) == (2 + 25 + 3) * GIB
+    # All state counts, and the largest target twice.
+    assert policy_build_bytes(PLAN) == (2 + 4 + 2 * 10 + 3) * GIB
     policy = policy_without_model()
     policy["residency"] |= {"table": {"train": {"optimizer_state": "streamed"}}, "stream_window_mib": 1024}
     streamed = make_plan(policy, [FACTS])
-    assert policy_build_bytes(streamed, 40 * GIB, has_random_weights=False) == (2 + 2 * 4 + 1 + 3) * GIB
+    assert policy_build_bytes(streamed) == (2 + 2 * 4 + 1 + 3) * GIB
 
 
 ENGINE = EngineMemory(
