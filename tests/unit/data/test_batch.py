@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
+from nemo_offload_rl.data.batch import BatchedData, GlobalCounts, response_batch, response_logprobs
 
 
 def batch(rows: int, width: int, first: int = 0) -> BatchedData:
@@ -12,12 +12,8 @@ def batch(rows: int, width: int, first: int = 0) -> BatchedData:
 
 
 def test_size_is_the_number_of_rows():
-    assert batch(3, 2).size == 3
-    assert BatchedData().size == 0
-
-
-def test_unequal_columns_are_refused():
     data = batch(3, 2)
+    assert (data.size, BatchedData().size) == (3, 0)
     data["sample_mask"] = torch.ones(2)
     with pytest.raises(ValueError, match=r"one length.*'sample_mask': 2"):
         data.size  # noqa: B018
@@ -33,23 +29,13 @@ def test_slice_and_select_keep_columns_together():
     assert data.select(torch.tensor([], dtype=torch.long)).size == 0
 
 
-def test_concat_pads_on_the_right():
+def test_concat_pads_on_the_right_and_keeps_dtypes():
     joined = BatchedData.concat([batch(1, 2), batch(2, 3, first=10)], pad_values={"input_ids": -1})
     assert joined["input_ids"].tolist() == [[0, 1, -1], [10, 11, 12], [13, 14, 15]]
     assert joined["input_lengths"].tolist() == [2, 3, 3]
     assert joined["texts"] == ["t0", "t10", "t11"]
-
-
-def test_concat_keeps_dtypes():
-    data = BatchedData(token_mask=torch.ones(1, 2), input_ids=torch.ones(1, 2, dtype=torch.long))
-    other = BatchedData(token_mask=torch.ones(1, 3), input_ids=torch.ones(1, 3, dtype=torch.long))
-    joined = BatchedData.concat([data, other])
-    assert joined["token_mask"].dtype == torch.float32
-    assert joined["input_ids"].dtype == torch.int64
-    assert joined["token_mask"][0].tolist() == [1, 1, 0]
-
-
-def test_concat_of_other_columns_is_refused():
+    masks = BatchedData.concat([BatchedData(token_mask=torch.ones(1, width)) for width in (2, 3)])["token_mask"]
+    assert (joined["input_ids"].dtype, masks.dtype, masks[0].tolist()) == (torch.int64, torch.float32, [1, 1, 0])
     with pytest.raises(ValueError, match="same columns"):
         BatchedData.concat([batch(1, 2), BatchedData(input_ids=torch.zeros(1, 2))])
 
@@ -90,3 +76,15 @@ def test_rows_that_belong_together_cannot_be_separated():
         batch(5, 1).in_groups(2)
     with pytest.raises(ValueError, match=r"groups of the same size, found \[1, 2\]"):
         BatchedData.concat([data, batch(2, 2)])
+
+
+def test_prompts_and_responses_are_padded_on_the_right_and_logprobs_stand_at_their_tokens():
+    answers = response_batch([[1, 2], [3]], [[4], [5, 6, 7]], 9)
+    assert answers["input_ids"].tolist() == [[1, 2, 4, 9], [3, 5, 6, 7]]
+    assert answers["input_ids"].dtype == torch.int64
+    assert answers["input_lengths"].tolist() == [3, 4]
+    assert answers["token_mask"].tolist() == [[0, 0, 1, 0], [0, 1, 1, 1]]
+    assert response_logprobs(answers, [[-0.5], [-1.0, -2.0, -3.0]]).tolist() == [[0, 0, -0.5, 0], [0, -1, -2, -3]]
+    without = response_batch([[1, 2], [3]], [[], [5]], 9)  # a response, which leaves its sample out of the loss
+    assert without["sample_mask"].tolist() == [0, 1]
+    assert without["token_mask"][0].tolist() == [0, 0]

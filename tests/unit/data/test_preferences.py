@@ -47,11 +47,8 @@ def test_a_prompt_and_two_answers_are_texts_or_messages(tmp_path, row):
     (pair,) = load_jsonl(write_rows(tmp_path / "a.jsonl", row), BINARY)
     assert pair == PAIR
     assert pair.where == f"{tmp_path}/a.jsonl:1"
-
-
-def test_the_fields_have_the_names_of_the_recipe(tmp_path):
-    path = write_rows(tmp_path / "a.jsonl", {"q": "1+1", "good": "2", "bad": "3"})
-    assert load_jsonl(path, BinaryForm("q", "good", "bad")) == [PAIR]
+    renamed = write_rows(tmp_path / "b.jsonl", {"q": "1+1", "good": "2", "bad": "3"})
+    assert load_jsonl(renamed, BinaryForm("q", "good", "bad")) == [PAIR]
 
 
 def test_a_prompt_may_be_a_conversation(tmp_path):
@@ -78,15 +75,12 @@ def test_of_two_completions_the_lower_rank_is_chosen(tmp_path):
         ({"prompt": "1+1", "chosen": "2"}, "a.jsonl:2 has no field 'rejected'; it has 'prompt', 'chosen'"),
         ('["1+1"]', "a.jsonl:2 is not an object with the fields 'prompt', 'chosen' and 'rejected'"),
         (binary(chosen=None), "a.jsonl:2: the field 'chosen' must be a text or a list of messages, found None"),
-        (binary(prompt={"role": "user"}), "a.jsonl:2: the field 'prompt' must be .* found an object"),
         (binary(chosen=" \n"), "a.jsonl:2: the field 'chosen' is an empty answer"),
         (binary(rejected=[said("")]), "a.jsonl:2: the field 'rejected' is an empty answer"),
         (binary(rejected="2"), "a.jsonl:2: the chosen and the rejected answer are the same"),
-        (binary(chosen="\ud800"), "a.jsonl:2: the field 'chosen' has half of a character"),
         (binary(prompt=[]), "a.jsonl:2: the field 'prompt' is empty: its last message must be the user's"),
         (binary(prompt=[USER, said("2")]), "'prompt' ends with one of the role 'assistant'"),
         (binary(prompt=[{"role": "tool", "content": "1"}]), "'prompt' has no message of the role 'user'"),
-        (binary(chosen=[]), "'chosen' is empty: its last message must be the assistant's"),
         (binary(chosen=[said("2"), USER]), "'chosen' ends with one of the role 'user'"),
         (
             binary(chosen=[{"role": "user", "content": "1+2"}, said("2")]),
@@ -113,12 +107,9 @@ def test_a_wrong_line_is_named(tmp_path, row, message):
     [
         (ranked(1, 1), "a.jsonl:2: both completions have the rank 1, but the lower rank tells which is chosen"),
         (ranked() | {"completions": ranked()["completions"][:1]}, "'completions' must be a list of two.* a list of 1"),
-        (ranked() | {"completions": "2"}, "'completions' must be a list of two, .* found '2'"),
         (ranked() | {"completions": ["2", "3"]}, r"completions\[0\] must be an object with 'rank' and 'completion'"),
         (ranked(0, "1"), r"completions\[1\]: the field 'rank' must be an integer, found '1'"),
-        (ranked(0, True), r"completions\[1\]: the field 'rank' must be an integer, found True"),
         (ranked(answers=("2", "")), r"a.jsonl:2: completions\[1\]: the field 'completion' is an empty answer"),
-        ({"context": [USER]}, "a.jsonl:2 has no field 'completions'; it has 'context'"),
     ],
     ids=lambda value: str(value)[:60],
 )

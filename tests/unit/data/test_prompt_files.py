@@ -36,35 +36,30 @@ def test_a_second_system_message_is_refused_with_its_place():
         samples[0]
 
 
-@pytest.mark.parametrize("name", ["cot", "math"])
-def test_our_prompts_ask_for_a_boxed_answer_to_a_problem(name):
-    assert read_prompt_file(str(PROMPTS / f"{name}.txt"), "k").format("1+1").count("1+1") == 1
-    assert r"\boxed{}" in read_prompt_file(str(PROMPTS / f"{name}.txt"), "k").format("1+1")
-
-
-def test_our_system_prompt_is_taken_as_it_is():
+def test_our_prompts_ask_for_a_boxed_answer():
+    for name in ("cot", "math"):
+        prompt = read_prompt_file(str(PROMPTS / f"{name}.txt"), "k").format("1+1")
+        assert prompt.count("1+1") == 1 and r"\boxed{}" in prompt
     assert r"\boxed{}" in read_text_file(str(PROMPTS / "gsm8k.txt"), "k")
 
 
 def test_prompt_files(tmp_path):
     path = tmp_path / "prompt.txt"
-    path.write_text(r"Put it in \boxed{{}}: {}")
-    assert read_prompt_file(str(path), "k").format("1+1") == r"Put it in \boxed{}: 1+1"
+    for text, prompt in ((r"In \boxed{{}}: {}", r"In \boxed{}: 1+1"), ("{0}? Again: {0} {{}}", "1+1? Again: 1+1 {}")):
+        path.write_text(text, encoding="utf-8-sig")
+        assert read_prompt_file(str(path), "k").format("1+1") == prompt
     assert read_prompt_file(None, "k") == "{}"
 
 
-def test_a_byte_order_mark_is_no_part_of_a_prompt_file(tmp_path):
-    path = tmp_path / "prompt.txt"
-    path.write_text("1+{}", encoding="utf-8-sig")
-    assert read_prompt_file(str(path), "k") == "1+{}"
+PLACES = ["{} {}", "{ ", "{:>99999999999}", "{0.upper}", "{.upper}", "{0[0]}", "{!r}", "{prompt}", "{1}"]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("no place", "every prompt would be the same"),
-        ("{} {}", "not a prompt template"),
-        ("{ ", "not a prompt template"),
+        ("{}" + "x" * 2**20, "cannot be read: it has more than 1,048,576 bytes"),
+        *((f"Solve {place}.", "is not a prompt template") for place in PLACES),
     ],
 )
 def test_wrong_prompt_files_are_refused(tmp_path, content, message):

@@ -54,36 +54,15 @@ def chat_tokenizer():
     return tokenizer
 
 
-def test_plain_text_is_the_prompt_itself():
-    (prompt,) = PromptFormat(arithmetic_tokenizer(), max_tokens=10).prompts([Problem("07+85=", "092")])
-    assert prompt.prompt_ids == [0, 7, 10, 8, 5, 11]
-    assert prompt.answer_ids == []
-    assert prompt.fits
-
-
 def test_an_example_ends_in_the_end_of_sequence():
+    (prompt,) = PromptFormat(arithmetic_tokenizer(), max_tokens=10).prompts([Problem("07+85=", "092")])
+    assert (prompt.answer_ids, prompt.fits) == ([], True)
     (example,) = PromptFormat(arithmetic_tokenizer(), max_tokens=11).examples([Problem("07+85=", "092")])
-    assert example.prompt_ids == [0, 7, 10, 8, 5, 11]
+    assert example.prompt_ids == prompt.prompt_ids == [0, 7, 10, 8, 5, 11]
     assert example.answer_ids == [0, 9, 2, EOS]
     assert example.fits
     (bare,) = PromptFormat(arithmetic_tokenizer(), 10, add_eos=False).examples([Problem("07+85=", "092")])
     assert bare.answer_ids == [0, 9, 2]
-
-
-def test_a_chat_template_wraps_turns():
-    problem_format = PromptFormat(chat_tokenizer(), 30)
-    problem = AnsweredContext((Message("system", "99"), Message("user", "45")), "6")
-    (prompt,) = problem_format.prompts([problem])
-    assert text(prompt.prompt_ids) == "1+99=2+45=3+"
-    (example,) = problem_format.examples([problem])
-    assert example.prompt_ids == prompt.prompt_ids
-    assert text(example.answer_ids) == "6=<eos>"
-
-
-def test_without_a_generation_prompt_the_header_is_part_of_the_answer():
-    (example,) = PromptFormat(chat_tokenizer(), 30, add_generation_prompt=False).examples([Problem("45", "6")])
-    assert text(example.prompt_ids) == "2+45="
-    assert text(example.answer_ids) == "3+6=<eos>"
 
 
 @pytest.mark.parametrize("opened", [True, False])
@@ -133,12 +112,12 @@ def test_chatml_trains_the_newline_after_the_end_of_a_turn(opened):
     whole = AnsweredContext(context, "the sum is 13\n", trains_all_answers=True)
     chat_format = PromptFormat(tokenizer, 400, add_generation_prompt=opened)
     batch = example_batch(chat_format, [Problem("7+5?", "the sum is 12"), whole])
-    pairs = pair_batch(chat_format, [PreferencePair(context[:1], "the sum is 12", "the sum is 13\n")])
+    pairs = pair_batch(chat_format, [PreferencePair(context, "the sum is 12", "the sum is 13\n")])
     for found, number, (ids, trained) in [
         (batch, 0, row((*user, 0), (first, 1))),
         (batch, 1, row((*user, 0), (first, 1), (then, 0), (second, 1))),
-        (pairs, 0, row((*user, 0), (first, 1))),
-        (pairs, 1, row((*user, 0), (second, 1))),
+        (pairs, 0, row((*user, 0), (first, 0), (then, 0), (first, 1))),  # only the last turn is trained
+        (pairs, 1, row((*user, 0), (first, 0), (then, 0), (second, 1))),
     ]:
         length = int(found["input_lengths"][number])
         assert found["input_ids"][number, :length].tolist() == ids
@@ -195,12 +174,9 @@ def test_long_examples_are_cut_and_say_so():
     problem = Problem("123", "45")
     (example,) = PromptFormat(arithmetic_tokenizer(), 4).examples([problem])
     assert (example.prompt_ids, example.answer_ids, example.fits) == ([1, 2, 3], [4], False)
-    full = PromptFormat(arithmetic_tokenizer(), 6)
-    assert [row.fits for limited in (True, False) for row in full.examples([problem], may_reach_limit=limited)] == [
-        True,
-        False,
-    ]
-    assert PromptFormat(arithmetic_tokenizer(), 7).examples([problem])[0].fits
+    for limit, may_reach_limit, fits in ((6, True, True), (6, False, False), (7, False, True)):
+        (example,) = PromptFormat(arithmetic_tokenizer(), limit).examples([problem], may_reach_limit=may_reach_limit)
+        assert example.fits is fits
 
 
 def test_a_word_without_a_token_is_named_with_its_line():
@@ -224,15 +200,11 @@ def open_tokenizer():
     return tokenizer
 
 
-def test_a_tokenizer_with_a_token_for_unknown_words_takes_every_text():
-    rows = [Problem("x", "y", "a.jsonl:1")]
-    assert PromptFormat(open_tokenizer(), 30).check_rows(rows, with_answers=True) == 1
-
-
 def test_every_row_is_read_and_rendered_before_a_run(tmp_path):
     rows = [{"q": f"{number}", "a": None if number == 1500 else "1"} for number in range(1501)]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
     plain = PromptFormat(open_tokenizer(), 30)
+    assert plain.check_rows([Problem("x", "y", "a.jsonl:1")], with_answers=True) == 1  # it takes every text
     with pytest.raises(DataError, match=r"row 1500: the field 'a' must be a text or a number, found None"):
         plain.check_rows(load_hf_folder(tmp_path, "train", ProblemForm("q", "a")), with_answers=False)
 
