@@ -4,7 +4,6 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 import ray
 
@@ -13,7 +12,7 @@ from nemo_offload_rl.placement.machine import host_facts
 from nemo_offload_rl.placement.nodes import require_gpus, require_no_segments, require_one_node
 from nemo_offload_rl.run.preflight import node_facts
 
-# Each of these tests starts its own Ray, so each runs in its own process.
+# Starts a Ray of its own, so it runs in its own process.
 START_AND_STOP = """
 import os, pathlib, psutil, ray, signal
 from nemo_offload_rl.placement.cluster import Cluster
@@ -58,61 +57,31 @@ assert "NEMO_OFFLOAD_RL_DRIVER" not in os.environ
 print("left nothing behind")
 """
 
-TOO_MANY_GPUS = """
-import psutil, sys, torch
-from nemo_offload_rl.placement.cluster import Cluster
-
-found = torch.cuda.device_count()
-try:
-    Cluster(num_nodes=1, gpus_per_node=found + 1)
-except ValueError as error:
-    assert f"has {found};" in str(error), error
-    assert psutil.Process().children(recursive=True) == []
-    print("refused")
-"""
-
-
-def _run(script: str) -> str:
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False, start_new_session=True
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
 
 def test_a_cluster_listens_on_loopback_survives_an_interrupt_and_leaves_no_process():
-    assert "left nothing behind" in _run(START_AND_STOP)
+    command = [sys.executable, "-c", START_AND_STOP]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, start_new_session=True)
+    assert run.returncode == 0, run.stderr
+    assert "left nothing behind" in run.stdout
 
 
-def test_each_gpu_has_a_bundle_where_omp_num_threads_is_lower(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert available_threads() == 1
-    assert num_cpus_of_ray(3) == 3
-    assert num_cpus_of_ray(0) == 1
+@pytest.mark.parametrize(
+    ("require", "message"),
+    [
+        (lambda: require_gpus(3, 2, 4, "here"), r"8 GPUs \(cluster.num_nodes 2 x cluster.gpus_per_node 4\), .* has 3"),
+        (lambda: require_gpus(0, 2, 4, "here", needs_gpus=True), r"began on GPUs, but here has none now, .* has 8 "),
+        (lambda: require_one_node(2), r"2 nodes .* set RAY_ADDRESS"),
+        (lambda: require_no_segments(2), r"segments of 2 nodes .* set RAY_ADDRESS"),
+    ],
+)
+def test_too_few_gpus_or_nodes_are_an_error_with_the_numbers(require, message):
+    with pytest.raises(ValueError, match=message):
+        require()
 
 
-@pytest.mark.gpu
-def test_too_few_gpus_are_refused_before_anything_starts():
-    import torch
-
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    assert "refused" in _run(TOO_MANY_GPUS)
-
-
-def test_too_few_gpus_are_an_error_with_the_numbers_and_none_at_all_is_fine():
-    with pytest.raises(
-        ValueError, match=r"asks for 8 GPUs \(cluster.num_nodes 2 x cluster.gpus_per_node 4\), but here has 3"
-    ):
-        require_gpus(3, 2, 4, "here")
+def test_no_gpus_at_all_are_fine():
     require_gpus(8, 2, 4, "here")
     require_gpus(0, 2, 4, "here")
-    with pytest.raises(ValueError, match=r"began on GPUs, but here has none now, .* once it has 8 "):
-        require_gpus(0, 2, 4, "here", needs_gpus=True)
-    with pytest.raises(ValueError, match=r"2 nodes .* set RAY_ADDRESS"):
-        require_one_node(2)
-    with pytest.raises(ValueError, match=r"segments of 2 nodes .* set RAY_ADDRESS"):
-        require_no_segments(2)
     require_no_segments(1)
     require_no_segments(None)
 
@@ -124,6 +93,8 @@ def test_what_a_joined_cluster_lacks_is_said_before_anything_is_reserved(ray_clu
     with pytest.raises(ValueError, match=r"asks for 1 nodes .* with 10000 ranks each"):
         Cluster(num_nodes=1, gpus_per_node=10_000)
     assert time.monotonic() - start < 10
+    with pytest.raises(ValueError, match="began on GPUs, but the Ray cluster has none now"):
+        Cluster(num_nodes=1, gpus_per_node=1, needs_gpus=True)
     with Cluster(num_nodes=2, gpus_per_node=1) as cluster:
         assert len(cluster.node_ids) == 1
         assert cluster.node_of(0) == cluster.node_of(1)
@@ -132,11 +103,6 @@ def test_what_a_joined_cluster_lacks_is_said_before_anything_is_reserved(ray_clu
         [(host, *_), same] = cluster.on_each_node(node_facts)
         assert host.total_bytes == host_facts().total_bytes
         assert same[0] is host  # a node with two groups of ranks is asked once
-
-
-def test_a_restart_without_the_gpus_of_the_first_attempt_does_not_fall_back_to_the_cpu(ray_cluster):
-    with pytest.raises(ValueError, match="began on GPUs, but the Ray cluster has none now"):
-        Cluster(num_nodes=1, gpus_per_node=1, needs_gpus=True)
 
 
 def test_a_second_cluster_shares_ray_and_leaves_it_running(ray_cluster):
@@ -151,16 +117,14 @@ def test_a_second_cluster_shares_ray_and_leaves_it_running(ray_cluster):
     assert all(states[group.id.hex()] == "CREATED" for group in ray_cluster._groups)
 
 
-def test_threads_are_shared_out_to_the_ranks(ray_cluster):
+def test_threads_are_limited_by_omp_num_threads_and_shared_out_to_the_ranks(ray_cluster, monkeypatch):
     assert ray_cluster.threads_per_node == available_threads()
     assert ray_cluster.threads_per_rank == max(1, available_threads() // 2)
-
-
-def test_omp_num_threads_limits_the_threads(monkeypatch):
+    for limit, threads in (("1", 1), ("100000", len(os.sched_getaffinity(0)))):
+        monkeypatch.setenv("OMP_NUM_THREADS", limit)
+        assert available_threads() == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert available_threads() == 1
-    monkeypatch.setenv("OMP_NUM_THREADS", "100000")
-    assert available_threads() == len(os.sched_getaffinity(0))
+    assert (num_cpus_of_ray(3), num_cpus_of_ray(0)) == (3, 1)  # a bundle for each GPU all the same
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert available_threads() == len(os.sched_getaffinity(0))
 
@@ -196,20 +160,3 @@ def test_generation_may_have_bundles_of_its_own(ray_cluster):
         assert cluster.bundles_by_engine(4) == [(2, 3, 4, 5)]
         groups = [cluster.actor_options(bundle, 1.0)["scheduling_strategy"].placement_group for bundle in (1, 2, 5)]
         assert len({group.id for group in groups}) == 3
-
-
-class Sleeper:
-    def process(self):
-        return ray.util.get_node_ip_address(), os.getpid()
-
-
-def test_stopping_actors_waits_until_their_processes_are_gone(ray_cluster):
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    actors = [ray.remote(Sleeper).options(num_cpus=0).remote() for _ in range(2)]
-    refs = [actor.process.remote() for actor in actors]
-    pids = [pid for _, pid in ray.get(refs)]
-    assert all(psutil.pid_exists(pid) for pid in pids)
-    ray_cluster.stop(actors, refs)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-    ray_cluster.stop(actors, refs)
-    ray_cluster.stop([], [])

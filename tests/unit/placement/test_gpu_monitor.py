@@ -11,14 +11,7 @@ from support.actors import kill_and_wait
 from support.metrics_page import undocumented
 
 from nemo_offload_rl.placement import gpu_monitor
-from nemo_offload_rl.placement.gpu_monitor import (
-    GpuMonitor,
-    GpuReader,
-    GpuSampler,
-    NodeMonitor,
-    NoGpuReadingsError,
-    watch_gpus,
-)
+from nemo_offload_rl.placement.gpu_monitor import GpuMonitor, GpuReader, NodeMonitor, NoGpuReadingsError, watch_gpus
 
 
 class NVMLError(Exception):
@@ -86,19 +79,6 @@ def test_why_gpus_cannot_be_read_is_said(monkeypatch):
         GpuReader()
 
 
-def test_readings_come_at_their_interval_until_the_end():
-    nvml = Nvml(1)
-    sampler = GpuSampler(GpuReader(nvml), 0.01)
-    wait_until(lambda: nvml.num_reads > 3)
-    first = sampler.take()
-    assert len(first) >= 3 and first[0][0]["power_w"] == 250.5
-    sampler.close()
-    num_reads = nvml.num_reads
-    assert len(first) + len(sampler.take()) == num_reads
-    time.sleep(0.05)
-    assert nvml.num_reads == num_reads and sampler.take() == []
-
-
 class Node:
     """Replaces a node's actor, with known readings."""
 
@@ -150,19 +130,29 @@ def test_a_node_without_gpus_says_so_once_and_nothing_waits(ray_cluster, caplog)
     monitor.close()
 
 
-@pytest.mark.gpu
-def test_the_gpus_of_a_node_are_read(ray_cluster):
-    monitor = watch_gpus(ray_cluster.node_ids, collection_interval_s=0.1, flush_interval_s=0.1)
-    wait_until(lambda: monitor.of_step(1))
-    assert monitor.of_step(1)["performance/gpus/node0/gpu0/memory_gib"] > 0
-    monitor.close()
+def test_a_node_gives_its_readings_until_it_is_closed_or_says_why_not(monkeypatch):
+    monkeypatch.setattr(gpu_monitor, "ignore_ending_signals", lambda: None)  # an actor does this to its own process
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    node, samples = NodeMonitor(0.01), []
+    wait_until(lambda: samples.extend(node.take()) or len(samples) > 2)
+    assert samples[0][0]["power_w"] == 250.5
+    node._sampler.close()
+    assert 2 * len(samples + node.take()) == nvml.num_reads
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(num_gpus=0))
+    assert NodeMonitor(3600.0).take() == "the driver reports no GPU"
 
 
-def test_an_actor_that_is_late_to_start_is_told_of_once_and_then_read(ray_cluster, caplog):
+def test_a_late_node_is_told_of_once_and_then_read_and_a_dead_one_ends_its_own_readings_alone(ray_cluster, caplog):
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     node = ray.remote(Node).options(num_cpus=0)
-    late, early = node.remote([[reading(7.0, 2.0)]], start_s=4.0), node.remote([[reading(1.0, 1.0)]])
-    monitor = GpuMonitor([late, early], flush_interval_s=0.1, late_after_s=0.5)
+    late, early, dead = (
+        node.remote([[reading(7.0, 2.0)]], start_s=4.0),
+        node.remote([[reading(1.0, 1.0)]]),
+        node.remote([]),
+    )
+    kill_and_wait(dead)
+    monitor = GpuMonitor([late, early, dead], flush_interval_s=0.1, late_after_s=0.5)
     wait_until(lambda: monitor.of_step(1))
     assert {name.split("/")[2] for name in monitor.of_step(1)} == {"node1"}  # node1 does not wait for the other
     wait_until(lambda: len(monitor.of_step(1)) == 4)
@@ -170,32 +160,12 @@ def test_an_actor_that_is_late_to_start_is_told_of_once_and_then_read(ray_cluste
     monitor.close()
     said = [record.getMessage() for record in caplog.records if "node0" in record.getMessage()]
     assert said == ["logger.monitor_gpus: node0 has sent no readings for 0.5 s; they are recorded once they arrive."]
+    assert "no readings from node2: its actor does not answer (ActorDiedError)" in caplog.text
 
 
-def test_a_dead_actor_ends_the_readings_of_its_node_alone(ray_cluster, caplog):
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    node = ray.remote(Node).options(num_cpus=0)
-    dead, alive = node.remote([]), node.remote([[]] * 5 + [[reading(1.0, 1.0)]])
-    kill_and_wait(dead)
-    monitor = GpuMonitor([dead, alive], flush_interval_s=0.05)
+@pytest.mark.gpu
+def test_the_gpus_of_a_node_are_read(ray_cluster):
+    monitor = watch_gpus(ray_cluster.node_ids, collection_interval_s=0.1, flush_interval_s=0.1)
     wait_until(lambda: monitor.of_step(1))
-    assert set(monitor.of_step(1)) == {f"performance/gpus/node1/gpu0/{name}" for name in reading(1, 1)[0]}
+    assert monitor.of_step(1)["performance/gpus/node0/gpu0/memory_gib"] > 0
     monitor.close()
-    assert "no readings from node0: its actor does not answer (ActorDiedError)" in caplog.text
-
-
-@pytest.fixture
-def signals_as_they_are(monkeypatch):
-    monkeypatch.setattr(gpu_monitor, "ignore_ending_signals", lambda: None)  # an actor does this to its own process
-
-
-def test_a_node_gives_its_readings(monkeypatch, signals_as_they_are):
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
-    node, samples = NodeMonitor(3600.0), []
-    wait_until(lambda: samples.extend(node.take()) or samples)
-    assert samples[0][0]["power_w"] == 250.5
-
-
-def test_a_node_without_readings_says_why(monkeypatch, signals_as_they_are):
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml(num_gpus=0))
-    assert NodeMonitor(3600.0).take() == "the driver reports no GPU"

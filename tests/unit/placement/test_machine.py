@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -55,15 +54,11 @@ class Host:
         return host_facts(self.proc, self.sysfs)
 
 
-def test_memory_is_that_of_meminfo(tmp_path):
-    facts = Host(tmp_path, "v2").facts()
-    assert (facts.total_bytes, facts.available_bytes) == (64 * GIB, 48 * GIB)
-    assert facts.hostname == platform.node()
-
-
-def test_a_boot_is_told_from_others_where_the_kernel_says_which_it_is(tmp_path):
+def test_memory_is_that_of_meminfo_and_the_boot_is_the_kernels(tmp_path):
     host = Host(tmp_path, "v2")
-    assert host.facts().boot_id == ""
+    facts = host.facts()
+    assert (facts.total_bytes, facts.available_bytes) == (64 * GIB, 48 * GIB)
+    assert (facts.hostname, facts.boot_id) == (platform.node(), "")
     (host.proc / "sys/kernel/random").mkdir(parents=True)
     (host.proc / "sys/kernel/random/boot_id").write_text("5e1f-a0\n")
     assert host.facts().boot_id == "5e1f-a0"
@@ -78,81 +73,63 @@ def test_without_cgroup_files_there_is_no_limit(tmp_path):
     assert host.free() is None
 
 
-def test_v2_counts_the_page_cache_that_goes_first_as_free(tmp_path):
-    host = Host(tmp_path, "v2", path="/pod")
-    stat = {"anon": 3 * GIB, "file": 4 * GIB, "inactive_file": GIB, "active_file": 2 * GIB}
-    host.group("pod", memory_max=10 * GIB, memory_current=7 * GIB, memory_stat=stat)
-    assert host.free() == 4 * GIB
+def limit_v1(limit: object, usage: int, **stat: int) -> dict[str, object]:
+    return {"memory_limit_in_bytes": limit, "memory_usage_in_bytes": usage} | ({"memory_stat": stat} if stat else {})
 
 
-def test_v2_without_a_limit(tmp_path):
-    host = Host(tmp_path, "v2", path="/pod")
-    host.group("pod", memory_max="max", memory_current=7 * GIB)
-    host.group("", memory_stat={"inactive_file": GIB})  # the root cgroup has neither limit nor usage
-    assert host.free() is None
+def limit_v2(limit: object, current: int, **stat: int) -> dict[str, object]:
+    return {"memory_max": limit, "memory_current": current} | ({"memory_stat": stat} if stat else {})
 
 
-def test_the_tightest_of_nested_groups_counts(tmp_path):
-    host = Host(tmp_path, "v2", path="/slice/pod/container")
-    host.group("slice/pod/container", memory_max="max", memory_current=GIB)
-    host.group("slice/pod", memory_max=8 * GIB, memory_current=6 * GIB, memory_stat={"inactive_file": 0})
-    host.group("slice", memory_max=20 * GIB, memory_current=19 * GIB, memory_stat={"inactive_file": GIB // 2})
-    host.group("slice/other", memory_max=1, memory_current=1)
-    assert host.free() == GIB + GIB // 2
+NESTED = {
+    "slice/pod/container": limit_v2("max", GIB),
+    "slice/pod": limit_v2(8 * GIB, 6 * GIB, inactive_file=0),
+    "slice": limit_v2(20 * GIB, 19 * GIB, inactive_file=GIB // 2),
+    "slice/other": limit_v2(1, 1),
+}
+DOCKER = {
+    "memory/docker/abc": limit_v1(10 * GIB, 4 * GIB, inactive_file=1, total_inactive_file=GIB),
+    "memory/docker": limit_v1(NO_LIMIT_V1, 60 * GIB),
+}
+# Version, the process's group, the mount's root, files of groups, and the GiB that they leave.
+CGROUPS = {
+    "page cache that goes first is free": (
+        *(
+            "v2",
+            "/pod",
+            "/",
+            {"pod": limit_v2(10 * GIB, 7 * GIB, anon=3 * GIB, inactive_file=GIB, active_file=2 * GIB)},
+        ),
+        4,
+    ),
+    # The root cgroup has neither limit nor usage.
+    "v2 without a limit": (
+        *("v2", "/pod", "/", {"pod": limit_v2("max", 7 * GIB), "": {"memory_stat": {"inactive_file": GIB}}}),
+        None,
+    ),
+    "the tightest of nested groups": ("v2", "/slice/pod/container", "/", NESTED, 1.5),
+    "a limit below what is used": ("v2", "/pod", "/", {"pod": limit_v2(GIB, 2 * GIB)}, 0),
+    "v1": ("v1", "/docker/abc", "/", DOCKER, 7),
+    "v1 without a limit": ("v1", "/", "/", {"memory": limit_v1(NO_LIMIT_V1, GIB)}, None),
+    "v1 beside v2": ("hybrid", "/job", "/", {"memory/job": limit_v1(3 * GIB, GIB), "unified": {}}, 2),
+    # The kernel names a container's group as the host sees it, or one outside of the mount.
+    "own group as the mount": ("v1", "/docker/abc", "/docker/abc", {"memory": limit_v1(3 * GIB, GIB)}, 2),
+    "a mount elsewhere": ("v1", "/docker/abc", "/elsewhere", {"memory": limit_v1(3 * GIB, GIB)}, 2),
+    "a mount above": ("v1", "/docker/abc", "/../..", {"memory": limit_v1(3 * GIB, GIB)}, 2),
+    "beside the namespace": ("v2", "/../other", "/", {"": limit_v2(3 * GIB, GIB), "../other": limit_v2(1, 1)}, 2),
+}
 
 
-def test_a_limit_below_what_is_used_leaves_nothing(tmp_path):
-    host = Host(tmp_path, "v2", path="/pod")
-    host.group("pod", memory_max=GIB, memory_current=2 * GIB)
-    assert host.free() == 0
+@pytest.mark.parametrize(("version", "path", "root", "groups", "free_gib"), CGROUPS.values(), ids=CGROUPS)
+def test_a_cgroup_leaves_what_its_limit_says(tmp_path, version, path, root, groups, free_gib):
+    host = Host(tmp_path, version, path=path, root=root)
+    for folder, files in groups.items():
+        host.group(folder, **files)
+    assert host.free() == (None if free_gib is None else free_gib * GIB)
 
 
-def test_v1(tmp_path):
-    host = Host(tmp_path, "v1", path="/docker/abc")
-    stat = {"inactive_file": 1, "total_inactive_file": GIB}
-    host.group("memory/docker/abc", memory_limit_in_bytes=10 * GIB, memory_usage_in_bytes=4 * GIB, memory_stat=stat)
-    host.group("memory/docker", memory_limit_in_bytes=NO_LIMIT_V1, memory_usage_in_bytes=60 * GIB)
-    assert host.free() == 7 * GIB
-
-
-def test_v1_without_a_limit(tmp_path):
-    host = Host(tmp_path, "v1")
-    host.group("memory", memory_limit_in_bytes=NO_LIMIT_V1, memory_usage_in_bytes=GIB)
-    assert host.free() is None
-
-
-def test_memory_limited_by_v1_while_v2_is_mounted_too(tmp_path):
-    host = Host(tmp_path, "hybrid", path="/job")
-    host.group("memory/job", memory_limit_in_bytes=3 * GIB, memory_usage_in_bytes=GIB)
-    host.group("unified")
-    assert host.free() == 2 * GIB
-
-
-@pytest.mark.parametrize("root", ["/docker/abc", "/elsewhere", "/../.."])
-def test_a_container_that_sees_its_own_group_as_the_mount(tmp_path, root):
-    """The kernel names the group as the host sees it, or one outside of the mount."""
-    host = Host(tmp_path, "v1", path="/docker/abc", root=root)
-    host.group("memory", memory_limit_in_bytes=3 * GIB, memory_usage_in_bytes=GIB)
-    assert host.free() == 2 * GIB
-
-
-def test_a_container_whose_group_lies_beside_its_namespace(tmp_path):
-    host = Host(tmp_path, "v2", path="/../other")
-    host.group("", memory_max=3 * GIB, memory_current=GIB)
-    host.group("../other", memory_max=1, memory_current=1)
-    assert host.free() == 2 * GIB
-
-
-def test_this_host():
-    facts = host_facts()
-    memory = psutil.virtual_memory()
-    assert facts.total_bytes == memory.total
-    assert abs(facts.available_bytes - memory.available) < memory.total / 10
-    assert facts.cgroup_free_bytes is None or facts.cgroup_free_bytes >= 0
-
-
-@pytest.mark.parametrize("limit", [8 << 20, 64 << 10])
-def test_memlock_is_this_process_s_soft_limit(limit):
+def test_memlock_is_this_process_s_soft_limit():
+    limit = 64 << 10
     code = (
         "import resource, sys; from nemo_offload_rl.placement.machine import host_facts\n"
         "_, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)\n"
@@ -194,21 +171,17 @@ def nvidia_smi(tmp_path, monkeypatch):
     return install
 
 
+def link_of(gpu: GpuFacts) -> tuple[int | None, ...]:
+    return gpu.link_generation, gpu.link_width, gpu.max_link_generation, gpu.max_link_width
+
+
 def test_gpus_are_those_of_nvidia_smi(tmp_path, nvidia_smi):
     arguments = nvidia_smi(H200, "1, NVIDIA H200, GPU-77aa, 00000000:E5:00.0, 143771, 1, 8, 5, 16, 580.159.04")
     first, second = gpu_facts(tmp_path)
     assert first == GpuFacts(0, "NVIDIA H200", "GPU-1e2d", "0000:65:00.0", 143771 << 20, 5, 16, 5, 16, None)
-    assert (second.index, second.pci_bus_id) == (1, "0000:e5:00.0")
-    assert (second.link_generation, second.link_width, second.max_link_generation, second.max_link_width) == (
-        1,
-        8,
-        5,
-        16,
-    )
-    assert arguments.read_text().split() == [
-        f"--query-gpu=index,name,uuid,pci.bus_id,{PLAIN}",
-        "--format=csv,noheader,nounits",
-    ]
+    assert (second.index, second.pci_bus_id, link_of(second)) == (1, "0000:e5:00.0", (1, 8, 5, 16))
+    query = f"--query-gpu=index,name,uuid,pci.bus_id,{PLAIN}"
+    assert arguments.read_text().split() == [query, "--format=csv,noheader,nounits"]
     assert driver_version(tmp_path) == "580.159.04"
 
 
@@ -219,28 +192,25 @@ def pci_device(sysfs: Path, **files: object) -> None:
         (folder / name).write_text(f"{contents}\n")
 
 
-def test_what_the_driver_does_not_say_comes_from_sysfs(tmp_path, nvidia_smi):
-    nvidia_smi("0, NVIDIA H200, GPU-1e2d, 00000000:65:00.0, [N/A], [N/A], [Not Supported], [N/A], [N/A], 580.159.04")
-    speeds = {"current_link_speed": "16.0 GT/s PCIe", "max_link_speed": "32.0 GT/s PCIe"}
-    pci_device(tmp_path, **speeds, current_link_width=8, max_link_width=16)
+UNKNOWN = "[N/A], [N/A], [Not Supported], [N/A], [N/A]"
+
+
+@pytest.mark.parametrize(
+    ("said", "in_sysfs", "link"),
+    [
+        (UNKNOWN, ("16.0 GT/s PCIe", 8, "32.0 GT/s PCIe", 16), (4, 8, 5, 16)),
+        # The driver calls the slot's lanes the most.
+        ("143771, 4, 8, 4, 8", ("16.0 GT/s PCIe", 8, "32.0 GT/s PCIe", 16), (4, 8, 5, 16)),
+        (UNKNOWN, ("Unknown", 0, "2000.0 GT/s", 255), (None,) * 4),
+    ],
+)
+def test_what_the_driver_does_not_say_comes_from_sysfs(tmp_path, nvidia_smi, said, in_sysfs, link):
+    nvidia_smi(f"0, NVIDIA H200, GPU-1e2d, 00000000:65:00.0, {said}, 580.159.04")
+    names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
+    pci_device(tmp_path, **dict(zip(names, in_sysfs, strict=True)))
     (gpu,) = gpu_facts(tmp_path)
-    assert gpu.total_bytes is None
-    assert (gpu.link_generation, gpu.link_width, gpu.max_link_generation, gpu.max_link_width) == (4, 8, 5, 16)
-
-
-def test_a_slot_with_too_few_lanes_shows_although_the_driver_calls_them_the_most(tmp_path, nvidia_smi):
-    nvidia_smi("0, NVIDIA H200, GPU-1e2d, 00000000:65:00.0, 143771, 4, 8, 4, 8, 580.159.04")
-    pci_device(tmp_path, max_link_speed="32.0 GT/s PCIe", max_link_width=16)
-    (gpu,) = gpu_facts(tmp_path)
-    assert (gpu.link_generation, gpu.link_width, gpu.max_link_generation, gpu.max_link_width) == (4, 8, 5, 16)
-
-
-def test_what_neither_says_is_none(tmp_path, nvidia_smi):
-    nvidia_smi("0, NVIDIA H200, GPU-1e2d, 00000000:65:00.0, [N/A], [N/A], [N/A], [N/A], [N/A], 580.159.04")
-    speeds = {"current_link_speed": "Unknown", "max_link_speed": "2000.0 GT/s"}
-    pci_device(tmp_path, **speeds, current_link_width=0, max_link_width=255)
-    (gpu,) = gpu_facts(tmp_path)
-    assert (gpu.link_generation, gpu.link_width, gpu.max_link_generation, gpu.max_link_width) == (None,) * 4
+    assert link_of(gpu) == link
+    assert gpu.total_bytes == (None if said == UNKNOWN else 143771 << 20)
     assert gpu.numa_node is None
 
 
@@ -253,9 +223,9 @@ def test_a_gpu_s_node_is_in_its_facts(tmp_path, nvidia_smi):
     assert gpu_facts(tmp_path)[0].numa_node == 1
 
 
-@pytest.mark.parametrize(("said", "status"), [("No devices were found", 0), ("", 0)])
-def test_a_driver_without_gpus(tmp_path, nvidia_smi, said, status):
-    nvidia_smi(said, status=status)
+@pytest.mark.parametrize("said", ["No devices were found", ""])
+def test_a_driver_without_gpus(tmp_path, nvidia_smi, said):
+    nvidia_smi(said)
     assert gpu_facts(tmp_path) == ()
     assert driver_version(tmp_path) is None
 
@@ -267,27 +237,14 @@ def test_an_nvidia_smi_that_fails_is_a_warning_and_torch_is_asked(tmp_path, nvid
     assert "exit status 9" in caplog.text
 
 
-def test_without_nvidia_smi_the_gpus_are_torch_s(tmp_path, nvidia_smi):
-    gpus = gpu_facts(tmp_path)
-    assert [gpu.pci_bus_id for gpu in gpus] == [torch_pci_bus_id(index) for index in range(torch.cuda.device_count())]
-
-
-def test_the_driver_s_version_is_the_module_s(tmp_path, nvidia_smi):
+def test_without_nvidia_smi_the_gpus_are_torch_s_and_the_version_is_the_module_s(tmp_path, nvidia_smi):
     assert driver_version(tmp_path) is None
+    assert [gpu.pci_bus_id for gpu in gpu_facts(tmp_path)] == [
+        torch_pci_bus_id(index) for index in range(torch.cuda.device_count())
+    ]
     (tmp_path / "module/nvidia").mkdir(parents=True)
     (tmp_path / "module/nvidia/version").write_text("580.95.05\n")
     assert driver_version(tmp_path) == "580.95.05"
-
-
-def test_versions():
-    versions = stack_versions()
-    assert versions["torch"] == torch.__version__.split("+")[0]
-    assert versions["python"] == platform.python_version()
-    assert versions["linux"] == os.uname().release
-    assert list(versions) == [
-        *("linux", "python", "nemo-offload-rl", "torch", "megatron-core", "megatron-bridge"),
-        *("transformer-engine", "transformers", "ray", "cuda-bindings"),
-    ]
 
 
 def test_what_a_link_carries():

@@ -22,12 +22,6 @@ def test_ports_come_from_the_range():
             free_port(LOOPBACK, (taken, taken))
 
 
-def test_a_listener_keeps_its_port():
-    low = free_port(LOOPBACK, None)
-    with listening(LOOPBACK, (low, low + 50)) as first, listening(LOOPBACK, (low, low + 50)) as second:
-        assert first.getsockname()[1] != second.getsockname()[1]
-
-
 @pytest.mark.parametrize("listens_before", [True, False])
 def test_processes_meet_at_a_store_that_only_its_address_reaches(listens_before):
     listener = listening("127.0.0.2", None) if listens_before else None

@@ -35,10 +35,7 @@ def test_nodes_are_different_ones_as_far_as_there_are_enough_and_in_their_order(
     assert ids(choose_nodes(cluster, 4, None, free_slots)) == [1, 1, 2, 3]
     assert choose_nodes(cluster, 5, None, free_slots) is None
     assert choose_nodes([], 1, None, free_slots) is None
-
-
-def test_nodes_that_are_in_use_are_left_out():
-    cluster = [node(1, free=0), node(2), node(3)]
+    cluster = [node(1, free=0), node(2), node(3)]  # the first is in use
     assert ids(choose_nodes(cluster, 2, 1, free_slots)) == [2, 3]
     assert choose_nodes(cluster, 3, None, free_slots) is None
     assert ids(choose_nodes(cluster, 3, None, lambda one: one.num_slots)) == [1, 2, 3]

@@ -71,32 +71,18 @@ def test_a_rate_between_two_sizes_and_outside():
 @pytest.mark.parametrize(
     "change",
     [
-        {"launch_s": 0},
-        {"launch_s": "fast"},
-        {"launch_s": 10**400},
-        {"memory_bytes_per_s": float("inf")},
-        {"matmul": {"points": [[2, 1], [1, 1]]}},
-        {"matmul": {"points": []}},
-        {"attention": []},
-        {"attention": [{"head_dim": 64}]},
+        {"launch_s": "fast"}, {"launch_s": 0}, {"launch_s": 10**400}, {"memory_bytes_per_s": float("inf")},
+        {"matmul": {"points": [[2, 1], [1, 1]]}}, {"matmul": {"points": []}}, {"attention": [{"head_dim": 64}]},
+        b"", b"[]", b"{}", b"\xff", b"[" * 100_000,
     ],
-)
-def test_a_file_with_other_values_is_refused(change):
+)  # fmt: skip
+def test_a_file_with_other_values_or_damage_is_refused(change):
     path = rates_path("NVIDIA H200")
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(H200_RATES.as_fields() | change))
-    with pytest.raises(ValueError, match="--calibrate") as error:
+    path.write_bytes(change if isinstance(change, bytes) else json.dumps(H200_RATES.as_fields() | change).encode())
+    with pytest.raises(ValueError, match=f"{path}.*--calibrate"):
         read_rates(path)
-    assert str(path) in str(error.value)
     assert rates_of(["NVIDIA H200"]) == H200_RATES  # no run stops for a kept file
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000])
-def test_a_damaged_file_is_refused(content, tmp_path):
-    path = tmp_path / "rates.json"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=str(path)):
-        read_rates(path)
 
 
 def test_a_cache_folder_that_cannot_be_used_stops_only_the_measurement(tmp_path, monkeypatch):
