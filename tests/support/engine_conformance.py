@@ -16,6 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nemo_offload_rl.config import resolve_absent_keys
+from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
 from nemo_offload_rl.generation.interface import GenerationInterface, GenerationRequest, SamplingParams
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.refit import make_transport
@@ -93,6 +94,16 @@ def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
     }
     resolve_absent_keys({"policy": policy})
     return policy
+
+
+def tiny_model(hf_config: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Returns a model with random weights on the CPU, and the weights that a policy would send, by name."""
+    reference = build_model("tiny", hf_config, "float32")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in reference.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(1 + 0.1 * noise if parameter.dim() == 1 else 0.2 * noise)
+    return reference, {name: one for name, one in weights_by_name(reference).items() if name != "lm_head.weight"}
 
 
 def request(sampling: SamplingParams, prompts: list[list[int]] = PROMPTS, step: int = 0) -> GenerationRequest:

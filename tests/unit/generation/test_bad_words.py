@@ -2,12 +2,10 @@
 
 import itertools
 
-import pytest
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from nemo_offload_rl.generation.bad_words import bad_word_ids, without_bad_words
-from nemo_offload_rl.generation.interface import SamplingParams
 
 
 def test_a_word_is_also_banned_behind_a_space_if_it_then_has_another_first_token():
@@ -30,8 +28,3 @@ def test_the_token_that_would_complete_a_word_is_impossible_and_no_other():
                 whole = [*tokens, token]
                 banned = any(whole[-len(word) :] == word for word in sequences)
                 assert got[row, token] == (-torch.inf if banned else logits[row, token])
-
-
-def test_an_empty_word_is_refused():
-    with pytest.raises(ValueError, match="bad_words has an empty word"):
-        SamplingParams(4, 1.0, 1.0, None, (), 0, bad_words=("a", " "))

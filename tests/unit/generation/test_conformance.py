@@ -1,41 +1,30 @@
-"""Runs one suite for every engine; for vLLM only with a GPU and the extra installed."""
+"""Runs one suite for every engine; for vLLM only with GPUs and the extra installed."""
 
 import importlib.util
 
 import pytest
 import torch
 from support import engine_conformance, replayed_refits
+from support.engine_conformance import QWEN3, QWEN3_MOE
 
 from nemo_offload_rl.config.schema.policy import FILTERED_LOGPROBS
 from nemo_offload_rl.generation import make_generation
-from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
 
-# Of log-probs. vLLM's attention of float32 models is a Triton kernel that multiplies in TF32: 10 bits.
+# Of log-probs. vLLM's attention of float32 models is a Triton kernel that multiplies in TF32: 10 bits; so are experts.
 TOLERANCES = {"transformers": 1e-3, "vllm": 1e-2}
 HAS_VLLM = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "transformers",
-        pytest.param(
-            "vllm",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.slow,
-                pytest.mark.skipif(not HAS_VLLM, reason="needs a CUDA GPU and the extra vllm"),
-            ],
-        ),
-    ],
-)
+def with_vllm(*values, gpus=None, **options):
+    """Returns a parameter for vLLM, on machines with this number of GPUs."""
+    missing = not HAS_VLLM or gpus not in (None, torch.cuda.device_count())
+    skip = pytest.mark.skipif(missing, reason=f"needs the extra vllm and {gpus or 'any number of'} GPUs")
+    return pytest.param(*values, marks=[pytest.mark.gpu, pytest.mark.slow, skip], **options)
+
+
+@pytest.mark.parametrize("backend", ["transformers", with_vllm("vllm")])
 def test_an_engine_keeps_the_promises_of_the_interface(backend, ray_cluster, tmp_path):
-    reference = build_model("tiny", engine_conformance.QWEN3, "float32")
-    generator = torch.Generator().manual_seed(0)
-    for parameter in reference.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(1 + 0.1 * noise if parameter.dim() == 1 else 0.2 * noise)
-    weights = {name: tensor for name, tensor in weights_by_name(reference).items() if name != "lm_head.weight"}
+    reference, weights = engine_conformance.tiny_model(QWEN3)
     engine_conformance.save_numbers_tokenizer(tmp_path)
     engine = make_generation(engine_conformance.policy(backend, tmp_path), ray_cluster)
     try:
@@ -45,5 +34,43 @@ def test_an_engine_keeps_the_promises_of_the_interface(backend, ray_cluster, tmp
         if backend == "vllm" and torch.cuda.device_count() == 1:  # the engine uses the GPU of this process
             engine.finish_generation()
             replayed_refits.check(engine, weights, bucket_bytes=1 << 30)
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert", "hf_config"),
+    [
+        with_vllm(2, 1, QWEN3, gpus=2, id="tensor parallelism"),
+        with_vllm(2, 2, QWEN3_MOE, gpus=2, id="experts of a tensor-parallel engine"),
+        with_vllm(1, 2, QWEN3_MOE, gpus=2, id="experts of two replicas"),
+    ],
+)
+def test_an_engine_of_two_gpus_keeps_the_promises_of_the_interface(tensor, expert, hf_config, ray_cluster, tmp_path):
+    reference, weights = engine_conformance.tiny_model(hf_config)
+    engine_conformance.save_numbers_tokenizer(tmp_path)
+    policy = engine_conformance.policy("vllm", tmp_path) | {"hf_config": hf_config}
+    policy["generation"]["vllm_cfg"] |= {"tensor_parallel_size": tensor, "expert_parallel_size": expert}
+    engine = make_generation(policy, ray_cluster)
+    try:
+        assert len(engine.receivers) == 2
+        # NCCL's communicators take more than a GiB: 2.43 in all, for replicas that share experts.
+        engine_conformance.check(
+            *(engine, weights, reference),
+            filtered=True,
+            tolerance=TOLERANCES["vllm"],
+            verify=False,
+            most_context_gib=3.0,
+        )
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("hf_config", [with_vllm(QWEN3_MOE, gpus=1, id="experts")])
+def test_replayed_refits_bring_the_weights_and_the_answers_of_experts(hf_config, ray_cluster, tmp_path):
+    engine_conformance.save_numbers_tokenizer(tmp_path)
+    engine = make_generation(engine_conformance.policy("vllm", tmp_path) | {"hf_config": hf_config}, ray_cluster)
+    try:
+        replayed_refits.check(engine, engine_conformance.tiny_model(hf_config)[1], bucket_bytes=30_000)
     finally:
         engine.shutdown()

@@ -1,5 +1,6 @@
 """Tests when a generation holds for new weights."""
 
+import itertools
 import threading
 
 import pytest
@@ -65,7 +66,7 @@ def test_all_ranks_hold_where_the_first_one_does():
     barrier, decisions = threading.Barrier(2), {}
 
     def agreement(rank):
-        calls = iter(range(99))
+        calls = itertools.count()
 
         def agree(wanted):
             call = next(calls)

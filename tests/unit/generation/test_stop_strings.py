@@ -2,14 +2,12 @@
 
 import dataclasses
 import random
-from collections.abc import Sequence
 
 import pytest
 from support import engine_conformance
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nemo_offload_rl.generation.hf_model import build_model
-from nemo_offload_rl.generation.interface import SamplingParams
 from nemo_offload_rl.generation.stop_strings import AnswerText, needs_tokenizer
 from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
 
@@ -36,9 +34,7 @@ def words_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def first_end(
-    tokenizer: Tokenizer, stops: tuple[str, ...], tokens: list[int], prompt: Sequence[int] = ()
-) -> int | None:
+def first_end(tokenizer, stops, tokens, prompt=()) -> int | None:
     """Returns the number of tokens whose whole text first contains a stop string."""
     start = tokenizer.decode(list(prompt), skip_special_tokens=False)
     for end in range(1, len(tokens) + 1):
@@ -48,9 +44,7 @@ def first_end(
     return None
 
 
-def found_end(
-    tokenizer: Tokenizer, stops: tuple[str, ...], tokens: list[int], prompt: Sequence[int] = ()
-) -> int | None:
+def found_end(tokenizer, stops, tokens, prompt=()) -> int | None:
     text = AnswerText(tokenizer, stops, prompt)
     return next((end for end, token in enumerate(tokens, start=1) if text.add(token)), None)
 
@@ -71,19 +65,18 @@ def test_every_string_is_found_with_the_token_that_completes_it(make):
     assert len(found) > 15
 
 
-def test_a_character_of_several_tokens_is_whole_before_it_is_found():
+def test_a_character_of_several_tokens_is_whole_before_it_is_found_and_odd_tokens_lose_nothing():
     tokenizer = bytes_tokenizer()
-    smile = tokenizer.encode("🙂").ids
+    smile, end = tokenizer.encode("🙂").ids, tokenizer.encode("end").ids
     assert len(smile) > 1
     assert found_end(tokenizer, ("🙂",), [*smile, *smile]) == len(smile)
     assert found_end(tokenizer, ("\ufffd",), smile) is None
-
-
-def test_bytes_that_are_no_character_lose_nothing_behind_them():
-    tokenizer = bytes_tokenizer()
-    smile, end = tokenizer.encode("🙂").ids, tokenizer.encode("end").ids
-    tokens = [*smile[:1], *smile[:1], *end, *end]
-    assert found_end(tokenizer, ("endend",), tokens) == len(tokens)
+    for odd in (smile[:1] * 2, [100_000]):  # bytes that are no character, and an id that is no token
+        assert found_end(tokenizer, ("endend",), [*odd, *end, *end]) == len(odd) + 2 * len(end)
+    special = [*tokenizer.encode("so").ids, tokenizer.token_to_id("<|end|>"), 3]
+    assert found_end(tokenizer, ("<|end|>",), special) == len(special) - 1
+    middle = len(end) // 2
+    assert found_end(tokenizer, ("end",), [*end[:middle], 100_000, *end[middle:]]) == len(end) + 1
 
 
 def test_the_prompts_text_does_not_count_but_spells_the_first_word():
@@ -101,36 +94,14 @@ def test_a_prompt_that_ends_in_bytes_that_are_no_character_is_not_searched():
     assert found_end(tokenizer, ("it",), answer, prompt) == first_end(tokenizer, ("it",), answer) is not None
 
 
-def test_special_tokens_count_as_they_are_written():
-    tokenizer = bytes_tokenizer()
-    tokens = [*tokenizer.encode("so").ids, tokenizer.token_to_id("<|end|>"), 3]
-    assert found_end(tokenizer, ("<|end|>",), tokens) == len(tokens) - 1
-
-
-def test_ids_that_are_no_token_are_no_text():
-    tokenizer = bytes_tokenizer()
-    tokens = tokenizer.encode("the end").ids
-    middle = len(tokens) // 2
-    assert found_end(tokenizer, ("the end",), [*tokens[:middle], 100_000, *tokens[middle:]]) == len(tokens) + 1
-
-
 def test_an_engine_of_a_recipe_without_stop_strings_and_bad_words_has_no_tokenizer():
     assert not needs_tokenizer({"generation": {"stop_strings": None, "bad_words": []}})
     assert needs_tokenizer({"generation": {"stop_strings": ["a"], "bad_words": None}})
     assert needs_tokenizer({"generation": {"stop_strings": None, "bad_words": ["a"]}})
-    generator = TransformersGenerator(
-        build_model("tiny", engine_conformance.QWEN3, "float32"),
-        device="cpu",
-        generation_batch_size=8,
-        max_sequence_length=64,
-        has_weights=True,
-    )
+    sizes = {"generation_batch_size": 8, "max_sequence_length": 64}
+    model = build_model("tiny", engine_conformance.QWEN3, "float32")
+    generator = TransformersGenerator(model, device="cpu", has_weights=True, **sizes)
     for words in ({"stop_strings": ("a",)}, {"bad_words": ("a",)}):
         sampling = dataclasses.replace(engine_conformance.GREEDY, **words)
         with pytest.raises(RuntimeError, match="but the recipe had none when the engine was built"):
             generator.generate(engine_conformance.request(sampling))
-
-
-def test_an_empty_string_is_refused():
-    with pytest.raises(ValueError, match="stop_strings has an empty string"):
-        SamplingParams(4, 1.0, 1.0, None, (), 0, ("a", ""))

@@ -4,34 +4,22 @@ import dataclasses
 
 import pytest
 import torch
+from support import engine_conformance
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
 from nemo_offload_rl.generation.interface import GenerationRequest, InFlightUpdates, SamplingParams
 from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
 from nemo_offload_rl.refit.plan import ExportPlan
 
-QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 30,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
-QWEN3_MOE = QWEN3 | {
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "decoder_sparse_step": 1,
-    "tie_word_embeddings": False,
-}
+QWEN3 = engine_conformance.QWEN3 | {"vocab_size": 30, "hidden_size": 32, "head_dim": 8, "intermediate_size": 48}
+QWEN3_MOE = (
+    engine_conformance.QWEN3_MOE
+    | QWEN3
+    | {"model_type": "qwen3_moe", "moe_intermediate_size": 16}
+    | {"tie_word_embeddings": False}
+)
 STOP = 3
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=None, stop_token_ids=(STOP,), seed=0)
 SAMPLED = dataclasses.replace(GREEDY, temperature=1.0)
@@ -52,24 +40,13 @@ def model():
     return _model_with_weights(QWEN3)
 
 
-def _generator(model, batch_size=64, max_length=128, in_flight=None):
-    return TransformersGenerator(
-        model,
-        device="cpu",
-        generation_batch_size=batch_size,
-        max_sequence_length=max_length,
-        has_weights=True,
-        in_flight=in_flight,
-    )
+def _generator(model, batch_size=64, max_length=128, device="cpu", **options):
+    sizes = {"generation_batch_size": batch_size, "max_sequence_length": max_length}
+    return TransformersGenerator(model, device=device, **sizes, **{"has_weights": True} | options)
 
 
 def _request(sampling, prompts=PROMPTS, step=0):
-    return GenerationRequest(
-        prompt_ids=prompts,
-        sample_ids=[prompts[:row].count(p) for row, p in enumerate(prompts)],
-        step=step,
-        sampling=sampling,
-    )
+    return engine_conformance.request(sampling, prompts, step)
 
 
 def test_greedy_equals_transformers_own_generate(model):
@@ -82,16 +59,6 @@ def test_greedy_equals_transformers_own_generate(model):
             generation_config=config,
         )
         assert tokens == expected[0, len(prompt) :].tolist()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_logprobs_equal_those_of_a_full_forward_pass(model, temperature):
-    output = _generator(model).generate(_request(dataclasses.replace(SAMPLED, temperature=temperature, top_k=5)))
-    for prompt, tokens, logprobs in zip(PROMPTS, output.output_ids, output.logprobs, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        expected = torch.log_softmax(logits / (temperature or 1.0), dim=-1).gather(-1, torch.tensor(tokens)[:, None])
-        torch.testing.assert_close(torch.tensor(logprobs), expected.squeeze(-1), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
@@ -113,61 +80,6 @@ def test_compaction_changes_nothing(model):
     assert _generator(model, 1).generate(_request(sampling, prompts)).output_ids == whole.output_ids
 
 
-def test_seed_step_and_sample_id_each_give_another_sample(model):
-    prompts = [[5, 6, 7]] * 8
-    generator = _generator(model)
-    base = generator.generate(_request(SAMPLED, prompts))
-    assert generator.generate(_request(SAMPLED, prompts)) == base
-    assert len({tuple(tokens) for tokens in base.output_ids}) > 4
-    assert generator.generate(_request(dataclasses.replace(SAMPLED, seed=1), prompts)).output_ids != base.output_ids
-    assert generator.generate(_request(SAMPLED, prompts, step=1)).output_ids != base.output_ids
-
-
-def test_first_tokens_come_as_often_as_the_model_says(model):
-    prompts = [[5, 6, 7]] * 20_000
-    sampling = dataclasses.replace(SAMPLED, max_new_tokens=1, temperature=2.0)
-    output = _generator(model, 20_000).generate(GenerationRequest(prompts, list(range(20_000)), 0, sampling))
-    with torch.no_grad():
-        expected = torch.softmax(model(torch.tensor([[5, 6, 7]])).logits[0, -1] / 2.0, dim=-1).double() * 20_000
-    counts = torch.bincount(torch.tensor([tokens[0] for tokens in output.output_ids]), minlength=30)
-    frequent = expected >= 5
-    statistic = ((counts - expected)[frequent] ** 2 / expected[frequent]).sum()
-    assert frequent.sum() > 10
-    assert statistic < 58.3  # 29 degrees of freedom, p = 0.001
-
-
-def test_sequences_end_at_a_stop_token_or_at_the_limit(model):
-    output = _generator(model).generate(_request(dataclasses.replace(SAMPLED, max_new_tokens=30, temperature=3.0)))
-    assert set(output.finish_reasons) == {"stop", "length"}
-    for tokens, logprobs, reason in zip(output.output_ids, output.logprobs, output.finish_reasons, strict=True):
-        assert len(tokens) == len(logprobs)
-        assert STOP not in tokens[:-1]
-        assert (tokens[-1] == STOP) == (reason == "stop")
-        assert reason == "stop" or len(tokens) == 30
-
-
-def test_without_stop_tokens_every_sequence_reaches_the_limit(model):
-    output = _generator(model).generate(_request(dataclasses.replace(SAMPLED, stop_token_ids=())))
-    assert set(output.finish_reasons) == {"length"}
-    assert {len(tokens) for tokens in output.output_ids} == {12}
-
-
-def test_a_sequence_stops_at_the_total_length(model):
-    sampling = dataclasses.replace(GREEDY, stop_token_ids=())
-    output = _generator(model, max_length=7).generate(_request(sampling))
-    assert [len(tokens) for tokens in output.output_ids] == [max(0, 7 - len(prompt)) for prompt in PROMPTS]
-    longer = _generator(model).generate(_request(sampling))
-    assert [
-        long[: len(short)] for short, long in zip(output.output_ids, longer.output_ids, strict=True)
-    ] == output.output_ids
-
-
-def test_top_k_of_one_is_greedy(model):
-    generator = _generator(model)
-    sampled = generator.generate(_request(dataclasses.replace(SAMPLED, top_k=1)))
-    assert sampled.output_ids == generator.generate(_request(GREEDY)).output_ids
-
-
 @pytest.mark.parametrize("config", [QWEN3, QWEN3_MOE])
 def test_weights_arrive_by_their_checkpoint_names(config, tmp_path):
     source = _model_with_weights(config)
@@ -175,13 +87,7 @@ def test_weights_arrive_by_their_checkpoint_names(config, tmp_path):
     from safetensors.torch import load_file
 
     checkpoint = load_file(tmp_path / "model.safetensors")
-    target = TransformersGenerator(
-        build_model(str(tmp_path), None, "float32"),
-        device="cpu",
-        generation_batch_size=8,
-        max_sequence_length=64,
-        has_weights=False,
-    )
+    target = _generator(build_model(str(tmp_path), None, "float32"), has_weights=False)
     target.prepare_refit_info(ExportPlan.of(checkpoint.items()))
     with pytest.raises(RuntimeError, match="weights of the generation model have not been loaded"):
         target.generate(_request(GREEDY))
@@ -220,16 +126,6 @@ def test_tied_embeddings_may_be_sent_under_both_names(model):
     assert "lm_head.weight" not in target.weights_checksum()
 
 
-def test_a_checksum_follows_the_weights(model):
-    target = _generator(copy.deepcopy(model))
-    before = target.weights_checksum()
-    weight = weights_by_name(model)["model.norm.weight"].clone()
-    weight[0] += 1
-    target.load_weights([("model.norm.weight", weight)])
-    after = target.weights_checksum()
-    assert [name for name in before if before[name] != after[name]] == ["model.norm.weight"]
-
-
 def test_weights_that_do_not_fit_are_refused(model):
     target = _generator(copy.deepcopy(model))
     with pytest.raises(ValueError, match=r"'model\.nrm\.weight', which the generation model does not have"):
@@ -244,30 +140,23 @@ def test_weights_that_do_not_fit_are_refused(model):
         target.prepare_refit_info(ExportPlan.of(weights.items()))
 
 
-def test_a_real_checkpoint_folder_generates_the_same(model, tmp_path):
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert (
-        _generator(loaded).generate(_request(SAMPLED)).output_ids
-        == _generator(model).generate(_request(SAMPLED)).output_ids
-    )
-
-
-def test_bad_settings_are_refused():
-    with pytest.raises(ValueError, match="top_p is 0"):
-        dataclasses.replace(GREEDY, top_p=0)
-    with pytest.raises(ValueError, match="temperature is -1"):
-        dataclasses.replace(GREEDY, temperature=-1)
-    with pytest.raises(ValueError, match="top_k is 0"):
-        dataclasses.replace(GREEDY, top_k=0)
-    with pytest.raises(ValueError, match="max_new_tokens is 0"):
-        dataclasses.replace(GREEDY, max_new_tokens=0)
-    with pytest.raises(ValueError, match="empty prompt"):
-        GenerationRequest([[1], []], [0, 0], 0, GREEDY)
-    with pytest.raises(ValueError, match="2 prompts and 1 sample ids"):
-        GenerationRequest([[1], [2]], [0], 0, GREEDY)
-    with pytest.raises(ValueError, match=r"policy\.precision is 'fp8'"):
-        build_model("tiny", QWEN3, "fp8")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dataclasses.replace(GREEDY, top_p=0), "top_p is 0"),
+        (lambda: dataclasses.replace(GREEDY, temperature=-1), "temperature is -1"),
+        (lambda: dataclasses.replace(GREEDY, top_k=0), "top_k is 0"),
+        (lambda: dataclasses.replace(GREEDY, max_new_tokens=0), "max_new_tokens is 0"),
+        (lambda: dataclasses.replace(GREEDY, bad_words=("a", " ")), "bad_words has an empty word"),
+        (lambda: dataclasses.replace(GREEDY, stop_strings=("a", "")), "stop_strings has an empty string"),
+        (lambda: GenerationRequest([[1], []], [0, 0], 0, GREEDY), "empty prompt"),
+        (lambda: GenerationRequest([[1], [2]], [0], 0, GREEDY), "2 prompts and 1 sample ids"),
+        (lambda: build_model("tiny", QWEN3, "fp8"), r"policy\.precision is 'fp8'"),
+    ],
+)
+def test_bad_settings_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 class CopiesBetweenDevices(TorchDispatchMode):
@@ -289,9 +178,7 @@ def test_a_wake_up_before_a_refit_copies_no_weights(device):
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     num_others = sum(buffer.numel() for buffer in model.buffers())
     buffers = [buffer.clone() for buffer in model.buffers()]
-    generator = TransformersGenerator(
-        model, device=device, generation_batch_size=4, max_sequence_length=128, has_weights=True
-    )
+    generator = _generator(model, device=device)
     assert num_others > 0
     for tags, wanted in ((["weights"], num_others), (["weights", "kv_cache"], num_others + num_weights)):
         with CopiesBetweenDevices() as copies:
@@ -310,9 +197,7 @@ def test_a_wake_up_before_a_refit_copies_no_weights(device):
 def test_on_a_gpu_the_memory_comes_back_and_the_tokens_are_those_of_the_cpu(model):
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    generator = TransformersGenerator(
-        copy.deepcopy(model), device="cuda", generation_batch_size=64, max_sequence_length=128, has_weights=True
-    )
+    generator = _generator(copy.deepcopy(model), device="cuda")
     torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))  # cuBLAS keeps the workspace it allocates now
     before = torch.cuda.memory_allocated()
     with pytest.raises(RuntimeError, match="prepare_for_generation"):

@@ -60,18 +60,12 @@ def fused() -> dict[str, torch.Tensor]:
     return parameters
 
 
-def test_every_weight_is_read_back():
-    found = read_back(fused(), SPECS)
+@pytest.mark.parametrize("experts", [".experts.w", ".experts.routed_experts.w"])
+def test_every_weight_is_read_back(experts):
+    found = read_back({name.replace(".experts.w", experts): one for name, one in fused().items()}, SPECS)
     assert list(found) == list(CHECKPOINT)
     for name, tensor in CHECKPOINT.items():
         assert torch.equal(found[name], tensor), name
-
-
-def test_experts_in_a_module_of_their_own_are_read_back():
-    parameters = {name.replace(".experts.w", ".experts.routed_experts.w"): one for name, one in fused().items()}
-    assert "model.layers.1.mlp.experts.routed_experts.w13_weight" in parameters
-    for name, tensor in read_back(parameters, SPECS).items():
-        assert torch.equal(CHECKPOINT[name], tensor), name
 
 
 def test_loads_of_experts_are_told_by_their_parameters_names():
@@ -103,13 +97,9 @@ def test_a_tied_output_layer_is_the_embedding():
 def test_what_cannot_be_found_cannot_be_compared(name):
     with pytest.raises(ValueError, match=rf"{name}' as .* has no such parameter, .* policy\.verify_refit to false"):
         read_back(fused(), [TensorSpec(name, (6, 8), torch.float32)])
-
-
-def test_a_weight_that_was_repacked_cannot_be_compared():
-    parameters = fused()
-    parameters["model.norm.weight"] = parameters["model.norm.weight"].view(2, 4)
+    repacked = fused() | {"model.norm.weight": CHECKPOINT["model.norm.weight"].view(2, 4)}
     with pytest.raises(ValueError, match=r"'model\.norm\.weight' as torch\.float32 \[8\], but vLLM's model has it as"):
-        read_back(parameters, SPECS)
+        read_back(repacked, SPECS)
 
 
 def test_a_tensor_among_discarded_weights_that_nothing_restores_is_found():
@@ -140,7 +130,7 @@ def experts(kernel):
     return method("UnquantizedFusedMoEMethod", unquantized_backend=SimpleNamespace(name=kernel))
 
 
-def test_weights_that_vllm_leaves_as_they_are_may_be_refitted():
+def test_weights_that_vllm_leaves_as_they_are_may_be_refitted_and_those_that_it_changes_are_named():
     assert not transformed_after_loading(torch.nn.Sequential(torch.nn.Linear(2, 2)).named_modules())
     attention = type("CrossAttention", (type(module("Attention")),), {"process_weights_after_loading": print})()
     plain = {
@@ -151,16 +141,6 @@ def test_weights_that_vllm_leaves_as_they_are_may_be_refitted():
         "attn": attention,
     }
     assert transformed_after_loading(plain.items()) == []
-    as_module = module("UnquantizedFusedMoEMethod", unquantized_backend=SimpleNamespace(name="TRITON"))
-    type(as_module).process_weights_after_loading = print
-    named = [*module("RoutedExperts", quant_method=as_module).named_modules(prefix="experts")]
-    assert [name for name, _ in named] == ["experts", "experts.quant_method"]
-    assert transformed_after_loading(named) == []
-    as_module.unquantized_backend.name = "AITER"
-    assert transformed_after_loading(named) == ["experts rearranges its experts for AITER"]
-
-
-def test_weights_that_vllm_changes_after_loading_are_named():
     changed = {
         "qkv_proj": module("QKVParallelLinear", quant_method=method("Fp8LinearMethod")),
         "experts": module("RoutedExperts", quant_method=experts("FLASHINFER_CUTLASS")),
@@ -171,3 +151,10 @@ def test_weights_that_vllm_changes_after_loading_are_named():
         "experts rearranges its experts for FLASHINFER_CUTLASS",
         "attn computes other tensors from its weights (MLAAttention)",
     ]
+    as_module = module("UnquantizedFusedMoEMethod", unquantized_backend=SimpleNamespace(name="TRITON"))
+    type(as_module).process_weights_after_loading = print
+    named = [*module("RoutedExperts", quant_method=as_module).named_modules(prefix="experts")]
+    assert [name for name, _ in named] == ["experts", "experts.quant_method"]
+    assert transformed_after_loading(named) == []
+    as_module.unquantized_backend.name = "AITER"
+    assert transformed_after_loading(named) == ["experts rearranges its experts for AITER"]
