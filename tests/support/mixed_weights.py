@@ -2,6 +2,8 @@
 
 import torch
 
+from nemo_offload_rl.refit.checksum import tensor_checksum
+
 MIXED = [
     ("a", torch.randn(3, 5)),
     ("b", torch.randn(7, 3).bfloat16()),
@@ -10,3 +12,11 @@ MIXED = [
     ("odd", torch.arange(5, dtype=torch.uint8)),
     ("transposed", torch.randn(4, 6).T),
 ]
+
+
+def require_mixed(weights):
+    """Checks that weights have arrived in their order, with their types, bit for bit."""
+    assert list(weights) == [name for name, _ in MIXED]
+    for name, tensor in MIXED:
+        assert weights[name].dtype == tensor.dtype
+        assert tensor_checksum(weights[name]) == tensor_checksum(tensor)

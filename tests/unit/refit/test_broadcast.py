@@ -10,7 +10,7 @@ import psutil
 import pytest
 import ray
 import torch
-from support.mixed_weights import MIXED
+from support.mixed_weights import MIXED, require_mixed
 from support.weight_loader import WeightLoader, take
 
 from nemo_offload_rl.refit import broadcast, make_transport
@@ -77,10 +77,8 @@ def test_every_engine_gets_every_tensor_bit_for_bit_refit_after_refit(receivers)
         checksums = sender.send(iter(MIXED))
         assert checksums == {name: tensor_checksum(tensor) for name, tensor in MIXED}
         for loaded in map(take, receivers):
-            weights = loaded["weights"]
             assert loaded["num_loads"] == 3  # of 60, 51 and 96 bytes
-            assert [(name, tensor.dtype) for name, tensor in weights.items()] == [(n, t.dtype) for n, t in MIXED]
-            assert {name: tensor_checksum(tensor) for name, tensor in weights.items()} == checksums
+            require_mixed(loaded["weights"])
     for receiver, before in zip(receivers, of_ray, strict=True):
         assert ray.get(receiver.actor.addresses.remote()) - before <= {"127.0.0.1"}
 
@@ -149,10 +147,3 @@ def test_an_engine_that_is_there_and_never_joins_is_named(ray_cluster, instead, 
         sender.send(iter(weights))
     assert time.monotonic() - begin < 15
     ray.kill(absentee.actor)
-
-
-def test_other_ranks_draw_the_export_and_send_nothing():
-    weights = iter(MIXED)
-    sender = BroadcastTransport([], verify=True).connect(ExportPlan.of(MIXED), rank=1, bucket_bytes=1000)
-    assert sender.send(weights) == {}
-    assert list(weights) == []

@@ -4,7 +4,7 @@ import torch
 from nemo_offload_rl.refit import checksum
 from nemo_offload_rl.refit.checksum import merge_checksums, require_equal_checksums, tensor_checksum
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.float8_e4m3fn]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float8_e4m3fn]
 
 
 def _reference(tensor: torch.Tensor) -> int:
@@ -41,10 +41,6 @@ def test_changes_with_one_bit_and_with_the_order(dtype):
     assert len(set(sums)) == len(sums)
 
 
-def test_the_sign_of_zero_counts():
-    assert tensor_checksum(torch.tensor([0.0])) != tensor_checksum(torch.tensor([-0.0]))
-
-
 def test_chunking_and_strides_do_not_change_it(monkeypatch):
     tensor = torch.randn(33, 17, 3)
     views = [tensor.permute(2, 0, 1), tensor[:, ::2], tensor[..., 1]]
@@ -53,7 +49,8 @@ def test_chunking_and_strides_do_not_change_it(monkeypatch):
     assert [tensor_checksum(t) for t in (tensor, *views)] == whole
 
 
-def test_scalars_and_empty_tensors():
+def test_scalars_and_empty_tensors_and_the_sign_of_zero():
+    assert tensor_checksum(torch.tensor([0.0])) != tensor_checksum(torch.tensor([-0.0]))
     assert tensor_checksum(torch.tensor(1.5)) == tensor_checksum(torch.tensor([1.5]))
     assert tensor_checksum(torch.empty(0, 4)) == 0
     assert tensor_checksum(torch.nn.Parameter(torch.ones(3))) == tensor_checksum(torch.ones(3))

@@ -12,7 +12,6 @@ from nemo_offload_rl.refit.recorder import CaptureError, CudaRecorder, Repeatabl
     [
         (lambda gpu, cpu: gpu[cpu.long()], r"aten\.index.* uses both host memory and the GPU"),
         (lambda gpu, cpu: gpu * cpu[0], r"aten\.mul.* uses both host memory and the GPU"),
-        (lambda gpu, cpu: cpu.to(gpu.device), r"uses both host memory and the GPU"),
         (lambda gpu, cpu: gpu.cpu(), r"uses both host memory and the GPU"),
         (lambda gpu, cpu: cpu.copy_(gpu), r"aten\.copy_.* uses both host memory and the GPU"),
         (lambda gpu, cpu: gpu.sum().item(), r"aten\._local_scalar_dense.* waits for a result"),
