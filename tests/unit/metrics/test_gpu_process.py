@@ -33,12 +33,7 @@ def gpu(monkeypatch):
 
 @pytest.mark.parametrize(
     ("nvml", "found"),
-    [
-        (Nvml((6, 5), (7, 9)), 9),
-        (Nvml((6, 5)), None),
-        (Nvml((7, None)), None),
-        (Nvml((7, 9), fails=True), None),
-    ],
+    [(Nvml((6, 5), (7, 9)), 9), (Nvml((6, 5)), None), (Nvml((7, None)), None), (Nvml((7, 9), fails=True), None)],
     ids=["its own", "other numbers in a container", "not counted", "not told"],
 )
 def test_it_is_this_process_that_counts(nvml, found):

@@ -14,94 +14,56 @@ from nemo_offload_rl.storage.disk import DiskFullError
 
 
 def test_metrics_of_a_step_are_one_object_on_disk_at_once(tmp_path):
+    write(tmp_path / "run", {7: {"train/loss": 0.0}})  # a new run starts a new history
     logger = RunLogger(tmp_path / "run", tensorboard=False)
     logger.log(0, {"validation/accuracy": 0.25})
     logger.log(1, {"train/reward": 0.5, "train/num_tokens": 12})
-    logger.log(1, {"timing/train/sampling": 1.5, "train/reward": 0.75})
+    logger.log(1, {"train/reward": 0.75, "train/loss": float("nan"), "train/grad_norm": float("inf")})
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()  # before close
     assert [json.loads(line) for line in lines] == [
         {"step": 0, "validation/accuracy": 0.25},
-        {"step": 1, "train/reward": 0.75, "train/num_tokens": 12, "timing/train/sampling": 1.5},
+        {"step": 1, "train/reward": 0.75, "train/num_tokens": 12, "train/loss": None, "train/grad_norm": None},
     ]
+    with pytest.raises(AssertionError, match="step 0 after those of step 1"):
+        logger.log(0, {"train/loss": 1.0})
     logger.close()
 
 
-def test_non_finite_numbers_are_null(tmp_path):
-    logger = RunLogger(tmp_path, tensorboard=False)
-    logger.log(3, {"train/loss": float("nan"), "train/grad_norm": float("inf"), "train/lr": 1e-4})
+def write(folder, rows, **options):
+    """Logs metrics by step; returns all rows of the file."""
+    logger = RunLogger(folder, **{"tensorboard": False} | options)
+    for step, metrics in rows.items():
+        logger.log(step, metrics)
     logger.close()
-    assert read_metrics(tmp_path / "metrics.jsonl") == [
-        {"step": 3, "train/loss": None, "train/grad_norm": None, "train/lr": 1e-4}
-    ]
+    return read_metrics(folder / "metrics.jsonl")
 
 
-def test_a_new_run_starts_a_new_history(tmp_path):
-    for value in (1.0, 2.0):
-        logger = RunLogger(tmp_path, tensorboard=False)
-        logger.log(5, {"train/loss": value})
-        logger.close()
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 5, "train/loss": 2.0}]
-
-
-@pytest.mark.parametrize("resumed_step", [0, 2, 3, 9])
+@pytest.mark.parametrize("resumed_step", [0, 3, 9])
 def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(tmp_path, resumed_step):
-    first = RunLogger(tmp_path, tensorboard=False)
-    for step in range(6):
-        first.log(step, {"train/loss": 10.0 + step})
-    first.close()
-    resumed = RunLogger(tmp_path, tensorboard=False, resumed_step=resumed_step)
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(min(resumed_step, 5) + 1))
-    for step in range(resumed_step + 1, 12):
-        resumed.log(step, {"train/loss": 20.0 + step})
-    resumed.close()
-    rows = read_metrics(tmp_path / "metrics.jsonl")
-    kept = min(resumed_step, 5)
-    assert [row["step"] for row in rows] == [*range(kept + 1), *range(resumed_step + 1, 12)]
-    assert [row["train/loss"] for row in rows[: kept + 1]] == [10.0 + step for step in range(kept + 1)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+    before = {step: {"train/loss": 10.0 + step} for step in range(6)}
+    after = {step: {"train/loss": 20.0 + step} for step in range(resumed_step + 1, 12)}
+    write(tmp_path, before)
+    kept = [{"step": step, **before[step]} for step in range(min(resumed_step, 5) + 1)]
+    assert write(tmp_path, {}, resumed_step=resumed_step) == kept
+    rows = write(tmp_path, after, resumed_step=resumed_step)
+    assert rows == kept + [{"step": step, **metrics} for step, metrics in after.items()]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    rows = write(tmp_path, {4: {"validation/accuracy": 0.5}}, resumed_step=4)  # the step itself can be added to
+    assert rows[-1].items() >= {"step": 4, "validation/accuracy": 0.5}.items()
 
 
-def test_the_resumed_step_itself_can_be_added_to(tmp_path):
-    logger = RunLogger(tmp_path, tensorboard=False)
-    logger.log(1, {"train/loss": 1.0})
-    logger.log(2, {"train/loss": 2.0})
-    logger.close()
-    resumed = RunLogger(tmp_path, tensorboard=False, resumed_step=2)
-    resumed.log(2, {"validation/accuracy": 0.5})
-    resumed.close()
-    assert read_metrics(tmp_path / "metrics.jsonl")[1:] == [{"step": 2, "train/loss": 2.0, "validation/accuracy": 0.5}]
-
-
-def test_going_back_in_steps_is_a_bug(tmp_path):
-    logger = RunLogger(tmp_path, tensorboard=False)
-    logger.log(2, {"train/loss": 1.0})
-    with pytest.raises(AssertionError, match="step 1 after those of step 2"):
-        logger.log(1, {"train/loss": 1.0})
-    logger.close()
-
-
-def test_tensorboard_has_every_scalar_and_forgets_steps_after_a_resume(tmp_path):
-    first = RunLogger(tmp_path, tensorboard=True)
-    for step in range(1, 5):
-        first.log(step, {"train/reward": step / 10})
-    first.close()
+def test_tensorboard_has_every_scalar_and_every_text_and_forgets_steps_after_a_resume(tmp_path):
+    write(tmp_path, {step: {"train/reward": step / 10} for step in range(1, 5)}, tensorboard=True)
     resumed = RunLogger(tmp_path, tensorboard=True, resumed_step=2)
     resumed.log(3, {"train/reward": 0.9})
+    resumed.log_text(3, "validation/answers", "| prompt |")
     resumed.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/reward")
-    assert [(event.step, round(event.value, 3)) for event in events] == [(1, 0.1), (2, 0.2), (3, 0.9)]
-
-
-def test_a_text_goes_to_tensorboard_alone(tmp_path):
-    for is_on in (True, False):
-        logger = RunLogger(tmp_path / str(is_on), tensorboard=is_on)
-        logger.log(3, {"train/reward": 0.5})
-        logger.log_text(3, "validation/answers", "| prompt |")
-        logger.close()
-        assert read_metrics(tmp_path / str(is_on) / "metrics.jsonl") == [{"step": 3, "train/reward": 0.5}]
-    events = EventAccumulator(str(tmp_path / "True" / "tensorboard")).Reload()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    scalars = [(event.step, round(event.value, 3)) for event in events.Scalars("train/reward")]
+    assert scalars == [(1, 0.1), (2, 0.2), (3, 0.9)]
     (event,) = events.Tensors("validation/answers/text_summary")
     assert (event.step, event.tensor_proto.string_val[0]) == (3, b"| prompt |")
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1] == {"step": 3, "train/reward": 0.9}
 
 
 def test_wandb_without_its_package_says_what_to_do(tmp_path, monkeypatch):
@@ -228,10 +190,7 @@ def test_metrics_that_find_no_space_to_the_end_are_told(tmp_path, caplog):
 
 
 def test_history_stays_where_there_is_no_space_to_write_it_again(tmp_path):
-    logger = RunLogger(tmp_path, tensorboard=False)
-    for step in range(5):
-        logger.log(step, {"train/loss": 0.0})
-    logger.close()
+    write(tmp_path, {step: {"train/loss": 0.0} for step in range(5)})
     with files_of_at_most(40), pytest.raises(DiskFullError, match=r"metrics\.jsonl cannot be written: File too large"):
         RunLogger(tmp_path, tensorboard=False, resumed_step=4)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

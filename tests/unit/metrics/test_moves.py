@@ -59,19 +59,15 @@ def test_medians_are_over_the_steps_that_moved_it():
 def test_the_table_has_a_row_for_each_copy_in_the_order_of_a_step():
     rows = [{"step": 1, **moved("train", "params", gb=3.0, copy_s=0.1), **out_and_back(0.01)}]
     text = shown(moves_table(rows))
+    assert moves_table([{"step": 1, **moved("train", "grads", exposed_s=0.1), "residency/host_rss_gib": 2.0}]) is None
+    without_link = [{"step": 1, **moved("generate", "params", gb=3.0, copy_s=0.1, gb_per_s=30.0, exposed_s=0.1)}]
+    assert "of the link" in text and "of the link" not in shown(moves_table(without_link))
     assert cells(text) == [
         ["train", "params", "3.000", "0.1000", "", "", "", ""],
         ["train", "optimizer state", "6.240", "0.2000", "31.2", "", "0.0000", ""],
         ["refit", "optimizer state", "6.240", "0.1135", "55.0", "100%", "0.0100", "0.1035"],
         ["generate", "params", "3.000", "0.0500", "60.0", "", "0.0500", "0.0000"],
     ]
-
-
-def test_a_link_that_was_not_measured_has_no_column():
-    rows = [{"step": 1, **moved("generate", "params", gb=3.0, copy_s=0.1, gb_per_s=30.0, exposed_s=0.1)}]
-    text = shown(moves_table(rows))
-    assert "of the link" not in text
-    assert cells(text) == [["generate", "params", "3.000", "0.1000", "30.0", "0.1000"]]
 
 
 def test_the_table_fits_into_100_columns_with_a_large_model():
@@ -82,9 +78,3 @@ def test_the_table_fits_into_100_columns_with_a_large_model():
     assert "…" not in text
     assert len(cells(text)) == 4  # no row spans two lines
     assert cells(text)[-1][:4] == ["logprob", "reference weights", "141.000", "2.6000"]
-
-
-def test_without_copies_there_is_no_table():
-    assert moves_table([{"step": 1, "residency/train/enter_s": 0.1, "residency/host_rss_gib": 2.0}]) is None
-    assert moves_table([{"step": 1, **moved("train", "grads", exposed_s=0.1)}]) is None
-    assert moves_table([]) is None

@@ -47,22 +47,22 @@ def run_dir(tmp_path):
     return folder
 
 
-def add_facts(run_dir, **facts):
-    update_facts(
-        run_dir,
-        **{
-            "algorithm": "grpo",
-            "recipe": "recipes/mine.yaml",
-            "settings": [["grpo.max_num_steps", 2, "command line: grpo.max_num_steps=2"]],
-            "config": "grpo:\n  max_num_steps: 2\n",
-            "version": "0.1.0, commit 0123456789ab",
-            "started": "2026-11-26 10:00:00+00:00",
-            "ended": "2026-11-26 11:00:00+00:00",
-            "ending": "all steps are done",
-            "planned_peak_gib": {},
-            **facts,
-        },
-    )
+FACTS = {
+    "algorithm": "grpo",
+    "recipe": "recipes/mine.yaml",
+    "settings": [["grpo.max_num_steps", 2, "command line: grpo.max_num_steps=2"]],
+    "config": "grpo:\n  max_num_steps: 2\n",
+    "version": "0.1.0, commit 0123456789ab",
+    "started": "2026-11-26 10:00:00+00:00",
+    "ended": "2026-11-26 11:00:00+00:00",
+    "ending": "all steps are done",
+    "planned_peak_gib": {},
+}
+
+
+def page_with(run_dir, **facts):
+    update_facts(run_dir, **FACTS | facts)
+    return Page(write_page(run_dir))
 
 
 def answers_after(step, text):
@@ -70,9 +70,7 @@ def answers_after(step, text):
 
 
 def test_the_page_has_what_the_run_was_did_and_took(run_dir):
-    add_facts(run_dir, answers=answers_after(2, "perhaps 2"))
-    assert write_page(run_dir) == run_dir / PAGE_FILE
-    page = Page(run_dir / PAGE_FILE)
+    page = page_with(run_dir, answers=answers_after(2, "perhaps 2"))
     for part in (
         "GRPO run exp_007", "Ended after step 2: all steps are done.", "recipes/mine.yaml", "commit 0123456789ab",
         "2026-11-26 11:00:00", "Where the time went", "sampling", "6.250", "9.25", "perhaps 2", "0.25",
@@ -84,8 +82,7 @@ def test_the_page_has_what_the_run_was_did_and_took(run_dir):
 
 
 def test_the_page_needs_no_other_file_and_runs_nothing(run_dir):
-    add_facts(run_dir)
-    page = Page(write_page(run_dir))
+    page = page_with(run_dir)
     assert page.addresses == [f"data:image/png;base64,{base64.b64encode(PNG).decode()}"] * 2
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
     assert "url(" not in (run_dir / PAGE_FILE).read_text()
@@ -95,47 +92,21 @@ def test_the_page_needs_no_other_file_and_runs_nothing(run_dir):
 def test_nothing_of_a_runs_data_is_markup(run_dir):
     settings = [[HOSTILE, HOSTILE, HOSTILE]]
     said = dict.fromkeys(("recipe", "version", "started", "ended", "ending", "config"), HOSTILE)
-    add_facts(run_dir, answers=answers_after(2, HOSTILE), settings=settings, **said)
-    page = Page(write_page(run_dir))
+    page = page_with(run_dir, answers=answers_after(2, HOSTILE), settings=settings, **said)
     assert page.text.count(HOSTILE) == 1 + len(said) + 3
     assert page.tags.count("script") == 0
     assert page.tags.count("img") == 2
 
 
-def test_an_answer_of_half_a_surrogate_pair_is_shown_without_it(run_dir):
-    add_facts(run_dir, answers=answers_after(2, "here \ud83d it is"))
-    assert "here ? it is" in Page(write_page(run_dir)).text
-
-
-@pytest.mark.parametrize(("step", "shown"), [(2, True), (4, False)])
-def test_answers_of_steps_that_are_yet_to_be_made_again_are_left_out(run_dir, step, shown):
-    add_facts(run_dir, answers=answers_after(step, "perhaps 2"))
-    assert ("perhaps 2" in Page(write_page(run_dir)).text) is shown
-
-
 def test_measured_peaks_stand_beside_planned_ones_only_on_gpus(run_dir):
-    add_facts(run_dir, planned_peak_gib={})
-    assert "planned" not in Page(write_page(run_dir)).text
+    assert "planned" not in page_with(run_dir).text
     logger = RunLogger(run_dir, tensorboard=False, resumed_step=2)
     logger.log(3, STEP | ON_GPUS)
     logger.close()
-    add_facts(run_dir, planned_peak_gib={"train": 13.25})
-    text = Page(write_page(run_dir)).text
+    text = page_with(run_dir, planned_peak_gib={"train": 13.25}).text
     memory = text[text.index("Memory") : text.index("Settings")]
     for part in ("planned", "training12.5013.25", "refit7.00", "generation, by torch30.00", "9.25"):
         assert part in memory
-
-
-@pytest.mark.parametrize(
-    ("ending", "said"),
-    [
-        ("interrupted", "Ended after step 2: interrupted."),
-        (None, "After step 2 the run goes on, or it was killed."),
-    ],
-)
-def test_the_page_says_how_a_run_ended(run_dir, ending, said):
-    add_facts(run_dir, ending=ending)
-    assert said in Page(write_page(run_dir)).text
 
 
 @pytest.mark.parametrize("facts", [None, '{"algorithm": '])
@@ -152,21 +123,27 @@ def test_an_old_or_a_damaged_folder_has_a_page_of_what_there_is(run_dir, facts, 
     assert ("run.json is left out" in caplog.text) is (facts is not None)
 
 
-def test_facts_that_are_no_object_are_none(run_dir):
-    (run_dir / FACTS_FILE).write_text("[]")
-    assert read_facts(run_dir) == {}
+@pytest.mark.parametrize(
+    ("facts", "shown", "hidden"),
+    [
+        ({"ending": "interrupted"}, "Ended after step 2: interrupted.", "half"),
+        ({"ending": None}, "After step 2 the run goes on, or it was killed.", "half"),
+        ({"answers": answers_after(2, "half \ud83d a pair")}, "half ? a pair", "\ud83d"),
+        ({"answers": answers_after(4, "half a step")}, "step 2", "half a step"),  # which is yet to be made again
+    ],
+)
+def test_the_page_says_how_a_run_ended_and_what_was_answered(run_dir, facts, shown, hidden):
+    text = page_with(run_dir, **facts).text
+    assert shown in text and hidden not in text
 
 
-def test_facts_for_which_there_is_no_space_end_no_run(run_dir, caplog):
-    add_facts(run_dir)
+def test_facts_are_added_to_those_of_before_unless_there_is_no_space(run_dir, caplog):
+    update_facts(run_dir, **FACTS)
+    update_facts(run_dir, ending=None)
+    assert read_facts(run_dir) == FACTS | {"ending": None}
     with files_of_at_most(100):
         update_facts(run_dir, ending="interrupted")
-    assert read_facts(run_dir)["ending"] == "all steps are done"
-    assert "run.json cannot be written: File too large" in caplog.text
-
-
-def test_facts_are_added_to_those_of_before(run_dir):
-    add_facts(run_dir, answers=answers_after(2, "2"))
-    update_facts(run_dir, ending=None)
     assert read_facts(run_dir)["ending"] is None
-    assert read_facts(run_dir)["answers"] == answers_after(2, "2")
+    assert "run.json cannot be written: File too large" in caplog.text
+    (run_dir / FACTS_FILE).write_text("[]")
+    assert read_facts(run_dir) == {}

@@ -20,7 +20,10 @@ def test_the_table_has_the_largest_of_all_steps_beside_what_was_planned():
     assert cells(table) == [("GPU: training", "14.00", "12.50"), ("GPU: log-prob passes", "9.50", "")]
 
 
-def test_without_gpus_it_has_host_memory_alone():
+def test_without_gpus_it_has_host_memory_alone_and_no_peaks_are_logged(caplog):
+    caplog.set_level(logging.INFO)
+    log_peaks([{"step": 1, f"{POLICY}/host_rss_gib": 2.0}], {})
+    assert caplog.records == []
     table = memory_table([{"step": 1, f"{POLICY}/host_rss_gib": 2.0}], {"train": 1.0})
     assert cells(table) == [("host: a process of the policy", "2.00")]
     assert memory_table([{"step": 1}], {}) is None
@@ -42,9 +45,3 @@ def test_one_warning_says_by_how_much_peaks_are_above_the_plan(planned, said, ca
     assert len(warnings) == (0 if said is None else 1)
     assert said is None or said in warnings[0]
     assert "14.00" in caplog.records[0].getMessage()  # the table, in any case
-
-
-def test_a_run_without_gpus_logs_no_peaks(caplog):
-    caplog.set_level(logging.INFO)
-    log_peaks([{"step": 1, f"{POLICY}/host_rss_gib": 2.0}], {})
-    assert caplog.records == []

@@ -12,12 +12,10 @@ def write_run(run_dir, rows):
     logger.close()
 
 
-def test_smoothing_is_the_mean_of_a_window_that_looks_back():
-    assert smoothed([1.0, 3.0, 5.0, 7.0], num_steps=2) == [1.0, 2.0, 4.0, 6.0]
-    assert smoothed([], num_steps=2) == []
-
-
 def test_a_reward_run_has_two_panels_and_a_loss_run_without_validation_one(tmp_path):
+    assert smoothed([1.0, 3.0, 5.0, 7.0], num_steps=2) == [1.0, 2.0, 4.0, 6.0]
+    with pytest.raises(ValueError, match="run at least one step"):
+        plot_training(tmp_path, "grpo")
     write_run(tmp_path / "grpo", [
         (0, {"validation/accuracy": 0.4}),
         (1, {"train/reward": 0.5, "train/loss": 0.1}),
@@ -32,8 +30,3 @@ def test_a_reward_run_has_two_panels_and_a_loss_run_without_validation_one(tmp_p
     write_run(tmp_path / "ahead", [(1, {"train/reward": 0.5, "train/avg_trajectory_age": 1.0})])
     assert imread(plot_training(tmp_path / "ahead", "grpo")).shape[1] == grpo.shape[1]  # reward and age
     assert grpo[..., :3].std() > 0.02  # not a blank sheet
-
-
-def test_a_run_without_metrics_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="run at least one step"):
-        plot_training(tmp_path, "grpo")

@@ -63,11 +63,6 @@ def test_a_step_without_copies_or_a_gpu_has_phases_alone():
     assert memory_bars(row) == []
 
 
-def test_gpu_memory_is_that_of_the_phases_that_measured_it():
-    row = STEP | {"performance/memory/policy/gpu_peak_train_gib": 70.0}
-    assert [(bar.label, gib) for bar, gib in memory_bars(row)] == [("training", 70.0)]
-
-
 def test_rollouts_that_were_sampled_ahead_may_take_longer_than_the_step(tmp_path):
     assert rollout_bars(STEP) == []
     seconds = {"waiting": 1.0, "sampling": 9.0, "rewards": 2.5}
@@ -75,10 +70,7 @@ def test_rollouts_that_were_sampled_ahead_may_take_longer_than_the_step(tmp_path
     assert [(bar.label, bar.start_s, bar.end_s) for bar in rollout_bars(row)] == [
         ("waiting", 0.0, 1.0), ("sampling", 1.0, 10.0), ("rewards", 10.0, 12.5),
     ]  # fmt: skip
-    logger = RunLogger(tmp_path, tensorboard=False)
-    logger.log(1, row)
-    logger.close()
-    assert imread(plot_step(tmp_path))[..., :3].std() > 0.02
+    picture_of(tmp_path, row)
 
 
 def test_the_typical_step_is_not_the_first_where_there_are_others():
@@ -89,20 +81,19 @@ def test_the_typical_step_is_not_the_first_where_there_are_others():
     assert typical_step([{"step": 0}]) is None
 
 
+def picture_of(folder, row):
+    logger = RunLogger(folder, tensorboard=False)
+    logger.log(1, row)
+    logger.close()
+    assert plot_step(folder) == folder / "step_timeline.png"
+    picture = imread(folder / "step_timeline.png")
+    assert picture[..., :3].std() > 0.02  # not a blank sheet
+    return picture
+
+
 def test_a_run_gets_its_picture_and_one_with_a_gpu_a_taller_one(tmp_path):
-    heights = []
-    for name, more in (("cpu", {}), ("gpu", {"performance/memory/policy/gpu_peak_train_gib": 70.0})):
-        logger = RunLogger(tmp_path / name, tensorboard=False)
-        logger.log(1, STEP | more)
-        logger.close()
-        path = plot_step(tmp_path / name)
-        assert path == tmp_path / name / "step_timeline.png"
-        picture = imread(path)
-        assert picture[..., :3].std() > 0.02  # not a blank sheet
-        heights.append(picture.shape[0])
-    assert heights[1] > heights[0]
-
-
-def test_a_run_without_a_whole_step_is_refused(tmp_path):
+    on_gpu = STEP | {"performance/memory/policy/gpu_peak_train_gib": 70.0}
+    assert [(bar.label, gib) for bar, gib in memory_bars(on_gpu)] == [("training", 70.0)]
+    assert picture_of(tmp_path / "gpu", on_gpu).shape[0] > picture_of(tmp_path / "cpu", STEP).shape[0]
     with pytest.raises(ValueError, match="run at least one step"):
         plot_step(tmp_path)
