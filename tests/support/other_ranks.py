@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "moe tp2 ep2": {
         "megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2}
-    },
+    }
 }
 """Models that at least two ranks hold."""
 

@@ -68,24 +68,43 @@ def test_steps_between_moves_of_single_targets_are_bit_equal_to_none(adopted, mo
     assert_equal(job.everything(), plain.everything())
 
 
-def test_each_call_moves_its_kind_alone_and_twice_is_once(adopted):
+def test_each_call_moves_its_kind_alone_twice_is_once_and_what_is_away_is_refused(adopted):
     job = make_job()
     state = adopted(job)
     job.step(0)
-    state.move_optimizer("cpu")
-    state.move_optimizer("cpu")
+    for _ in range(2):
+        state.move_optimizer("cpu")
+    state.move_grads("cpu")  # in plain torch, gradients are not in buffers
     assert placements(state) == {Target.PARAMS: Placement.GPU, Target.OPTIMIZER_STATE: Placement.HOST}
+    with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU"):
+        job.step(1)
     state.move_params("cpu")
+    with pytest.raises(ResidencyError, match="params is needed on the GPU"):
+        job.step(1)
     state.move_optimizer("cuda:0")
     assert placements(state) == {Target.PARAMS: Placement.HOST, Target.OPTIMIZER_STATE: Placement.GPU}
 
 
-def test_a_kind_that_the_model_does_not_have_is_left_alone(adopted):
-    state = adopted(make_job())
-    state.move_grads("cpu")  # in plain torch, gradients are not in buffers
-    state.move("cpu", ALL)
-    assert Target.GRADS not in placements(state)
-    assert state.offloader.mapped_bytes == 0
+def test_what_saves_or_loads_optimizer_state_waits_for_it_and_refuses_while_it_is_away(adopted, monkeypatch):
+    job = make_job()
+    state = adopted(job)
+    job.step(0)
+    saved, wanted = copy.deepcopy(job.optimizer.state_dict()), moments(job)
+    job.step(1)
+    delay_moves(monkeypatch, seconds=0.05)
+    state.move_optimizer("cpu")
+    for call in (job.optimizer.state_dict, lambda: job.optimizer.load_state_dict(saved)):
+        with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU"):
+            call()
+    state.move_optimizer("cuda")
+    job.optimizer.load_state_dict(saved)
+    for _ in range(2):
+        assert_equal(moments(job), wanted)
+        state.move_optimizer("cpu")
+        state.move_optimizer("cuda")
+        found = job.optimizer.state_dict()["state"]
+        for number, tensors in saved["state"].items():
+            assert all(torch.equal(found[number][key], tensor) for key, tensor in tensors.items())
 
 
 def test_state_that_is_away_is_on_the_gpu_for_a_checkpoint_and_away_again_after_it(adopted):
@@ -165,51 +184,6 @@ def test_plain_torch_steps_on_a_gpu_between_moves_are_bit_equal_to_none(monkeypa
     assert len(set(wanted)) == 10
 
 
-def test_forward_passes_without_parameters_and_steps_without_state_are_refused(adopted):
-    job = make_job()
-    state = adopted(job)
-    job.step(0)
-    state.move_optimizer("cpu")
-    with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU"):
-        job.step(1)
-    state.move_params("cpu")
-    with pytest.raises(ResidencyError, match="params is needed on the GPU"):
-        job.step(1)
-
-
-def test_what_saves_optimizer_state_waits_for_it_and_refuses_while_it_is_away(adopted, monkeypatch):
-    job = make_job()
-    state = adopted(job)
-    job.step(0)
-    wanted = copy.deepcopy(job.optimizer.state_dict()["state"])
-    state.move_optimizer("cpu")
-    with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU"):
-        job.optimizer.state_dict()
-    delay_moves(monkeypatch, seconds=0.1)
-    state.move_optimizer("cuda")
-    found = job.optimizer.state_dict()["state"]
-    assert all(torch.equal(found[number][key], tensor) for number in wanted for key, tensor in wanted[number].items())
-
-
-def test_what_loads_optimizer_state_waits_for_it_and_refuses_while_it_is_away(adopted, monkeypatch):
-    job = make_job()
-    state = adopted(job)
-    job.step(0)
-    saved, wanted = copy.deepcopy(job.optimizer.state_dict()), moments(job)
-    job.step(1)
-    delay_moves(monkeypatch, seconds=0.05)
-    state.move_optimizer("cpu")
-    with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU"):
-        job.optimizer.load_state_dict(saved)
-    state.move_optimizer("cuda")
-    job.optimizer.load_state_dict(saved)
-    for _ in range(2):
-        assert_equal(moments(job), wanted)
-        state.move_optimizer("cpu")
-        state.move_optimizer("cuda")
-        state.offloader.residency.require(Target.OPTIMIZER_STATE)
-
-
 def test_what_is_not_to_be_offloaded_takes_no_host_memory_and_stays(adopted):
     job = make_job()
     arena = PinnedArena()
@@ -223,7 +197,12 @@ def test_what_is_not_to_be_offloaded_takes_no_host_memory_and_stays(adopted):
     state.close()
 
 
-def test_closing_leaves_others_in_a_given_arena_alone():
+def test_closing_leaves_others_in_a_given_arena_alone_and_finds_leaks_in_its_own():
+    state = adopt(make_job().model, None)
+    state.offloader.context.arena.allocate("forgotten", 100)
+    with pytest.raises(LeakError, match=r"forgotten \(100 bytes\)"):
+        state.close()
+    assert PinnedArena.live_bytes() == 0
     first, second, plain = make_job(), make_job(), make_job()
     with PinnedArena() as arena:
         states = [adopt(job.model, job.optimizer, arena) for job in (first, second)]
@@ -238,14 +217,6 @@ def test_closing_leaves_others_in_a_given_arena_alone():
         assert_equal(second.everything(), plain.everything())
         states[1].close()
         assert arena.allocated_bytes == 0
-
-
-def test_closing_closes_an_arena_of_its_own_which_finds_leaks():
-    state = adopt(make_job().model, None)
-    state.offloader.context.arena.allocate("forgotten", 100)
-    with pytest.raises(LeakError, match=r"forgotten \(100 bytes\)"):
-        state.close()
-    assert PinnedArena.live_bytes() == 0
 
 
 def test_sharded_parameters_are_refused():

@@ -167,15 +167,6 @@ def test_masters_are_made_of_parameters_only_when_they_have_come(rank, monkeypat
     state.close()
 
 
-def test_what_is_closed_guards_nothing_any_more(rank):
-    job = tiny_megatron()
-    state = adopt_own_methods([job.model], job.optimizer, PinnedArena())
-    parts = [job.optimizer, *getattr(job.optimizer, "chained_optimizers", [])]
-    assert all("reload_model_params" in vars(part) for part in parts)
-    state.close()
-    assert not any("reload_model_params" in vars(part) for part in parts)
-
-
 def test_gradients_alone_come_back_zeroed(rank):
     job = tiny_megatron()
     state = adopt_own_methods([job.model], job.optimizer, PinnedArena())
@@ -188,12 +179,11 @@ def test_gradients_alone_come_back_zeroed(rank):
     job.model.restore_grad_buffers(synchronize=False)
     assert not grads.any()
     assert job.model.buffers[0].grad_data.data_ptr() == address
-    state.close()
-
-
-def test_a_model_without_an_optimizer_has_its_parameters_moved(rank):
-    job = tiny_megatron(forward_only=True)
-    state = adopt_own_methods([job.model], None, PinnedArena())
-    state.move_params("cpu")
-    assert state.offloader.mapped_bytes == 0
-    state.close()
+    parts = [job.optimizer, *getattr(job.optimizer, "chained_optimizers", [])]
+    assert all("reload_model_params" in vars(part) for part in parts)
+    state.close()  # guards nothing any more
+    assert not any("reload_model_params" in vars(part) for part in parts)
+    forward_only = adopt_own_methods([tiny_megatron(forward_only=True).model], None, PinnedArena())
+    forward_only.move_params("cpu")
+    assert forward_only.offloader.mapped_bytes == 0
+    forward_only.close()

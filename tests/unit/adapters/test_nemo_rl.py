@@ -19,7 +19,7 @@ from support.phases import delay_moves
 from support.tiny_megatron import TinyMegatron, each_device, one_rank, tiny_megatron
 
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.residency.table import Placement, Target
+from nemo_offload_rl.residency.table import Target
 
 LAUNCHER = Path(__file__).parents[3] / "examples" / "nemo_rl_launcher.py"
 WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
@@ -159,15 +159,25 @@ def steps(worker: Any, num_steps: int = 10) -> list[Any]:
     return reports
 
 
-@pytest.mark.parametrize("for_logprob", [False, True])
-def test_ten_steps_equal_those_without_any_moves(adapter, rank, monkeypatch, for_logprob):
+@pytest.mark.parametrize(
+    ("settings", "params"),
+    [
+        ({"offload_optimizer_for_logprob": False}, "host"),
+        ({"offload_optimizer_for_logprob": True}, "host"),
+        ({"keep_params_for_generation": True}, "gpu"),
+    ],
+)
+def test_ten_steps_equal_those_without_any_moves(adapter, rank, monkeypatch, settings, params):
     plain = steps(WorkerDouble())
     delay_moves(monkeypatch, seconds=0.002)
-    worker = adapter.RangeOffload(offload_optimizer_for_logprob=for_logprob)
+    worker = adapter.RangeOffload(**settings)
     assert steps(worker) == plain
-    assert where(worker) == {"params": "host", "grads": "dropped", "optimizer_state": "host"}
-    assert worker._adopted.offloader.mapped_bytes == 0
+    assert where(worker) == {"params": params, "grads": "dropped", "optimizer_state": "host"}
+    assert (worker._adopted.offloader.mapped_bytes == 0) == (params == "host")
     assert worker.own_moves == ["model cpu", "model cuda"]  # the moves while it was built
+    inference_model = torch.nn.Linear(1, 1)  # another model moves in NeMo-RL's own way
+    assert worker.move_model(inference_model, "cpu") is inference_model
+    assert worker.own_moves[-1] == "model cpu"
     worker._adopted.close()
 
 
@@ -179,9 +189,11 @@ def streamed_steps(worker: Any, num_steps: int = 5) -> list[Any]:
         worker.model.zero_grad_buffer()
         worker.optimizer.zero_grad()
         reports.append(worker.job.forward_backward(2 * step))
+        grads = worker.model.buffers[0].grad_data.clone()
         worker.prepare_for_lp_inference(keep_train_buffers=True)
         reports.append(worker.job.logits(step).tolist())
         worker.prepare_for_training()
+        assert grads.any() and torch.equal(worker.model.buffers[0].grad_data, grads)
         reports.append(worker.job.forward_backward(2 * step + 1))
         reports.append(float(worker.optimizer.step()[1]))
         worker.offload_before_refit()
@@ -195,13 +207,8 @@ def test_gradients_that_are_kept_through_log_probs_survive_the_preparation_for_t
     worker = adapter.RangeOffload(offload_optimizer_for_logprob=True)
     assert streamed_steps(worker) == plain
     worker.prepare_for_training()
-    worker.job.forward_backward(0)
-    grads = worker.model.buffers[0].grad_data.clone()
     worker.prepare_for_lp_inference(keep_train_buffers=True)
     assert where(worker) == {"params": "gpu", "grads": "gpu", "optimizer_state": "gpu"}
-    worker.prepare_for_training()
-    assert grads.any()
-    assert torch.equal(worker.model.buffers[0].grad_data, grads)
     worker._adopted.close()
 
 
@@ -231,16 +238,6 @@ def test_steps_with_a_reference_model_and_an_end_of_inference_equal_those_withou
     worker._adopted.close()
 
 
-def test_parameters_that_generation_reads_stay(adapter, rank, monkeypatch):
-    plain = steps(WorkerDouble(), 3)
-    delay_moves(monkeypatch, seconds=0.002)
-    worker = adapter.RangeOffload(keep_params_for_generation=True)
-    assert steps(worker, 3) == plain
-    assert where(worker) == {"params": "gpu", "grads": "dropped", "optimizer_state": "host"}
-    worker.job.logits(0)
-    worker._adopted.close()
-
-
 def test_optimizer_state_that_never_leaves_takes_no_host_memory(adapter, rank):
     for settings in ({"optimizer_cpu_offload": True}, {"offload_optimizer_for_refit": False}):
         worker = adapter.RangeOffload(**settings)
@@ -260,15 +257,6 @@ def test_a_checkpoint_of_state_that_is_away_has_its_contents(adapter, rank, monk
     worker.offload_after_refit()
     delay_moves(monkeypatch, seconds=0.05)
     assert_equal(worker.save_checkpoint(), plain.save_checkpoint())
-    worker._adopted.close()
-
-
-def test_another_model_moves_in_nemo_rls_own_way(adapter, rank):
-    worker = adapter.RangeOffload()
-    inference_model = torch.nn.Linear(1, 1)
-    assert worker.move_model(inference_model, "cpu") is inference_model
-    assert worker.own_moves[-1] == "model cpu"
-    assert worker._adopted.offloader.residency.where(Target.PARAMS) is Placement.GPU
     worker._adopted.close()
 
 
