@@ -134,17 +134,6 @@ serve(lambda: judge)
     assert not any(exe.exists() for exe in processes)
 
 
-def test_the_processes_end_with_the_pool(make_pool):
-    pool = make_pool(num_workers=2)
-    before = pids_of(pool)
-    pool.shutdown()
-    for pid in before:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-    with pytest.raises(RewardError, match="have been ended"):  # by a thread that does not know yet
-        pool.judge([("1", "")])
-
-
 def test_another_thread_ends_a_pool_that_judges(make_pool):
     pool, given = make_pool(num_workers=3), threading.Event()
     pids_of(pool)
@@ -159,6 +148,8 @@ def test_another_thread_ends_a_pool_that_judges(make_pool):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+    with pytest.raises(RewardError, match="have been ended"):  # by a thread that does not know yet
+        pool.judge([("1", "")])
 
 
 class _Job(list):

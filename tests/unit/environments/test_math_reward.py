@@ -20,7 +20,7 @@ def judge_all():
     reward.shutdown()
 
 
-def test_equal_formulas_and_numbers_are_right(judge_all):
+def test_equal_formulas_and_numbers_are_right_and_other_answers_wrong(judge_all):
     right = [
         (r"So it is \boxed{\frac{1}{2}}.", "0.5"),
         (r"So it is \boxed{0.5}.", r"\frac{1}{2}"),
@@ -30,14 +30,9 @@ def test_equal_formulas_and_numbers_are_right(judge_all):
         ("#### 18", "18"),
         (r"$\{1, 2\}$", r"\{2, 1\}"),
     ]
-    judged = judge_all(*right)
-    assert judged.rewards == [1.0] * len(right)
-    assert judged.num_unjudged == 0
-
-
-def test_other_answers_are_wrong(judge_all):
-    judged = judge_all((r"\boxed{2}", "3"), ("I do not know", "3"), ("", "3"), (r"\boxed{", "3"))
-    assert judged.rewards == [0.0] * 4
+    wrong = [(r"\boxed{2}", "3"), ("I do not know", "3"), ("", "3"), (r"\boxed{", "3")]
+    judged = judge_all(*right, *wrong)
+    assert judged.rewards == [1.0] * len(right) + [0.0] * len(wrong)
     assert judged.num_unjudged == 0
 
 
@@ -70,8 +65,5 @@ def test_dapos_way_needs_no_package_and_gives_the_same_kind_of_reward():
     judged = reward.judge_all([Case("p", "Answer: 42", "42"), Case("p", r"\boxed{42}", "42")])
     reward.shutdown()
     assert judged.rewards == [1.0, 0.0]
-
-
-def test_another_implementation_is_refused_by_name():
     with pytest.raises(RewardError, match="must be one of hf_math_verify, dapo_math_verify, found 'prime'"):
         make_math_reward("prime", 1, 1.0)

@@ -12,42 +12,75 @@ from nemo_offload_rl.environments.pooled_reward import import_reward
 from nemo_offload_rl.environments.rewards import MAX_CHARS, MAX_EXPONENT, final_number, last_boxed
 
 
-def judge_of(kind, reward_function=None):
+def judge_of(kind):
     """Returns the reward as a function of response and answer."""
-    reward = make_reward(kind) if reward_function is None else import_reward(reward_function)
+    reward = make_reward(kind)
     return lambda response, answer: reward.judge("a prompt", response, answer)
 
 
-def test_exact_match_looks_at_the_whole_text():
-    reward = judge_of("exact_match")
-    assert reward(" 092\n", "092") == 1.0
-    assert reward("92", "092") == 0.0
-    assert reward("092 ", "92") == 0.0
+LARGEST = "9" * MAX_CHARS
+
+
+@pytest.mark.parametrize(
+    ("kind", "response", "answer", "wanted"),
+    [
+        ("exact_match", " 092\n", "092", 1.0),
+        ("exact_match", "92", "092", 0.0),
+        ("exact_match", "092 ", "92", 0.0),
+        ("numeric_match", "so the answer is 0.5", "1/2", 1.0),
+        ("numeric_match", "1,000", "1000.0", 1.0),
+        ("numeric_match", "0.333", "1/3", 0.0),
+        ("numeric_match", "no number", "no number", 0.0),
+        ("numeric_match", "", "5", 0.0),
+        ("numeric_match", LARGEST, LARGEST, 1.0),
+        ("numeric_match", f"1e{MAX_EXPONENT}", f"10e{MAX_EXPONENT - 1}", 1.0),
+    ],
+)
+def test_answers_are_matched_as_text_or_as_numbers(kind, response, answer, wanted):
+    assert judge_of(kind)(response, answer) == wanted
+
+
+def test_an_answer_that_is_too_large_and_an_unknown_reward_are_refused():
+    for answer in (LARGEST + "9", f"1e{MAX_EXPONENT + 1}", f"1e-{MAX_EXPONENT + 1}"):
+        with pytest.raises(RewardError, match=r"NumberTooLargeError: .* has more than 640 characters or an exponent"):
+            judge_of("numeric_match")("12", answer)
+    with pytest.raises(RewardError, match="one of exact_match, numeric_match, python, found 'bleu'"):
+        make_reward("bleu")
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"a \boxed{\frac{1}{2}} b", r"\frac{1}{2}"),
+        (r"\boxed{1} and \boxed{2", "1"),
+        (r"\boxed{1 \boxed{2} 3}", "2"),
+        (r"\boxed{\boxed{1} 2", "1"),
+        ("nothing", None),
+    ],
+)
+def test_boxed_text_keeps_its_inner_braces(text, boxed):
+    assert last_boxed(text) == boxed
 
 
 @pytest.mark.parametrize(
     ("text", "number"),
     [
         ("092", Fraction(92)),
-        ("It is 1,234,567.", Fraction(1234567)),
         ("first 3, then -4.50", Fraction(-9, 2)),
         ("5-3", Fraction(3)),
         ("x = -3", Fraction(-3)),
         ("x = \u22123", Fraction(-3)),
         ("(2)-7", Fraction(7)),
         ("1/3", Fraction(1, 3)),
-        ("3 / 4 of it", Fraction(3, 4)),
         (r"\frac{3}{4}", Fraction(3, 4)),
         (r"$-\dfrac{10}{4}$", Fraction(-5, 2)),
         (r"\frac{1{,}000}{3}", Fraction(1000, 3)),
         (r"\boxed{3\frac{1}{2}}", Fraction(7, 2)),
         (r"-2\frac{3}{4}", Fraction(-11, 4)),
         ("\u22120\\,\\tfrac{3}{4}", Fraction(-3, 4)),
-        (r"1,234 \dfrac{1}{2}", Fraction(2469, 2)),
         (r"1\frac{1}{0}", None),
         ("答案是42。", Fraction(42)),
         ("答えは-1,234.5です", Fraction(-2469, 2)),
-        ("คำตอบคือ42", Fraction(42)),
         (r"\boxed{7} and not 8", Fraction(7)),
         (r"\boxed{1} no, \boxed{\frac{1}{2}} km 5", Fraction(1, 2)),
         (r"\boxed{12{,}345}", Fraction(12345)),
@@ -55,7 +88,6 @@ def test_exact_match_looks_at_the_whole_text():
         (".5", Fraction(1, 2)),
         ("1,2", Fraction(2)),
         ("#### 18", Fraction(18)),
-        ("none", None),
         ("", None),
         ("5/0", None),
         (r"\boxed{}", None),
@@ -65,14 +97,6 @@ def test_exact_match_looks_at_the_whole_text():
 )
 def test_final_number(text, number):
     assert final_number(text) == number
-
-
-def test_boxed_text_keeps_its_inner_braces():
-    assert last_boxed(r"a \boxed{\frac{1}{2}} b") == r"\frac{1}{2}"
-    assert last_boxed(r"\boxed{1} and \boxed{2") == "1"
-    assert last_boxed(r"\boxed{1 \boxed{2} 3}") == "2"
-    assert last_boxed(r"\boxed{\boxed{1} 2") == "1"
-    assert last_boxed("nothing") is None
 
 
 @pytest.mark.parametrize(
@@ -89,40 +113,20 @@ def test_a_degenerate_response_gets_no_reward_and_does_not_end_the_run(response)
     assert reward(f"{response} 12", "12") == 1.0
 
 
-def test_numbers_are_compared_up_to_a_size():
-    reward = judge_of("numeric_match")
-    largest = "9" * MAX_CHARS
-    assert reward(largest, largest) == 1.0
-    assert reward(f"1e{MAX_EXPONENT}", f"10e{MAX_EXPONENT - 1}") == 1.0
-    for answer in (largest + "9", f"1e{MAX_EXPONENT + 1}", f"1e-{MAX_EXPONENT + 1}"):
-        with pytest.raises(RewardError, match=r"NumberTooLargeError: .* has more than 640 characters or an exponent"):
-            reward("12", answer)
-
-
-def test_numeric_match_compares_values():
-    reward = judge_of("numeric_match")
-    assert reward("so the answer is 0.5", "1/2") == 1.0
-    assert reward("1,000", "1000.0") == 1.0
-    assert reward("0.333", "1/3") == 0.0
-    assert reward("no number", "no number") == 0.0
-    assert reward("", "5") == 0.0
-
-
 @pytest.fixture
 def user_module(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards.py").write_text(
-        "def half(response, answer):\n    return 0.5 if response else 0\n\n\n"
-        "def words(response, answer):\n    return 'good'\n\n\nNUMBER = 3\n"
-    )
+    half = "def half(response, answer):\n    return 0.5 if response else 'good'\n"
+    (tmp_path / "my_rewards.py").write_text(f"{half}\nNUMBER = 3\n")
     (tmp_path / "broken_rewards.py").write_text("half = undefined\n")
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.usefixtures("user_module")
-def test_a_python_function_is_called_with_response_and_answer():
-    reward = judge_of("python", "my_rewards:half")
-    assert reward("text", "answer") == 0.5
-    assert reward("", "answer") == 0.0
+def test_a_python_function_is_called_with_response_and_answer_and_must_return_a_number():
+    reward = import_reward("my_rewards:half")
+    assert reward.judge("a prompt", "text", "answer") == 0.5
+    with pytest.raises(RewardError, match="my_rewards:half must return a number, found 'good'"):
+        reward.judge("a prompt", "", "answer")
 
 
 @pytest.mark.usefixtures("user_module")
@@ -130,14 +134,10 @@ def test_a_python_function_is_called_with_response_and_answer():
     ("path", "message"),
     [
         ("", "must be 'package.module:function', found ''"),
-        ("my_rewards", "must be 'package.module:function'"),
         ("no_such_module_here:f", "'no_such_module_here' cannot be imported"),
         ("my_rewards:absent", "'my_rewards' has no function 'absent'"),
         ("my_rewards:NUMBER", "'my_rewards' has no function 'NUMBER'"),
-        (
-            "broken_rewards:half",
-            "'broken_rewards' cannot be imported: NameError: name 'undefined' is not defined$",
-        ),
+        ("broken_rewards:half", "'broken_rewards' cannot be imported: NameError: name 'undefined' is not defined$"),
     ],
 )
 def test_a_function_that_is_not_there_is_named(path, message):
@@ -145,93 +145,61 @@ def test_a_function_that_is_not_there_is_named(path, message):
         make_python_reward(path, 1, 1.0)
 
 
-@pytest.mark.usefixtures("user_module")
-def test_a_function_must_return_a_number():
-    with pytest.raises(RewardError, match="my_rewards:words must return a number, found 'good'"):
-        judge_of("python", "my_rewards:words")("a", "b")
-
-
 @pytest.mark.parametrize(
     ("returned", "wanted", "found"),
     [
         (math.nan, "a finite number", "nan"),
-        (math.inf, "a finite number", "inf"),
         (-math.inf, "a finite number", "-inf"),
         (1e39, "a finite number", r"1e\+39"),  # infinite as a float32
         (10**400, "a finite number", "1000"),
         (None, "a number", "None"),
         ([1.0, 0.0], "a number", r"\[1.0, 0.0\]"),
-        ((0.5,), "a number", r"\(0.5,\)"),
         (1j, "a number", "1j"),
         (np.float16(math.inf), "a finite number", r"np.float16\(inf\)"),
-        (np.float32(math.nan), "a finite number", r"np.float32\(nan\)"),
         (np.complex64(1), "a number", r"np.complex64"),
         (np.ones(2), "a number", "array"),
     ],
 )
 def test_what_is_no_finite_number_is_an_error_with_everything_in_it(returned, wanted, found):
-    reward = Reward("my_rewards:odd", lambda response, answer: returned)
-    message = (
-        f"The reward function my_rewards:odd must return {wanted}.*, found {found}.* for the answer 'It is 15' "
-        r"to the prompt '7\+8=' \(known answer: '15'\)\.$"
-    )
+    message = f"The reward function f must return {wanted}.*, found {found}.* for the answer {CASE}"
     with pytest.raises(RewardError, match=message):
-        reward.judge("7+8=", "It is 15", "15")
+        Reward("f", lambda response, answer: returned).judge("7+8=", "It is 15", "15")
 
 
-def digits(response, answer):
-    if response == "empty":
-        raise AssertionError
-    return len(response) / (len(answer) - 2)
+CASE = r"'It is 15' to the prompt '7\+8=' \(known answer: '15'\)"
 
 
 @pytest.mark.parametrize(
-    ("response", "cause"),
+    ("error", "cause"),
     [
-        ("It is 15", r"ZeroDivisionError: division by zero \(.*test_rewards\.py, line \d+\)"),
-        ("empty", r"AssertionError \(.*test_rewards\.py, line \d+\)"),
+        (ZeroDivisionError("no"), r"ZeroDivisionError: no \(.*test_rewards\.py, line \d+\)"),
+        (AssertionError(), r"AssertionError \(.*test_rewards\.py, line \d+\)"),
     ],
 )
-def test_a_function_that_raises_is_an_error_with_its_cause(response, cause):
-    message = (
-        rf"^The reward function my_rewards:digits failed for the answer '{response}' to the prompt '7\+8=' "
-        rf"\(known answer: '15'\): {cause}\.$"
-    )
-    with pytest.raises(RewardError, match=message):
-        Reward("my_rewards:digits", digits).judge("7+8=", response, "15")
+def test_a_function_that_raises_is_an_error_with_its_cause(error, cause):
+    def fail(response, answer):
+        raise error
 
-
-def test_long_texts_are_shortened_in_the_error():
-    def explain(response, answer):
-        raise ValueError("because " * 10_000 + "\nof this")
-
-    for function in (lambda response, answer: [math.nan] * 100_000, explain):
+    with pytest.raises(RewardError, match=rf"^The reward function f failed for the answer {CASE}: {cause}\.$"):
+        Reward("f", fail).judge("7+8=", "It is 15", "15")
+    error.args = ("because " * 10_000 + "\nof this",)
+    for function in (lambda response, answer: [math.nan] * 100_000, fail):
         with pytest.raises(RewardError) as raised:
             Reward("f", function).judge("first " * 10_000, "a" * 10_000 + " end", "known " * 10_000)
-        assert len(str(raised.value)) < 700
-        assert "'first first" in str(raised.value)
-        assert "a end'" in str(raised.value)
-        assert "\n" not in str(raised.value)
-
-
-NUMPY_NUMBERS = [
-    *((np.float32(0.5), 0.5), (np.float64(-2), -2.0), (np.float16(0.25), 0.25), (np.longdouble(2), 2.0)),
-    *((np.int64(3), 3.0), (np.uint8(7), 7.0), (np.True_, 1.0), (np.False_, 0.0)),
-]
+        message = str(raised.value)  # long texts are shortened in it
+        assert len(message) < 700 and "'first first" in message and "a end'" in message and "\n" not in message
 
 
 @pytest.mark.parametrize(
-    ("returned", "reward"), [(True, 1.0), (3, 3.0), (-0.25, -0.25), (3.4e38, 3.4e38), *NUMPY_NUMBERS]
-)
+    ("returned", "reward"),
+    [
+        (True, 1.0), (3, 3.0), (3.4e38, 3.4e38), (np.float64(-2), -2.0), (np.float16(0.25), 0.25), (np.uint8(7), 7.0),
+        (np.longdouble(2), 2.0), (np.True_, 1.0),
+    ],
+)  # fmt: skip
 def test_finite_numbers_of_any_kind_are_rewards(returned, reward):
     judged = Reward("f", lambda response, answer: returned).judge("", "", "")
-    assert judged == reward
-    assert type(judged) is float
-
-
-def test_unknown_rewards_are_refused():
-    with pytest.raises(RewardError, match="one of exact_match, numeric_match, python, found 'bleu'"):
-        make_reward("bleu")
+    assert (judged, type(judged)) == (reward, float)
 
 
 HANGING = """
