@@ -20,10 +20,11 @@ def test_a_worker_takes_no_number_that_is_left_open(key):
     MicroBatcher(policy, torch.device("cpu"))
 
 
-def packing_batcher(monkeypatch, **packing):
-    """Returns the micro-batcher of a rank without data-parallel peers, which packs rows of at most 28 tokens."""
+def batcher(monkeypatch, stages=None, *, group_size=None, **packing):
+    """Returns the micro-batcher of a rank without data-parallel peers; packed rows have at most 28 tokens."""
     monkeypatch.setattr(distributed.mpu, "get_data_parallel_world_size", lambda: 1)
-    policy = tiny_policy()
+    policy = tiny_policy(**stages or {})
+    policy["megatron_cfg"]["microbatch_group_size_per_vp_stage"] = group_size
     sizes = {"train_mb_tokens": 28, "logprob_mb_tokens": 24, "sequence_length_round": 2}
     policy["sequence_packing"] = {"enabled": True} | sizes | packing
     return MicroBatcher(policy, torch.device("cpu"))
@@ -37,28 +38,25 @@ def rows_of(*lengths):
 
 @pytest.mark.parametrize(("key", "most"), [("train_mb_tokens", 28), ("logprob_mb_tokens", 24)])
 def test_a_sample_longer_than_a_packed_row_is_refused(key, most, monkeypatch):
-    made = packing_batcher(monkeypatch)
+    made = batcher(monkeypatch)
     made.cut(rows_of(6, most), 1, key)
     with pytest.raises(ValueError, match=rf"{most + 1} tokens, more than .*policy.sequence_packing.{key} {most}\)"):
         made.cut(rows_of(6, most + 1), 1, key)
-
-
-def test_captured_rows_have_room_for_padding(monkeypatch):
-    made = packing_batcher(monkeypatch, train_mb_tokens=31)
-    made.cut(rows_of(31), 1, "train_mb_tokens")  # padded to 32: an eager row may be longer
-    with pytest.raises(ValueError, match=r"32 tokens, more than a packed row .*train_mb_tokens 31\)"):
-        made.cut(rows_of(31), 1, "train_mb_tokens", fixed_shapes=True)
+    made = batcher(monkeypatch, **{key: 31})
+    made.cut(rows_of(31), 1, key)  # padded to 32: an eager row may be longer
+    with pytest.raises(ValueError, match=rf"32 tokens, more than a packed row .*{key} 31\)"):
+        made.cut(rows_of(31), 1, key, fixed_shapes=True)  # a captured one has room for padding
 
 
 @pytest.mark.parametrize("key", ["train_mb_tokens", "logprob_mb_tokens"])
 def test_packed_rows_run_in_the_recipes_order(key, monkeypatch):
     """NeMo-RL sorts a rank's bins by their padded tokens, equal ones in the packer's order."""
     lengths = [15, 16, 22, 3, 17, 11, 10]
-    bins = packing_batcher(monkeypatch, microbatch_order="packer").cut(rows_of(*lengths), 1, key)[1]
-    assert packing_batcher(monkeypatch, microbatch_order=None).cut(rows_of(*lengths), 1, key)[1] == bins
+    bins = batcher(monkeypatch, microbatch_order="packer").cut(rows_of(*lengths), 1, key)[1]
+    assert batcher(monkeypatch, microbatch_order=None).cut(rows_of(*lengths), 1, key)[1] == bins
     data = rows_of(*lengths)
     data["row"] = torch.arange(len(lengths))
-    batches, ordered = packing_batcher(monkeypatch, microbatch_order="largest_first").cut(data, 1, key)
+    batches, ordered = batcher(monkeypatch, microbatch_order="largest_first").cut(data, 1, key)
     padded = [-(-length // 2) * 2 for length in lengths]
     by_size = sorted(bins, key=lambda items: sum(padded[item] for item in items), reverse=True)
     assert ordered == by_size != bins
@@ -68,34 +66,28 @@ def test_packed_rows_run_in_the_recipes_order(key, monkeypatch):
 STAGES = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 
 
-def batcher(monkeypatch, *, packs, group_size=None, stages=STAGES):
-    """Returns the micro-batcher of a rank without data-parallel peers, with two virtual stages on each of two."""
-    monkeypatch.setattr(distributed.mpu, "get_data_parallel_world_size", lambda: 1)
-    policy = tiny_policy(**stages)
-    policy["megatron_cfg"]["microbatch_group_size_per_vp_stage"] = group_size
-    sizes = {"train_mb_tokens": 32, "logprob_mb_tokens": 64, "sequence_length_round": 2}
-    policy["sequence_packing"] = {"enabled": packs} | sizes
-    return MicroBatcher(policy, torch.device("cpu"))
-
-
 @pytest.mark.parametrize(
-    ("rows", "group_size", "number"), [(1, None, 2), (4, None, 2), (6, None, 4), (2, 3, 3), (7, 3, 5), (10, 3, 5)]
+    ("rows", "group_size", "number"), [(1, None, 2), (4, None, 2), (6, None, 4), (2, 3, 3), (10, 3, 5)]
 )
 def test_virtual_stages_get_padded_micro_batches_in_groups(rows, group_size, number, monkeypatch):
-    made = batcher(monkeypatch, packs=False, group_size=group_size)
+    made = batcher(monkeypatch, STAGES, group_size=group_size, enabled=False)
     batches, _ = made.cut(random_batch(rows), 2, "logprob_mb_tokens", forward_only=True)
     assert len(batches) == number
     assert sum(batch.data["sample_mask"].sum() for batch in batches) == rows
-    if 2 * number <= rows + 1:
-        assert len(made.cut(random_batch(rows), 2, "train_mb_tokens")[0]) == number
+    require_no_filler_in_training(made, random_batch(rows), (rows + 1) // 2, number)
+
+
+def require_no_filler_in_training(made, data, most, number):
+    if number <= most:
+        assert len(made.cut(data, 2, "train_mb_tokens")[0]) == number
         return
-    with pytest.raises(ValueError, match=rf"at most {(rows + 1) // 2} micro-batches on each rank, .* needs {number}; "):
-        made.cut(random_batch(rows), 2, "train_mb_tokens")
+    with pytest.raises(ValueError, match=rf"at most {most} micro-batches on each rank, .* needs {number}; "):
+        made.cut(data, 2, "train_mb_tokens")
 
 
-@pytest.mark.parametrize(("rows", "group_size", "number"), [(4, None, 2), (8, None, 4), (1, None, 2), (2, 3, 3)])
+@pytest.mark.parametrize(("rows", "group_size", "number"), [(8, None, 4), (1, None, 2), (2, 3, 3)])
 def test_packed_rows_are_split_for_virtual_stages_before_filler_is_added(rows, group_size, number, monkeypatch):
-    made = batcher(monkeypatch, packs=True, group_size=group_size)
+    made = batcher(monkeypatch, STAGES, group_size=group_size, train_mb_tokens=32)
     data = random_batch(rows)
     data["input_lengths"][:] = 10  # three in a row
     data["row"] = torch.arange(rows)
@@ -105,11 +97,7 @@ def test_packed_rows_are_split_for_virtual_stages_before_filler_is_added(rows, g
     assert [batch.data["row"].tolist() for batch in batches[: len(bins)]] == bins
     assert len(bins) == min(number, rows)
     assert sum(batch.data["sample_mask"].sum() for batch in batches) == rows
-    if rows >= number:
-        assert len(made.cut(data, 2, "train_mb_tokens")[0]) == number
-        return
-    with pytest.raises(ValueError, match=rf"at most {rows} micro-batches on each rank, .* needs {number}; "):
-        made.cut(data, 2, "train_mb_tokens")
+    require_no_filler_in_training(made, data, rows, number)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +107,7 @@ def test_packed_rows_are_split_for_virtual_stages_before_filler_is_added(rows, g
 def test_padded_micro_batches_are_as_long_as_their_longest_row_unless_they_need_one_shape(
     stages, fixed_shapes, widths, monkeypatch
 ):
-    made = batcher(monkeypatch, packs=False, stages=stages)
+    made = batcher(monkeypatch, stages, enabled=False)
     data = batch_of_lengths([3, 29, 6, 5, 2, 9, 4])  # cut by twos, and rounded up to an even number
     for forward_only in (False, True):
         batches, _ = made.cut(data, 2, "train_mb_tokens", forward_only=forward_only, fixed_shapes=fixed_shapes)

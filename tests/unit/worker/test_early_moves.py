@@ -1,5 +1,7 @@
 """Tests what a rank moves before the phase that needs it."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from nemo_offload_rl.memory.units import GIB
@@ -26,14 +28,10 @@ class Asked:
         self.calls.append(f"leave for {phase}")
 
 
-class Planned:
-    def __init__(self, logprob=Placement.UNCHANGED):
-        self.table = {**DEFAULT_TABLE, Phase.LOGPROB: {Target.OPTIMIZER_STATE: logprob}}
-
-
-def early(config=PADDED, **plan):
+def early(config=PADDED, logprob=Placement.UNCHANGED):
     asked = Asked()
-    return EarlyMoves(asked, config, Planned(**plan)), asked.calls
+    plan = SimpleNamespace(table={**DEFAULT_TABLE, Phase.LOGPROB: {Target.OPTIMIZER_STATE: logprob}})
+    return EarlyMoves(asked, config, plan), asked.calls
 
 
 @pytest.mark.parametrize(("config", "tokens"), [(PADDED, 4 * 32), (PACKED, 512)])
@@ -48,23 +46,17 @@ def test_params_return_first_and_the_state_leaves_room_for_the_largest_pass(conf
     assert calls == [(Phase.LOGPROB, 0), (Phase.TRAIN, pytest.approx(1.1 * tokens * 0.5 / 64))]
 
 
-def test_without_passes_in_between_all_of_training_returns():
-    moves, calls = early()
-    moves.after_generation(logprobs=False)
-    assert calls == [(Phase.TRAIN, "with gradients")]
-
-
 def test_state_that_is_to_be_on_the_host_in_log_prob_passes_does_not_return_beside_them():
     moves, calls = early(logprob=Placement.HOST)
     moves.note_logprobs(64, 0.5)
     moves.after_generation(logprobs=True)
-    assert calls == [(Phase.LOGPROB, 0)]
+    moves.after_generation(logprobs=False)  # without passes in between all of training returns
+    assert calls == [(Phase.LOGPROB, 0), (Phase.TRAIN, "with gradients")]
 
 
 def test_state_leaves_with_the_end_of_training_only_where_a_refit_follows():
-    moves, calls = early()
-    moves.after_training()
-    assert calls == ["leave for refit"]
-    moves, calls = early({name: value for name, value in PADDED.items() if name != "generation"})
-    moves.after_training()
-    assert calls == []
+    without = {name: value for name, value in PADDED.items() if name != "generation"}
+    for config, wanted in ((PADDED, ["leave for refit"]), (without, [])):
+        moves, calls = early(config)
+        moves.after_training()
+        assert calls == wanted

@@ -5,9 +5,9 @@ import json
 import pytest
 import yaml
 
+from nemo_offload_rl.storage.manifest import DamagedCheckpointError, write_manifest
+from nemo_offload_rl.worker.export import export_checkpoint
 from nemo_offload_rl.worker.export_source import read_export_source
-
-PARTS = ("recipe.yaml", "policy/metadata.json", "policy/hf_config/config.json", "tokenizer")
 
 
 @pytest.fixture
@@ -37,18 +37,18 @@ def test_a_checkpoint_is_read_with_values_for_keys_that_it_lacks(checkpoint, tmp
 
 
 def test_what_is_no_checkpoint_is_said_with_what_to_give_instead(checkpoint, tmp_path):
-    results, model, recipe = checkpoint.parent, tmp_path / "model", checkpoint / "recipe.yaml"
+    results, model = checkpoint.parent, tmp_path / "model"
     (results / "step_9").mkdir()
     model.mkdir()
     (model / "config.json").write_text("{}")
-    new = tmp_path / "hf"
-    assert f"{tmp_path / 'nope'} does not exist; give a checkpoint's folder" in error_of(tmp_path / "nope", new)
-    assert f"{recipe} is a file; give a checkpoint's folder" in error_of(recipe, new)
-    error = error_of(results, new)
-    assert "it has no recipe.yaml and no policy/metadata.json and no" in error
-    assert f"give one of the checkpoints in it, such as {checkpoint}." in error  # the newest
-    assert "it is a Hugging Face folder already" in error_of(model, new)
-    assert "give a checkpoint's folder, such as .../step_100." in error_of(tmp_path / "results" / "step_9", new)
+    for given, message in {
+        tmp_path / "nope": "nope does not exist; give a checkpoint's folder",
+        checkpoint / "recipe.yaml": "recipe.yaml is a file; give a checkpoint's folder",
+        results: f"give one of the checkpoints in it, such as {checkpoint}.",  # the newest
+        model: "it is a Hugging Face folder already",
+        results / "step_9": "give a checkpoint's folder, such as .../step_100.",
+    }.items():
+        assert message in error_of(given, tmp_path / "hf")
 
 
 def test_a_folder_that_holds_something_else_is_not_written_to(checkpoint, tmp_path):
@@ -76,3 +76,13 @@ def test_a_part_that_is_damaged_is_named(checkpoint, tmp_path, name, text, messa
     error = error_of(checkpoint, tmp_path / "hf")
     assert message in error
     assert error.endswith("; take another checkpoint.")
+
+
+def test_a_damaged_checkpoint_is_not_exported(checkpoint, tmp_path):
+    weights = checkpoint / "policy" / "__0_0.distcp"
+    weights.write_bytes(b"weights")
+    write_manifest(checkpoint, {})
+    weights.write_bytes(b"weighty")
+    with pytest.raises(DamagedCheckpointError, match=r"step_10 is damaged: policy/__0_0\.distcp has changed"):
+        export_checkpoint(checkpoint, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()

@@ -1,9 +1,7 @@
 import ast
-import contextlib
 import gzip
 import json
 import sys
-from dataclasses import dataclass
 
 import pytest
 import ray
@@ -12,10 +10,10 @@ from support.toy_group import ApartCluster, pids_of, processes, toy_batch, toy_g
 
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.metrics.timer import ProfileOptions
-from nemo_offload_rl.refit import TRANSPORTS, make_transport
+from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import WeightExport
-from nemo_offload_rl.refit.interface import Receiver, RefitSender
+from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.plan import TensorSpec
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import FileSum, Manifest
@@ -57,8 +55,10 @@ def test_one_rank_checks_the_model(ray_cluster, group, caplog):
 
 def test_state_returns_once_what_it_waits_for_has_ended_and_before_the_next_verb(group):
     group.start_return([ray.put("generation is asleep")], logprobs=False)
-    assert group.train(toy_batch(8), double, gbs=4, mbs=1)["loss"] == 2.0
-    assert group.memory_stats()["returned"] == 1
+    report = group.train(toy_batch(8), double, gbs=4, mbs=1)
+    assert report == {"rows": [0, 1, 4, 5], "loss": 2.0, "gbs": 4, "mbs": 1, "rank": 0}
+    # Memory is that of the fullest rank; what a rank is built of is left out of garbage collections.
+    assert group.memory_stats().items() >= {"returned": 1, "host_rss_gib": 1.0, "is_collected": 0}.items()
 
 
 def test_only_the_chosen_ranks_leave_a_profile(group, tmp_path):
@@ -73,15 +73,6 @@ def test_only_the_chosen_ranks_leave_a_profile(group, tmp_path):
         names = {event["name"] for event in json.load(file)["traceEvents"]}
     assert "train" in names
     assert "get_logprobs" not in names
-
-
-def test_what_a_rank_is_built_of_is_left_out_of_garbage_collections(group):
-    assert group.memory_stats()["is_collected"] == 0
-
-
-def test_training_shards_reach_their_ranks(group):
-    report = group.train(toy_batch(8), double, gbs=4, mbs=1)
-    assert report == {"rows": [0, 1, 4, 5], "loss": 2.0, "gbs": 4, "mbs": 1, "rank": 0}
 
 
 def test_ranks_of_a_tensor_parallel_group_get_the_same_shard(tensor_parallel_group):
@@ -127,17 +118,12 @@ def test_each_rank_has_its_environment_and_arguments(group, tmp_path):
     group.save_checkpoint(str(tmp_path), True)
     texts = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     seen = [ast.literal_eval(text[: text.rindex("}") + 1]) for text in texts]
+    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "NVTE_CPU_OFFLOAD_V1": "1", "TOY_VARIABLE": "from the recipe"}
     for rank, arguments in enumerate(seen):
-        assert arguments["rank"] == rank
-        assert arguments["world_size"] == 2
-        assert arguments["seed"] == 7
-        assert arguments["init_reference_model"] is True
+        wanted = {"rank": rank, "world_size": 2, "seed": 7, "init_reference_model": True}
+        assert wanted.items() <= arguments.items()
         environment = arguments["environment"]
-        assert environment["RANK"] == str(rank)
-        assert environment["WORLD_SIZE"] == "2"
-        assert environment["LOCAL_RANK"] == "0"
-        assert environment["NVTE_CPU_OFFLOAD_V1"] == "1"
-        assert environment["TOY_VARIABLE"] == "from the recipe"
+        assert (variables | {"RANK": str(rank)}).items() <= environment.items()
         assert arguments["address"] == f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     assert seen[0]["address"] == seen[1]["address"]
 
@@ -168,34 +154,26 @@ def test_each_file_of_a_checkpoint_is_looked_at_by_one_rank(group, tensor_parall
         assert lines == [f"file_{file} of step_1, as rank {rank} sees it" for file, rank in ((0, 0), (2, 0), (1, 1))]
 
 
-def test_memory_is_that_of_the_fullest_rank(group):
-    assert group.memory_stats()["host_rss_gib"] == 1.0
-
-
 def test_moves_are_those_of_the_slowest_rank(group, tensor_parallel_group):
     for ranks in (group, tensor_parallel_group):  # ranks that hold no results of their own count, too
-        assert ranks.residency_metrics() == {
-            "train/optimizer_state/copy_s": 2.0,
-            "train/optimizer_state/gb_per_s": 3.0,
-        }
+        assert ranks.residency_metrics() == {"train/optimizer_state/copy_s": 2.0, "train/optimizer_state/gb_per_s": 3.0}
 
 
 class Engine:
-    """Keeps all weights in order of arrival, and the origin that their buckets name."""
+    """Keeps all weights in order of arrival, and counts the buckets that have some."""
 
     def __init__(self):
-        self.weights, self.origins = [], []
+        self.weights, self.num_buckets = [], 0
 
     def load_weights(self, bucket):
         with bucket.opened() as named_tensors:
             self.weights += ((name, tensor.clone()) for name, tensor in named_tensors)
-            if named_tensors:  # other messages register buckets, or unregister them
-                self.origins.append(getattr(bucket, "origin", None))
+            self.num_buckets += bool(named_tensors)  # other messages register buckets, or unregister them
         return 0.25
 
     def take(self):
-        taken = self.weights, self.origins
-        self.weights, self.origins = [], []
+        taken = self.weights, self.num_buckets
+        self.weights, self.num_buckets = [], 0
         return taken
 
 
@@ -209,65 +187,17 @@ def receivers(ray_cluster):
 
 @pytest.mark.parametrize(("name", "num_buckets"), [("object_store", 3), ("cuda_ipc", 5)])  # of half the size
 def test_weights_go_through_the_group_to_every_receiver(group, receivers, name, num_buckets):
-    group.prepare_refit_info(make_transport(name, receivers, verify=True))
+    plan = group.prepare_refit_info(make_transport(name, receivers, verify=True))
+    assert plan.tensors == tuple(TensorSpec(f"w{index}", (2, 2), torch.float32) for index in range(5))
     checksums = group.send_weights()
     assert len(checksums) == 5
-    for weights, origins in ray.get([receiver.actor.take.remote() for receiver in receivers]):
-        assert len(origins) == num_buckets
+    for weights, found in ray.get([receiver.actor.take.remote() for receiver in receivers]):
+        assert found == num_buckets
         assert {name: tensor_checksum(tensor) for name, tensor in weights} == checksums
         assert dict(weights)["w3"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
     group.prepare_refit_info(make_transport(name, receivers, verify=False))
     assert group.send_weights() == {}
     ray.get([receiver.actor.take.remote() for receiver in receivers])
-
-
-@dataclass
-class NeighbourBucket:
-    origin: tuple[int, int]
-    weights: list
-
-    @contextlib.contextmanager
-    def opened(self):
-        yield self.weights
-
-
-class NeighbourTransport:
-    """Sends everything at once from each rank to the engine that shares its bundle."""
-
-    def __init__(self, receivers, *, verify):
-        self.receivers = receivers
-
-    def connect(self, plan, *, rank, bucket_bytes):
-        (receiver,) = (receiver for receiver in self.receivers if rank in receiver.ranks)
-        return NeighbourSender(plan, rank, receiver)
-
-
-class NeighbourSender(RefitSender):
-    def __init__(self, plan, rank, receiver):
-        (self.layout,) = plan.buckets(plan.num_bytes)
-        self.buffer = torch.empty(self.layout.num_bytes, dtype=torch.uint8)  # one buffer for all refits
-        self.rank, self.receiver = rank, receiver
-
-    def send(self, weights):
-        slots = self.layout.views(self.buffer)
-        for (_, slot), (_, tensor) in zip(slots, weights, strict=True):
-            slot.copy_(tensor)
-        ray.get(self.receiver.load_weights(NeighbourBucket((self.rank, self.buffer.data_ptr()), slots)))
-        return {name: tensor_checksum(slot) for name, slot in slots}
-
-
-def test_by_a_registered_transport_each_rank_sends_to_its_own_engine_as_planned(group, receivers, monkeypatch):
-    monkeypatch.setitem(TRANSPORTS, "neighbour", f"{__name__}:NeighbourTransport")
-    plan = group.prepare_refit_info(make_transport("neighbour", receivers, verify=True))
-    assert plan.tensors == tuple(TensorSpec(f"w{index}", (2, 2), torch.float32) for index in range(5))
-    assert plan.num_bytes == 80
-    first, second = (group.send_weights() for _ in range(2))
-    assert first == second
-    for rank, (weights, origins) in enumerate(ray.get([receiver.actor.take.remote() for receiver in receivers])):
-        assert [TensorSpec.of(name, tensor) for name, tensor in weights] == 2 * list(plan.tensors)
-        assert {name: tensor_checksum(tensor) for name, tensor in weights} == first
-        assert [sender for sender, _ in origins] == [rank, rank]
-        assert len({address for _, address in origins}) == 1  # both refits used one buffer
 
 
 def test_a_refit_before_its_plan_is_refused():

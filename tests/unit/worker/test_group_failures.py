@@ -139,13 +139,6 @@ def test_what_fails_before_the_ranks_are_built_ends_them(ray_cluster):
     assert not [pid for pid in started if psutil.pid_exists(pid)]
 
 
-def test_ranks_are_built_behind_what_comes_before(ray_cluster):
-    called = []
-    with toy_group(ray_cluster, before_build=lambda: called.append(True)) as group:
-        group.wait_until_ready()
-        assert called == [True]
-
-
 def test_a_worker_is_imported_before_it_is_built_and_what_fails_then_is_left_to_its_building():
     with handlers_kept():
         actor = WorkerActor()

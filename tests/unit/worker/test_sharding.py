@@ -8,14 +8,6 @@ import torch
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.worker.sharding import require_parallel_sizes_fit, shard_for_inference, shard_for_training
 
-SIZES = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-}
-
 
 def _batch(num_rows):
     return BatchedData(
@@ -71,9 +63,16 @@ def test_any_number_of_rows_comes_back_in_order():
         assert gathered["row"].tolist() == list(range(num_rows))
         assert gathered["name"] == batch["name"]
         assert gathered["sample_mask"].tolist() == [1] * num_rows
+        assert batch["sample_mask"].tolist() == [1] * num_rows  # filling up changes nothing in the batch itself
+    with pytest.raises(ValueError, match="without samples"):
+        shard_for_inference(_batch(0), mbs=1, dp_size=1)
 
 
-def test_groups_stay_whole_on_their_rank_and_in_their_micro_batch():
+def test_groups_stay_whole_on_their_rank_and_in_their_micro_batch_and_sizes_count_them():
+    batch = _batch(12).in_groups(2)
+    assert _rows(shard_for_training(batch, gbs=6, mbs=1, dp_size=2)) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    with pytest.raises(ValueError, match=r"6 samples, which is not a multiple of policy\.train_global_batch_size 12"):
+        shard_for_training(batch, gbs=12, mbs=1, dp_size=2)
     for seed in range(50):
         rng = random.Random(seed)
         group_size, dp_size, per_rank = rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 3)
@@ -96,27 +95,12 @@ def test_groups_stay_whole_on_their_rank_and_in_their_micro_batch():
                 assert torch.equal(numbers // group_size, numbers[:, :1] // group_size + torch.zeros_like(numbers))
 
 
-def test_sizes_count_groups_where_rows_belong_together():
-    batch = _batch(12).in_groups(2)
-    assert _rows(shard_for_training(batch, gbs=6, mbs=1, dp_size=2)) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
-    with pytest.raises(ValueError, match=r"6 samples, which is not a multiple of policy\.train_global_batch_size 12"):
-        shard_for_training(batch, gbs=12, mbs=1, dp_size=2)
-
-
-def test_filling_up_changes_nothing_in_the_batch_itself():
-    batch = _batch(3)
-    shard_for_inference(batch, mbs=2, dp_size=2)
-    assert batch["sample_mask"].tolist() == [1, 1, 1]
-
-
-def test_an_empty_batch_is_refused():
-    with pytest.raises(ValueError, match="without samples"):
-        shard_for_inference(_batch(0), mbs=1, dp_size=1)
-
-
 def test_parallel_sizes_must_divide_the_world():
-    require_parallel_sizes_fit(SIZES | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 8)
+    kinds = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    sizes = {f"{kind}_parallel_size": 1 for kind in kinds}
+    of_four = sizes | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    require_parallel_sizes_fit(of_four, 8)
     with pytest.raises(ValueError, match=r"world size 6 .* not a multiple of 4 \(tensor_model_parallel_size 2 x"):
-        require_parallel_sizes_fit(SIZES | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 6)
+        require_parallel_sizes_fit(of_four, 6)
     with pytest.raises(ValueError, match="expert_model_parallel_size 4"):
-        require_parallel_sizes_fit(SIZES | {"expert_model_parallel_size": 4}, 2)
+        require_parallel_sizes_fit(sizes | {"expert_model_parallel_size": 4}, 2)

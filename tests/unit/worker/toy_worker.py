@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import signal
-import sys
 import time
 
 import torch
@@ -35,27 +34,14 @@ class ToyWorker:
         self.weights = [(f"w{index}", torch.full((2, 2), float(index))) for index in range(5)]
         self.weight_export = WeightExport(lambda: self.weights, rank=rank, bucket_bytes=32)
         self.seen = {
-            "rank": rank,
-            "world_size": world_size,
-            "local_rank": local_rank,
-            "seed": seed,
-            "init_reference_model": init_reference_model,
-            "init_optimizer": init_optimizer,
-            "address": f"{master_addr}:{master_port}",
-            "environment": dict(os.environ),
-            "sys_path": list(sys.path),
-        }
+            "rank": rank, "world_size": world_size, "seed": seed, "init_reference_model": init_reference_model,
+            "address": f"{master_addr}:{master_port}", "environment": dict(os.environ),
+        }  # fmt: skip
 
     def parallel_ranks(self):
         tp_size = self.config["megatron_cfg"]["tensor_model_parallel_size"]
-        return {
-            "dp_rank": self.rank // tp_size,
-            "dp_size": self.world_size // tp_size,
-            "tp_rank": self.rank % tp_size,
-            "tp_size": tp_size,
-            "pp_rank": 0,
-            "pp_size": 1,
-        }
+        ranks = {"dp_rank": self.rank // tp_size, "tp_rank": self.rank % tp_size, "pp_rank": 0}
+        return ranks | {"dp_size": self.world_size // tp_size, "tp_size": tp_size, "pp_size": 1}
 
     def start_return(self, logprobs):
         if self.config["toy"].get("fails_to_return") == self.rank:
