@@ -292,17 +292,7 @@ def check(
     verify: bool = True,
     most_context_gib: float = 2.0,
 ) -> None:
-    """Runs all checks on one engine, because starting one takes long; raises all failures together.
-
-    Args:
-        engine: a handle on a sleeping engine.
-        weights: the reference model's weights, by name.
-        reference: the model on the CPU, in float32.
-        filtered: whether the engine returns log-probs of the distribution after `top_k` and `top_p`.
-        tolerance: of log-probs.
-        verify: whether to compare the checksums of refits, which engines of several GPUs do not have.
-        most_context_gib: limit of a sleeping engine's memory outside torch: CUDA context, kernels, communicators.
-    """
+    """Runs all checks on one engine, because starting one takes long; raises all failures together."""
     checks: list[Callable[[], None]] = [
         lambda: greedy_tokens_are_the_reference_models(engine, reference, tolerance),
         lambda: logprobs_are_of_what_was_sampled(engine, reference, tolerance),

@@ -15,13 +15,7 @@ _TEXT = "the sum of two numbers and the name of a town are what some people ask 
 
 
 def make_tokenizer(folder: Path, *, bos: str | None = None, pad: str | None = None) -> None:
-    """Writes a byte-level BPE tokenizer that was trained on a few words, with ChatML as its chat template.
-
-    Args:
-        folder: where to write it; may hold a model.
-        bos: text of the begin-of-sequence token; None for none.
-        pad: text of the padding token; None for none.
-    """
+    """Writes a byte-level BPE tokenizer that was trained on a few words, with ChatML as its chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -41,13 +35,7 @@ def make_tokenizer(folder: Path, *, bos: str | None = None, pad: str | None = No
 
 
 def make_model(folder: Path, *, ends: Sequence[int], end_probability: float = 0.5) -> None:
-    """Writes a Qwen3-shaped model, random but for the last of its ends, which each token is with some probability.
-
-    Args:
-        folder: holds the tokenizer.
-        ends: the ids of generation_config.json's `eos_token_id`; config.json has the first alone.
-        end_probability: the probability of the last end after each token, about.
-    """
+    """Writes a Qwen3-shaped model, random but for the last of its ends, which each token is with some probability."""
     import torch
     from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -97,10 +85,7 @@ def write_rows(path: Path, rows: Sequence[tuple[str, str]]) -> None:
 def upstream_tokens(
     tokenizer: Any, prompt: str, answer: str, *, add_bos: bool, add_eos: bool, add_generation_prompt: bool
 ) -> tuple[list[int], list[int]]:
-    """Returns a prompt's and an answer's token ids as `get_formatted_message_log` of NeMo-RL makes them.
-
-    It renders the conversation up to each message, takes what differs from the one before, and tokenizes it alone.
-    """
+    """Returns a prompt's and an answer's token ids as `get_formatted_message_log` of NeMo-RL makes them."""
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     user = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=add_generation_prompt)
     whole = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=False)
@@ -117,10 +102,7 @@ def upstream_tokens(
 def upstream_learning_rate(
     ticks: int, *, style: str, init: float, peak: float, floor: float, warmup: int, decay: int
 ) -> float:
-    """Returns the learning rate of NeMo-RL's training step ``ticks`` (from 0): its scheduler ticks once a step.
-
-    The formula is that of megatron-core's `OptimizerParamScheduler.get_lr`.
-    """
+    """Returns the learning rate of NeMo-RL's training step ``ticks`` (from 0): its scheduler ticks once a step."""
     if warmup > 0 and ticks <= warmup:
         return init + (peak - init) * ticks / warmup
     if ticks > decay:

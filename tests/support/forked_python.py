@@ -75,10 +75,7 @@ sys.exit(status)
 
 @functools.cache
 def forked_python() -> str:
-    """Starts the prepared process, once, and returns the path of an executable that has it fork.
-
-    CUDA does not survive a fork: on a machine with a GPU this returns Python itself.
-    """
+    """Starts the prepared process, once, and returns the path of an executable that has it fork."""
     if torch.cuda.is_available():
         return sys.executable
     folder = Path(tempfile.mkdtemp(prefix="forked-python-"))

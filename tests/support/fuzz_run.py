@@ -41,13 +41,7 @@ class _TooSlowError(BaseException):
 
 @dataclass
 class Report:
-    """Summarises the results of the cases.
-
-    Attributes:
-        failures: each failure, with the command that repeats it.
-        slowest_s: the most CPU time that a case took.
-        peak_bytes: the most resident memory of a child, including its imports.
-    """
+    """Summarises the results of the cases."""
 
     accepted: int = 0
     refused: int = 0

@@ -7,13 +7,7 @@ _WITHOUT_END = {"meta", "img", "br", "link"}
 
 
 class Page(HTMLParser):
-    """Holds the texts, tags and addresses of a page; raises AssertionError where tags are not balanced.
-
-    Attributes:
-        text: all text outside of the style, whitespace as it is written.
-        tags: the names of all tags that begin, in their order.
-        addresses: the values of all attributes that make a browser load or follow something.
-    """
+    """Holds the texts, tags and addresses of a page; raises AssertionError where tags are not balanced."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -41,14 +41,7 @@ Shard = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Part:
-    """Records a rank's part of a run.
-
-    Attributes:
-        loaded: each shard of optimizer state when the part begins, by parameter and first element.
-        saved: the same where it is saved.
-        losses: the loss of each step.
-        num_buckets: the number of gradient buckets of each buffer.
-    """
+    """Records a rank's part of a run."""
 
     loaded: dict[tuple[str, int], Shard]
     saved: dict[tuple[str, int], Shard]
@@ -59,18 +52,7 @@ class Part:
 def run_part(
     kind: str, rank: int, world_size: int, port: int, folder: Path, *, first: int, last: int, save_at: int = 0
 ) -> Part:
-    """Trains steps of a run, from a checkpoint or from the beginning; call it on every rank.
-
-    Args:
-        kind: of `KINDS` or `TWO_RANKS`.
-        rank: this process's rank.
-        world_size: number of ranks.
-        port: of rank 0's store.
-        folder: of the run's checkpoints.
-        first: the number of steps done before, in the checkpoint to load; 0 to begin.
-        last: the number of steps done afterwards.
-        save_at: the number of steps done in the checkpoint to save; 0 to save none.
-    """
+    """Trains steps of a run, from a checkpoint or from the beginning; call it on every rank."""
     from support.late_streams import LateStream
 
     from nemo_offload_rl.residency.streamed import window

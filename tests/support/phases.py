@@ -41,14 +41,7 @@ def _queued_checksums(worker: MegatronPolicyWorker) -> list[torch.Tensor]:
 def run_steps(
     worker: MegatronPolicyWorker, num_steps: int, *, visit_phases: bool, rows: int = 8
 ) -> list[dict[str, Any]]:
-    """Returns each step's report, with this rank's parameter checksums and log-probs after the step.
-
-    Args:
-        worker: of this rank; call it on every rank.
-        num_steps: optimizer steps.
-        visit_phases: go through REFIT and GENERATE after each step, as a GRPO step does, before the log-probs.
-        rows: of a batch, on each data-parallel rank.
-    """
+    """Returns each step's report, with this rank's parameter checksums and log-probs after the step."""
     reports = []
     ranks = worker.parallel_ranks()
     dp_size = ranks["dp_size"]
@@ -152,14 +145,7 @@ def save(worker: MegatronPolicyWorker, folder: Path) -> None:
 def saved_between_steps(
     worker: MegatronPolicyWorker, folder: Path, *, offload: bool
 ) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
-    """Trains two steps, saves, trains two more; returns the checkpoint's contents and the later steps' reports.
-
-    Args:
-        worker: on one rank.
-        folder: of the checkpoint.
-        offload: visit the phases between the steps, and save while params and optimizer state are on the host, where
-            they have to be afterwards, too.
-    """
+    """Trains two steps, saves, trains two more; returns the checkpoint's contents and the later steps' reports."""
     run_steps(worker, 2, visit_phases=offload)
     if offload:
         worker.offload_after_refit()

@@ -15,12 +15,7 @@ def small_chunks(nbytes: int, device: torch.device, chunk_bytes: int) -> GpuRang
 
 
 class Trouble:
-    """Makes ranges whose `map` is slow or fails.
-
-    Attributes:
-        delay_s: time that mapping each chunk takes.
-        chunks_left: how many more chunks can be mapped; None for any number.
-    """
+    """Makes ranges whose `map` is slow or fails."""
 
     def __init__(self) -> None:
         self.delay_s = 0.0

@@ -102,11 +102,7 @@ def fork_context() -> SpawnContext | ForkServerContext:
 def run_ranks(
     function: Callable[[int, int, list[int]], Any], world_size: int, *, num_ports: int, timeout_s: float = 180
 ) -> list[Any]:
-    """Call `function(rank, world_size, ports)` on every rank and return the results in rank order.
-
-    Raises:
-        AssertionError: a rank raised, with its traceback, or did not answer in time.
-    """
+    """Call `function(rank, world_size, ports)` on every rank and return the results in rank order."""
     context = fork_context()
     ports = [free_port() for _ in range(num_ports)]
     environ = dict(os.environ)

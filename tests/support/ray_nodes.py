@@ -22,13 +22,7 @@ _START_TIMEOUT_S = 120
 
 
 class RayNodes:
-    """Starts nodes with `ray start`, as on separate machines, and kills them as a power failure would.
-
-    Attributes:
-        address: of the cluster, for RAY_ADDRESS.
-        dashboard: address of the job server; it answers where the head was started with it.
-        folder: of all nodes' sessions.
-    """
+    """Starts nodes with `ray start`, as on separate machines, and kills them as a power failure would."""
 
     def __init__(self, *, with_dashboard: bool, gpus: Mapping[int, int]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ray"))  # holds sockets, whose paths may have at most 107 characters
@@ -111,12 +105,7 @@ class RayNodes:
 
 @contextmanager
 def ray_nodes(*, with_dashboard: bool = False, gpus: Mapping[int, int] = MappingProxyType({})) -> Iterator[RayNodes]:
-    """Starts the head node; stops every node when the block ends.
-
-    Args:
-        with_dashboard: whether the head also has a job server.
-        gpus: which GPU a node has, by the node's number; nodes without one have none.
-    """
+    """Starts the head node; stops every node when the block ends."""
     nodes = RayNodes(with_dashboard=with_dashboard, gpus=gpus)
     try:
         nodes.start_head()

@@ -48,17 +48,7 @@ def record(
 def record_with_a_break(
     make: Callable[[], Algorithm], folder: Path, metric: str, check_loaded: Callable[[Any], None] = lambda _: None
 ) -> dict[int, dict[str, float]]:
-    """Runs four of six steps, then the rest with a new object that loads the checkpoint.
-
-    Args:
-        make: creates the algorithm.
-        folder: for checkpoints.
-        metric: a loss, by which checkpoints are ranked.
-        check_loaded: checks the new object after it has loaded.
-
-    Returns:
-        The rows of both runs, without timings.
-    """
+    """Runs four of six steps, then the rest with a new object that loads the checkpoint."""
     checkpoints = CheckpointFolder(folder, metric, higher_is_better=False, keep_top_k=1)
     _, before = record(make(), replace(SIX_STEPS, max_num_steps=4), checkpoints)
     newest, resumed = checkpoints.newest_first()[0], make()

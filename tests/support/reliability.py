@@ -54,15 +54,7 @@ _POLICY, _GENERATOR = "ray::WorkerActor", "ray::GeneratorActor"
 
 @dataclass
 class LiveRun:
-    """Controls a running examples/run_grpo.py, whose output goes to a file.
-
-    Attributes:
-        folder: of its logs and checkpoints.
-        process: the driver.
-        timeout_s: how long to wait for each of its parts.
-        shared_memory: files of /dev/shm before it started.
-        family: the driver and all processes that were its descendants when they were last listed.
-    """
+    """Controls a running examples/run_grpo.py, whose output goes to a file."""
 
     folder: Path
     process: subprocess.Popen
@@ -240,11 +232,7 @@ EVENTS: dict[str, tuple[Callable[[LiveRun], None], int]] = {
 
 
 def seconds_until_gone(family: Iterable[psutil.Process], timeout_s: float = 30) -> float:
-    """Waits until all processes have ended; returns the seconds.
-
-    Raises:
-        AssertionError: some have not.
-    """
+    """Waits until all processes have ended; returns the seconds."""
     start = time.monotonic()
     while left := [one for one in family if _is_alive(one)]:
         assert time.monotonic() - start < timeout_s, f"still there: {[str(one) for one in left]}"

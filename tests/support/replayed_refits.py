@@ -31,13 +31,7 @@ class Weights:
 
 
 def check(engine, named, *, bucket_bytes):
-    """Checks weights and answers after four refits with sleep between them, the last from other addresses.
-
-    Args:
-        engine: asleep.
-        named: weights by name.
-        bucket_bytes: of all buckets together.
-    """
+    """Checks weights and answers after four refits with sleep between them, the last from other addresses."""
     weights = Weights(named)
     plan = ExportPlan.of(weights)
     engine.prepare_refit_info(plan)

@@ -192,13 +192,7 @@ def in_transformers(worker: Any) -> Any:
 
 
 def logprobs_in_transformers(folder: Path, data: BatchedData, **overrides: Any) -> torch.Tensor:
-    """Returns float32 [B, S - 1]: each row's log-probs of its tokens from the second one on, by transformers.
-
-    Args:
-        folder: a model in Hugging Face format.
-        data: rows of tokens.
-        overrides: fields of the model's config.
-    """
+    """Returns float32 [B, S - 1]: each row's log-probs of its tokens from the second one on, by transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(

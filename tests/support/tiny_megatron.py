@@ -90,13 +90,7 @@ class TinyMegatron:
 
 
 def tiny_megatron(*, forward_only: bool = False, use_distributed_optimizer: bool = True, **ddp: Any) -> TinyMegatron:
-    """Builds the model; every call gives the same numbers.
-
-    Args:
-        forward_only: without DistributedDataParallel and optimizer, as a reference policy is built.
-        use_distributed_optimizer: see megatron-core.
-        ddp: more fields of DistributedDataParallelConfig.
-    """
+    """Builds the model; every call gives the same numbers."""
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2}

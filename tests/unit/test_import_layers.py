@@ -258,10 +258,7 @@ def test_a_forbidden_import_is_found(module, source):
         ("algorithms.grpo", "from nemo_offload_rl.worker.group import PolicyWorkerGroup\nimport torch"),
         ("algorithms.grpo", "from .advantages import group_relative"),
         ("config.validate", "from . import recipe\nimport yaml"),
-        (
-            "residency.residency",
-            "import torch\nfrom .table import Phase\nfrom nemo_offload_rl.memory.numa import bind",
-        ),
+        ("residency.residency", "import torch\nfrom .table import Phase\nfrom nemo_offload_rl.memory.numa import bind"),
         ("worker.worker", "from nemo_offload_rl import __version__\nfrom ..mcore import build"),
     ],
 )

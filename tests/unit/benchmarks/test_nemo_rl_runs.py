@@ -4,10 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from gpu_watch import GpuWatch
-from nemo_rl_runs import (
-    Case,
-    row_of,
-)
+from nemo_rl_runs import Case, row_of
 
 REPOSITORY = Path(__file__).parents[3]
 EXEMPLAR = REPOSITORY / "examples/configs/grpo_math_1B_megatron.yaml"
