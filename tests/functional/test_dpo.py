@@ -9,14 +9,9 @@ from support.examples import run_example
 pytestmark = pytest.mark.slow
 
 SHORT_DPO = [
-    "~warm_start",
-    "dpo.max_num_steps=12",
-    "dpo.val_period=6",
-    "policy.train_global_batch_size=32",
-    "policy.train_micro_batch_size=16",
-    "policy.megatron_cfg.optimizer.lr=1e-3",
-    "checkpointing.save_period=6",
-]
+    "~warm_start", "dpo.max_num_steps=12", "dpo.val_period=6", "policy.train_global_batch_size=32",
+    "policy.train_micro_batch_size=16", "policy.megatron_cfg.optimizer.lr=1e-3", "checkpointing.save_period=6",
+]  # fmt: skip
 
 
 def test_a_run_learns_to_prefer_and_one_that_resumes_from_its_middle_ends_alike(tmp_path):

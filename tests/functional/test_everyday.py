@@ -88,13 +88,9 @@ def grpo(inputs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("grpo")
     recipe = _recipe(inputs, "grpo", "train.jsonl", style="linear", warmup=2)
     recipe["grpo"] = {
-        "num_prompts_per_step": 8,
-        "num_generations_per_prompt": 2,
-        "max_num_epochs": 2,
-        "val_period": 1,
-        "max_val_samples": 7,
-        "val_batch_size": 4,
-    }
+        "num_prompts_per_step": 8, "num_generations_per_prompt": 2, "max_num_epochs": 2, "val_period": 1,
+        "max_val_samples": 7, "val_batch_size": 4,
+    }  # fmt: skip
     recipe["policy"] |= {
         "sequence_packing": {"enabled": True},
         "generation": {"max_new_tokens": 16},
@@ -153,11 +149,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(grpo):
 def test_sft_over_one_epoch_decays_to_its_end_packed_or_padded(inputs, tmp_path):
     recipe = _recipe(inputs, "sft", "sft.jsonl", style="cosine", warmup=1)
     recipe["sft"] = {
-        "max_num_steps": 1_000_000,
-        "val_batches": 2,
-        "val_global_batch_size": 4,
-        "val_micro_batch_size": 2,
-    }
+        "max_num_steps": 1_000_000, "val_batches": 2, "val_global_batch_size": 4, "val_micro_batch_size": 2,
+    }  # fmt: skip
     recipe["checkpointing"]["enabled"] = False
     runs = []
     for packed in ("false", "true"):

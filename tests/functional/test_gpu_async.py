@@ -18,15 +18,10 @@ pytestmark = [
 
 VLLM = "policy.generation.vllm_cfg"
 AHEAD = [
-    "policy.generation.backend=vllm",
-    f"{VLLM}.gpu_memory_utilization=0.2",
-    f"{VLLM}.enforce_eager=true",
-    "policy.verify_refit=true",
-    "grpo.async_grpo.enabled=true",
-    "loss_fn.use_importance_sampling_correction=true",
-    "grpo.max_num_steps=4",
-    "checkpointing.enabled=false",
-]
+    "policy.generation.backend=vllm", f"{VLLM}.gpu_memory_utilization=0.2", f"{VLLM}.enforce_eager=true",
+    "policy.verify_refit=true", "grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true",
+    "grpo.max_num_steps=4", "checkpointing.enabled=false",
+]  # fmt: skip
 IN_FLIGHT = ["grpo.async_grpo.in_flight_weight_updates=true"]
 APART = [
     "cluster.gpus_per_node=2",

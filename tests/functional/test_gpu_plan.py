@@ -11,13 +11,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu, pytest.mark.slow]
 
 # A family, a way to keep activations, or a way to compute logits each; all in docs/results/plan_accuracy.md.
 CASES = (
-    "qwen2-0.5b-padded",
-    "qwen2-1.5b-half-offloaded",
-    "qwen2-1.5b-cpu-optimizer",
-    "qwen3-4b-recomputed-streamed",
-    "llama-1b-chunks",
-    "experts",
-)
+    "qwen2-0.5b-padded", "qwen2-1.5b-half-offloaded", "qwen2-1.5b-cpu-optimizer", "qwen3-4b-recomputed-streamed",
+    "llama-1b-chunks", "experts",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

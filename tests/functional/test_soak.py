@@ -14,21 +14,13 @@ MAX_GROWTH = 0.02
 MAX_MORE_THREADS = 4  # Ray's pools sometimes start one or two more
 
 SOAK = [
-    f"grpo.max_num_steps={NUM_STEPS}",
-    "grpo.max_num_epochs=1000",
-    "grpo.num_prompts_per_step=2",
-    "grpo.num_generations_per_prompt=2",
-    "grpo.val_period=50",
-    "grpo.stop_at_validation_metric=null",
-    "grpo.stop_at_validation_threshold=null",
-    "policy.train_global_batch_size=4",
-    "policy.train_micro_batch_size=4",
-    "policy.generation.max_new_tokens=4",
-    "policy.max_total_sequence_length=16",
-    "policy.megatron_cfg.scheduler.lr_decay_iters=3000",
-    "logger.tensorboard_enabled=true",
+    f"grpo.max_num_steps={NUM_STEPS}", "grpo.max_num_epochs=1000", "grpo.num_prompts_per_step=2",
+    "grpo.num_generations_per_prompt=2", "grpo.val_period=50", "grpo.stop_at_validation_metric=null",
+    "grpo.stop_at_validation_threshold=null", "policy.train_global_batch_size=4", "policy.train_micro_batch_size=4",
+    "policy.generation.max_new_tokens=4", "policy.max_total_sequence_length=16",
+    "policy.megatron_cfg.scheduler.lr_decay_iters=3000", "logger.tensorboard_enabled=true",
     "checkpointing.save_period=200",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,10 @@ from nemo_offload_rl.refit.checksum import require_equal_checksums
 from nemo_offload_rl.refit.plan import ExportPlan
 
 QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 128,
-    "max_position_embeddings": 128,
+    "model_type": "qwen3", "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128, "max_position_embeddings": 128,
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 QWEN3_MOE = QWEN3 | {
     "model_type": "qwen3_moe",
     "moe_intermediate_size": 64,
@@ -66,14 +59,9 @@ def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
     Each token is an end of the model's own, at which no engine may stop unless a request names it.
     """
     section = {
-        "tensor_parallel_size": 1,
-        "expert_parallel_size": 1,
-        "gpu_memory_utilization": 0.2,
-        "max_model_len": MAX_LENGTH,
-        "enforce_eager": True,
-        "precision": "float32",
-        "build_beside_policy": False,
-    }
+        "tensor_parallel_size": 1, "expert_parallel_size": 1, "gpu_memory_utilization": 0.2,
+        "max_model_len": MAX_LENGTH, "enforce_eager": True, "precision": "float32", "build_beside_policy": False,
+    }  # fmt: skip
     policy = {
         "model_name": "a label",
         "hf_config": QWEN3 | {"eos_token_id": list(range(QWEN3["vocab_size"]))},

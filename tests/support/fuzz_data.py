@@ -193,19 +193,8 @@ def _prompt_file(rng: random.Random, folder: Path) -> None:
     data, path = folder / "data.jsonl", folder / "prompt.txt"
     data.write_text('{"question": "SECRET", "answer": "2"}')
     fields = [
-        "{}",
-        "{0}",
-        "{1}",
-        "{x}",
-        "{0.__class__}",
-        "{.upper}",
-        "{:>99999999999}",
-        "{!r}",
-        "{",
-        "}",
-        "{{}}",
-        "{0[0]}",
-    ]
+        "{}", "{0}", "{1}", "{x}", "{0.__class__}", "{.upper}", "{:>99999999999}", "{!r}", "{", "}", "{{}}", "{0[0]}",
+    ]  # fmt: skip
     text = " ".join(
         rng.choice([*fields[:2], *fields, "Solve", "é", "\x00", "\ufeff"]) for _ in range(rng.choice([1, 3]))
     )

@@ -77,19 +77,13 @@ class RayNodes:
         output = self.folder / f"node_{number}.txt"
         command = [
             *(
-                sys.executable,
-                "-m",
-                "ray.scripts.scripts",
-                "start",
-                "--block",
-                f"--node-ip-address=127.0.0.{number}",
-                "--num-cpus=1",
-                f"--num-gpus={int(number in self._gpus)}",
+                sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address=127.0.0.{number}",
+                "--num-cpus=1", f"--num-gpus={int(number in self._gpus)}",
             ),
             f"--temp-dir={self.folder}/{number}",  # one per node: a node deletes files of jobs that it does not run
             *("--object-store-memory=100000000", "--dashboard-agent-listen-port=0"),
             *("--min-worker-port=0", "--max-worker-port=0", *options),
-        ]
+        ]  # fmt: skip
         with output.open("w") as file:
             visible = {"CUDA_VISIBLE_DEVICES": str(self._gpus[number])} if number in self._gpus else {}
             node = subprocess.Popen(

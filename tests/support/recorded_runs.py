@@ -13,15 +13,9 @@ from nemo_offload_rl.run.interrupt import Interrupt
 from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason
 
 SIX_STEPS = Schedule(
-    max_num_steps=6,
-    max_num_epochs=99,
-    steps_per_epoch=4,
-    val_period=2,
-    val_at_start=True,
-    val_at_end=True,
-    save_period=2,
-    target=None,
-)
+    max_num_steps=6, max_num_epochs=99, steps_per_epoch=4, val_period=2, val_at_start=True, val_at_end=True,
+    save_period=2, target=None,
+)  # fmt: skip
 
 
 def record(

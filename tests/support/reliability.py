@@ -21,31 +21,17 @@ ROWS_PER_STEP = 16
 
 # A model of 70,000 parameters. Answers are long, and rows are trained one by one, so that both take time to hit.
 TINIEST = [
-    "~warm_start",
-    "policy.hf_config.hidden_size=64",
-    "policy.hf_config.num_hidden_layers=2",
-    "policy.hf_config.num_attention_heads=2",
-    "policy.hf_config.num_key_value_heads=1",
-    "policy.hf_config.intermediate_size=128",
-    "policy.hf_config.max_position_embeddings=256",
-    "policy.max_total_sequence_length=256",
-    "policy.generation.max_new_tokens=200",
-    "policy.generation.stop_token_ids=[]",
-    "policy.train_global_batch_size=16",
-    "policy.train_micro_batch_size=1",
-    "policy.megatron_cfg.scheduler.lr_decay_iters=10",
-    "grpo.num_prompts_per_step=4",
-    "grpo.num_generations_per_prompt=4",
-    f"grpo.max_num_steps={NUM_STEPS}",
-    "grpo.val_period=3",
-    "grpo.max_val_samples=8",
-    "grpo.val_at_start=false",
-    "grpo.val_at_end=false",
-    "env.arithmetic.reward=python",
-    "++env.arithmetic.reward_function=support.rewards:noted",
-    "logger.tensorboard_enabled=false",
+    "~warm_start", "policy.hf_config.hidden_size=64", "policy.hf_config.num_hidden_layers=2",
+    "policy.hf_config.num_attention_heads=2", "policy.hf_config.num_key_value_heads=1",
+    "policy.hf_config.intermediate_size=128", "policy.hf_config.max_position_embeddings=256",
+    "policy.max_total_sequence_length=256", "policy.generation.max_new_tokens=200",
+    "policy.generation.stop_token_ids=[]", "policy.train_global_batch_size=16", "policy.train_micro_batch_size=1",
+    "policy.megatron_cfg.scheduler.lr_decay_iters=10", "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4", f"grpo.max_num_steps={NUM_STEPS}", "grpo.val_period=3",
+    "grpo.max_val_samples=8", "grpo.val_at_start=false", "grpo.val_at_end=false", "env.arithmetic.reward=python",
+    "++env.arithmetic.reward_function=support.rewards:noted", "logger.tensorboard_enabled=false",
     f"checkpointing.save_period={SAVE_PERIOD}",
-]
+]  # fmt: skip
 
 _TIMEOUT_S = 240
 _SHARED_MEMORY = "/dev/shm"

@@ -13,47 +13,21 @@ from nemo_offload_rl.data.batch import BatchedData
 VOCAB_SIZE = 14
 
 TINY_QWEN3: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "tie_word_embeddings": True,
+    "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "tie_word_embeddings": True,
     "vocab_size": VOCAB_SIZE,
-}
+}  # fmt: skip
 TINY_QWEN3_MOE: dict[str, Any] = TINY_QWEN3 | {
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-}
+    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "norm_topk_prob": True, "decoder_sparse_step": 1,
+}  # fmt: skip
 TINY_DEEPSEEK_V3: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "intermediate_size": 1024,
-    "vocab_size": VOCAB_SIZE,
-    "tie_word_embeddings": False,
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_nextn_predict_layers": 0,
-}
+    "model_type": "deepseek_v3", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": VOCAB_SIZE, "tie_word_embeddings": False,
+    "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "first_k_dense_replace": 1, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 """Multi-latent attention, whose layers begin with a norm of its own also where Transformer Engine computes them."""
 
 
@@ -92,13 +66,8 @@ def tiny_policy(hf_config: dict[str, Any] | None = None, precision: str = "float
             "clip_grad": 1.0,
         },
         "scheduler": {
-            "lr_warmup_init": 1e-4,
-            "override_opt_param_scheduler": True,
-            "lr_warmup_iters": 2,
-            "lr_decay_iters": 100,
-            "lr_decay_style": "constant",
-            "start_weight_decay": 0.01,
-            "end_weight_decay": 0.01,
+            "lr_warmup_init": 1e-4, "override_opt_param_scheduler": True, "lr_warmup_iters": 2, "lr_decay_iters": 100,
+            "lr_decay_style": "constant", "start_weight_decay": 0.01, "end_weight_decay": 0.01,
             "weight_decay_incr_style": "constant",
         },
         "distributed_data_parallel_config": {
@@ -106,7 +75,7 @@ def tiny_policy(hf_config: dict[str, Any] | None = None, precision: str = "float
             "overlap_grad_reduce": False,
             "overlap_param_gather": False,
         },
-    }
+    }  # fmt: skip
     policy = {
         "model_name": "tiny",
         "hf_config": TINY_QWEN3 if hf_config is None else hf_config,
@@ -144,11 +113,8 @@ def with_plain_sgd(policy: dict[str, Any], rate: float = 1.0) -> dict[str, Any]:
         "clip_grad": 0.0,
     }
     policy["megatron_cfg"]["scheduler"] |= {
-        "lr_warmup_init": 0.0,
-        "lr_warmup_iters": 0,
-        "start_weight_decay": 0.0,
-        "end_weight_decay": 0.0,
-    }
+        "lr_warmup_init": 0.0, "lr_warmup_iters": 0, "start_weight_decay": 0.0, "end_weight_decay": 0.0,
+    }  # fmt: skip
     return policy
 
 
@@ -208,11 +174,8 @@ def offloading_activations(
 ) -> dict[str, Any]:
     """Returns the policy with these modules offloaded, small tensors too; `megatron` overrides megatron_cfg."""
     policy["megatron_cfg"] |= {
-        "fine_grained_activation_offloading": True,
-        "offload_modules": modules,
-        "min_offloaded_tensor_size": 0,
-        "num_layers_in_first_pipeline_stage": None,
-        "num_layers_in_last_pipeline_stage": None,
-    } | megatron
+        "fine_grained_activation_offloading": True, "offload_modules": modules, "min_offloaded_tensor_size": 0,
+        "num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None,
+    } | megatron  # fmt: skip
     off = {"enabled": False, "train_mb_tokens": 0, "logprob_mb_tokens": 0, "sequence_length_round": 1}
     return {"sequence_packing": off, "train_micro_batch_size": mbs, "train_global_batch_size": gbs} | policy

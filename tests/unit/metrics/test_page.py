@@ -17,15 +17,11 @@ from nemo_offload_rl.metrics.page import (
 )
 
 STEP = {
-    "train/reward": 0.5,
-    "timing/train/sampling": 3.0,
-    "timing/train/training": 1.0,
-    "timing/train/total_step_time": 4.5,
-    "residency/train/optimizer_state/gb": 6.25,
-    "residency/train/optimizer_state/copy_s": 0.5,
-    "residency/train/optimizer_state/exposed_s": 0.1,
+    "train/reward": 0.5, "timing/train/sampling": 3.0, "timing/train/training": 1.0,
+    "timing/train/total_step_time": 4.5, "residency/train/optimizer_state/gb": 6.25,
+    "residency/train/optimizer_state/copy_s": 0.5, "residency/train/optimizer_state/exposed_s": 0.1,
     "performance/memory/policy/host_rss_gib": 9.25,
-}
+}  # fmt: skip
 ON_GPUS = {
     "performance/memory/policy/gpu_peak_train_gib": 12.5,
     "performance/memory/policy/gpu_peak_refit_gib": 7.0,

@@ -13,24 +13,15 @@ from nemo_offload_rl.metrics.plot import (
 )
 
 STEP = {
-    "timing/train/refit": 1.0,
-    "timing/train/sampling": 4.0,
-    "timing/train/logprobs": 2.0,
-    "timing/train/training": 2.5,
-    "timing/train/total_step_time": 10.0,
-    "performance/tflops_per_gpu/training": 400.0,
-    "performance/model_flop_utilization/training": 0.404,
-    "residency/refit/optimizer_state/gb": 6.25,
-    "residency/refit/optimizer_state/copy_s": 0.5,
-    "residency/refit/optimizer_state/exposed_s": 0.0,
-    "residency/generate/params/gb": 0.003,
-    "residency/generate/params/copy_s": 0.25,
-    "residency/generate/params/exposed_s": 0.25,
-    "residency/train/grads/exposed_s": 0.01,
-    "residency/train/optimizer_state/gb": 6.25,
-    "residency/train/optimizer_state/copy_s": 0.5,
+    "timing/train/refit": 1.0, "timing/train/sampling": 4.0, "timing/train/logprobs": 2.0,
+    "timing/train/training": 2.5, "timing/train/total_step_time": 10.0, "performance/tflops_per_gpu/training": 400.0,
+    "performance/model_flop_utilization/training": 0.404, "residency/refit/optimizer_state/gb": 6.25,
+    "residency/refit/optimizer_state/copy_s": 0.5, "residency/refit/optimizer_state/exposed_s": 0.0,
+    "residency/generate/params/gb": 0.003, "residency/generate/params/copy_s": 0.25,
+    "residency/generate/params/exposed_s": 0.25, "residency/train/grads/exposed_s": 0.01,
+    "residency/train/optimizer_state/gb": 6.25, "residency/train/optimizer_state/copy_s": 0.5,
     "residency/train/optimizer_state/exposed_s": 0.1,
-}
+}  # fmt: skip
 
 
 def test_phases_follow_one_another_and_fill_the_step():

@@ -19,12 +19,9 @@ from nemo_offload_rl.placement.machine import HostFacts, MachineFacts
 GIB = 1 << 30
 ADDRESS = "0000:65:00.0"
 VERSIONS = {
-    "linux": "6.8.0",
-    "torch": "2.11.0",
-    "megatron-core": "0.19.2",
-    "transformer-engine": "2.20.2",
+    "linux": "6.8.0", "torch": "2.11.0", "megatron-core": "0.19.2", "transformer-engine": "2.20.2",
     "nvidia driver": "580.159.04",
-}
+}  # fmt: skip
 GPU = GpuFacts(0, "NVIDIA H200", "GPU-1e2d", ADDRESS, 140 * GIB, 5, 16, 5, 16, 1)
 SPEED = LinkBenchmark(55.4, 55.5, 101.7, 14.0)
 TWO_NODES = {
@@ -90,18 +87,12 @@ GPU_MEMORY_NODE = replace(GOOD, numa_nodes={**TWO_NODES, 2: NumaNode(2, frozense
 # Facts, subject, what the check finds, its verdict, and words of its remedy.
 CHECKS = [
     (
-        WITHOUT_GPUS,
-        "GPUs",
-        "none: recipes run on the CPU",
-        "missing",
+        WITHOUT_GPUS, "GPUs", "none: recipes run on the CPU", "missing",
         "install the NVIDIA driver; in a container: --gpus all",
     ),
     (replace(WITHOUT_GPUS, host=LIMITED.host), "memlock", "without a GPU nothing is page-locked", "ok", ""),
     (
-        TWO_GPUS,
-        "GPUs",
-        "2 x NVIDIA H200, 140.0 GiB; torch can use 1",
-        "warning",
+        TWO_GPUS, "GPUs", "2 x NVIDIA H200, 140.0 GiB; torch can use 1", "warning",
         "unset CUDA_VISIBLE_DEVICES to use all",
     ),
     (TWO_GPUS, "GPU 1: copies", "not measured: torch cannot use this GPU", "missing", ""),
@@ -156,7 +147,7 @@ CHECKS = [
     ),
     (replace(GOOD, versions=VERSIONS | {"torch": None}), "torch", "", "missing", "make setup"),
     (replace(GOOD, versions=VERSIONS | {"transformer-engine": None}), "transformer-engine", "", "missing", "EXTRAS=te"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("facts", "subject", "found", "verdict", "remedy"), CHECKS)
