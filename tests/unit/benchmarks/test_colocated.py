@@ -1,18 +1,12 @@
 """Tests the parts of the benchmark of the switch between trainer and generator, without Ray."""
 
-import dataclasses
-import json
-import sys
 from types import SimpleNamespace
 
-import colocated
 import pytest
-from colocated_ways.measured import Measured
 from colocated_ways.planned import planned_gib
 from colocated_ways.policy import MarkedWorker, UpstreamWorker
-from colocated_ways.refusals import RefusedError
 from colocated_ways.run import RECIPES, overrides
-from colocated_ways.settings import OURS, SETTINGS, UPSTREAM
+from colocated_ways.settings import OURS, SETTINGS
 from ports import free_port
 from support.machine import planner_of
 
@@ -66,46 +60,12 @@ def test_a_worker_that_moves_its_state_as_nemo_rl_does_trains_as_ours():
     assert losses(MarkedWorker) == [first, second]
 
 
-def switched(seconds, *, sleep_s=0.0, losses=(1.0,), greedy_ids=((1, 2),)):
-    names = ("refit, by itself", "switch to training", "switch to generation", "switch both ways")
-    figures = [(name, seconds, "s") for name in names] + [("sleep and wake_up, by themselves", sleep_s, "s")]
-    return Measured(figures, list(losses), [1.0] * len(losses), [list(ids) for ids in greedy_ids])
-
-
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting_is_a_recipe_without_a_gpu_too(setting):
     arguments = SimpleNamespace(**vars(ARGUMENTS) | {"scale": "tiny", "backend": "transformers", "cycles": 20})
     assert config.load(RECIPES["tiny"], overrides(setting, arguments)).config["policy"]["generation"]["backend"] == (
         "transformers"
     )
-
-
-OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.2 GiB"
-
-
-@pytest.mark.parametrize("refused", [[OURS], [UPSTREAM], list(SETTINGS)])
-def test_a_refused_setting_has_a_row_and_the_others_are_measured(tmp_path, monkeypatch, refused):
-    asked = []
-
-    def in_own_process(setting, *, deterministic):
-        asked.append(setting)
-        if setting in refused:
-            raise RefusedError(OUT_OF_MEMORY)
-        return dataclasses.replace(switched(2.0), num_gpus=2)
-
-    monkeypatch.setattr(colocated, "in_own_process", in_own_process)
-    monkeypatch.setattr(sys, "argv", ["colocated.py", "--out", str(tmp_path / "out.json")])
-    assert colocated.main() == 1
-    assert asked == list(SETTINGS)
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row for row in rows if row["metric"] == "refused"] == [
-        {
-            "setting": setting, "gpus": None if refused == list(SETTINGS) else 2, "model": "1.5B",
-            "metric": "refused", "value": OUT_OF_MEMORY, "unit": "",
-        }
-        for setting in refused
-    ]  # fmt: skip
-    assert set(SETTINGS) - set(refused) <= {row["setting"] for row in rows if row["metric"] == "switch both ways"}
 
 
 def test_the_plan_of_the_full_recipe_names_every_phase():

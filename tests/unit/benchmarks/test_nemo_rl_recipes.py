@@ -30,12 +30,10 @@ def test_each_recipe_is_told_with_its_keys_and_what_it_asks_for(tmp_path):
     assert odd["refused_keys"] == "env.math.math_verify_impl"
     assert (orphan["loads"], orphan["megatron_policy"], orphan["refused_keys"]) == (False, None, "(the file)")
 
-    counts, keys, features, found = tables([loads, wrong, odd, orphan])
+    counts, _, features, found = tables([loads, wrong, odd, orphan])
     assert list(counts[1].values())[:5] == ["grpo", 3, 1, 2, 1]
-    assert list(keys[-1].values()) == ["3 more keys, of fewer than 10 recipes each", 3, 2, 1, 1]
     assert list(features[0].values()) == ["multi-token prediction", 1, 1]
     assert [row["recipe"] for row in found] == ["odd.yaml"] and found[0]["why"].startswith("must be ")
-    assert len(tables([loads, wrong])) == 3
 
 
 def test_the_page_has_the_tables_of_its_result():

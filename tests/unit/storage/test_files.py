@@ -14,8 +14,10 @@ import xxhash
 from nemo_offload_rl.storage.disk import (
     HF_FILES,
     DiskFullError,
+    UnreadableFileError,
     as_by_umask,
     free_bytes,
+    read_regular_file,
     replacing,
     require_free,
     system_error,
@@ -114,12 +116,7 @@ def test_a_manifest_with_any_bit_flipped_is_refused(folder):
             assert read_manifest(folder) == whole  # the bit was in a blank between two entries
             num_let_through += 1
     assert num_let_through < len(content) / 30
-
-
-def test_other_checksums_are_said(folder):
-    write_manifest(folder, {})
-    path = folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"algorithm": "md5"}))
+    path.write_text(json.dumps(json.loads(content) | {"algorithm": "md5"}))
     with pytest.raises(UnreadableError, match="md5 checksums, but this version reads only xxh3_128"):
         read_manifest(folder)
 
@@ -134,32 +131,20 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
     assert [item.name for item in tmp_path.iterdir()] == ["file"]
 
 
-def test_the_sentence_has_the_path_and_the_sizes_and_can_travel():
+def test_a_full_disk_is_a_sentence_that_can_travel_and_other_errors_stay_what_they_are(tmp_path):
     error = pickle.loads(pickle.dumps(DiskFullError("a/b", "No space left on device", 18_200_000_000, 512)))
     assert str(error) == "a/b cannot be written: No space left on device (18.2 GB needed, 512 bytes free)"
     assert str(DiskFullError("a/b", "Disk quota exceeded", None, None)) == "a/b cannot be written: Disk quota exceeded"
-
-
-def test_what_is_no_lack_of_space_stays_what_it_is(tmp_path):
     with pytest.raises(FileNotFoundError), translate_disk_full(tmp_path):
         (tmp_path / "absent").read_text()
-    with (
-        pytest.raises(DiskFullError, match=r"cannot be written: No space left on device .* free"),
-        translate_disk_full(tmp_path),
-    ):
+    with pytest.raises(DiskFullError, match=r"No space left on device .* free"), translate_disk_full(tmp_path):
         Path("/dev/full").write_text("x")
-
-
-def test_space_is_that_of_the_disk_that_the_path_will_be_on(tmp_path):
-    free = free_bytes(tmp_path / "new" / "folder")
-    assert free > 0
+    assert free_bytes(tmp_path / "new" / "folder") > 0  # of the disk that the path will be on
     require_free(tmp_path, 10, 10)
     require_free(tmp_path, 10, None)
     with pytest.raises(DiskFullError, match=r"No space left on device \(11 bytes needed, 10 bytes free\)"):
         require_free(tmp_path, 11, 10)
-
-
-def test_libraries_in_rust_have_the_systems_error_in_their_text(tmp_path):
+    # Libraries in Rust have the system's error in their text.
     found = system_error(Exception("I/O error: No space left on device (os error 28)"), tmp_path)
     assert (found.errno, found.strerror) == (errno.ENOSPC, "No space left on device")
     assert system_error(Exception("not this"), tmp_path) is None
@@ -212,14 +197,6 @@ def test_a_folder_is_replaced_once_the_new_one_is_complete(tmp_path, model):
     assert texts(tmp_path / "further" / "one") == {"model.safetensors": "new"}
 
 
-def test_a_folder_stays_as_it_was_where_the_new_one_fails(tmp_path, model):
-    before = texts(model)
-    with pytest.raises(FileNotFoundError), replacing(model, HF_FILES) as new:
-        (new / "absent").rename(new / "model.safetensors")
-    assert texts(model) == before
-    assert os.listdir(tmp_path) == ["model"]
-
-
 def test_folders_that_users_have_named_after_it_stay(tmp_path, model):
     copies = [tmp_path / name for name in ("old_model", "tmp_model", ".model", "model.old", "model.bak")]
     for copy in copies:
@@ -234,10 +211,41 @@ def test_folders_that_users_have_named_after_it_stay(tmp_path, model):
 
 def test_a_kill_between_the_renames_loses_no_folder(tmp_path, model):
     model.rename(tmp_path / "model.replaced")  # what such a kill leaves, beside model.partial
-    with pytest.raises(OSError, match="no space"), replacing(model, HF_FILES):
-        raise OSError("no space")
+    before = texts(tmp_path / "model.replaced")
+    with pytest.raises(FileNotFoundError), replacing(model, HF_FILES) as new:
+        (new / "absent").rename(new / "model.safetensors")
+    assert texts(tmp_path / "model.replaced") == before
     assert texts(tmp_path / "model.replaced")["model-00001.safetensors"] == "old"
     with replacing(model, HF_FILES) as new:
         (new / "model.safetensors").write_text("new")
     assert texts(model) == {"model.safetensors": "new", "tokenizer.json": "old", "NOTES.md": "old"}
     assert os.listdir(tmp_path) == ["model"]
+
+
+MEMORY = Path("/proc/self/mem")  # a regular file whose first page cannot be read
+
+
+def test_the_contents_are_read_up_to_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"abc")
+    assert read_regular_file(path, 3) == b"abc"
+    with pytest.raises(UnreadableFileError, match="has more than 2 bytes, the limit for this file"):
+        read_regular_file(path, 2)
+
+
+@pytest.mark.skipif(not MEMORY.exists(), reason="only Linux has this file")
+def test_an_error_while_reading_is_said_as_one_of_opening_is() -> None:
+    with pytest.raises(UnreadableFileError, match=r"^cannot be read: input/output error$") as caught:
+        read_regular_file(MEMORY, 10)
+    assert not caught.value.is_absent
+
+
+def test_other_kinds_of_files_are_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path, message in {tmp_path / "fifo": "is a FIFO, not a file", tmp_path: "is a folder, not a file"}.items():
+        with pytest.raises(UnreadableFileError, match=message) as caught:
+            read_regular_file(path, 10)
+        assert not caught.value.is_absent
+    with pytest.raises(UnreadableFileError, match="does not exist") as caught:
+        read_regular_file(tmp_path / "none", 10)
+    assert caught.value.is_absent

@@ -39,17 +39,13 @@ def test_strip_keeps_versions_and_hashes_and_no_address(tmp_path):
     stripped = lock.read_text()
     assert run("strip", lock).returncode == 0
     assert lock.read_text() == stripped
-
-
-def test_same_names_the_package_whose_hash_differs(tmp_path):
-    one, other = tmp_path / "one.lock", tmp_path / "other.lock"
-    one.write_text(WITH_ADDRESSES)
-    other.write_text(WITH_ADDRESSES.replace("sha256:bb", "sha256:cc"))
-    done = run("same", one, other)
-    assert done.returncode == 1
-    assert "absl-py" in done.stderr
-
-
-def test_the_lock_in_the_repository_names_no_registry():
+    original.write_text(WITH_ADDRESSES.replace("sha256:bb", "sha256:cc"))
+    done = run("same", lock, original)
+    assert done.returncode == 1 and "absl-py" in done.stderr
     done = run("check", REPOSITORY / "uv.lock")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_documentations_table_of_sizes_is_the_planners():
+    done = subprocess.run([sys.executable, REPOSITORY / "tools" / "residency_page.py", "check"], check=False)
+    assert done.returncode == 0
