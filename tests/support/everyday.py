@@ -103,6 +103,7 @@ def upstream_learning_rate(
     ticks: int, *, style: str, init: float, peak: float, floor: float, warmup: int, decay: int
 ) -> float:
     """Returns the learning rate of NeMo-RL's training step ``ticks`` (from 0): its scheduler ticks once a step."""
+    # The formula is that of megatron-core's `OptimizerParamScheduler.get_lr`.
     if warmup > 0 and ticks <= warmup:
         return init + (peak - init) * ticks / warmup
     if ticks > decay:

@@ -29,6 +29,7 @@ def counts() -> dict[str, int]:
 
 def levels() -> dict[str, float]:
     """Returns what varies a little from cycle to cycle: memory mappings, and with a GPU its memory in MiB."""
+    # Host memory is not measured: blocks of varying sizes leave gaps between them, which fill up over many cycles.
     mappings = {"mappings": len(Path("/proc/self/maps").read_text().splitlines())}
     if not torch.cuda.is_available():
         return mappings

@@ -102,7 +102,7 @@ def look(engine, name=None):
 
 
 class Weights:
-    """An export of some parameters: as they are, split, transposed, and a tensor without elements."""
+    """Exports parameters; if `exchanged`, another rank takes part, and says yes unless `refused` has the question."""
 
     def __init__(self, device, *, exchanged="", refused=()):
         tensors = [torch.randn(6, 5), torch.randn(40, 7).bfloat16(), torch.empty(0, 4), torch.tensor(2.5)]

@@ -1,7 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from nemo_offload_rl.metrics.memory import graph_pool_bytes, memory_stats, reset_gpu_peak
+from nemo_offload_rl.metrics.memory import graph_pool_bytes, largest_of, memory_stats, process_gpu_bytes, reset_gpu_peak
 
 
 def test_host_memory_grows_with_what_is_held():
@@ -41,3 +43,35 @@ def test_memory_of_cuda_graphs_is_told_from_other_memory():
     if "gpu_driver_gib" in stats:  # the driver sees this process under its own id
         assert stats["gpu_driver_gib"] > stats["gpu_reserved_gib"] >= 0.25
         assert 0 < stats["gpu_context_gib"] < 4
+
+
+class Nvml:
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *processes, fails=False):
+        self.processes = [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in processes]
+        self.fails = fails
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        assert uuid == "GPU-abc"
+        return "gpu"
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu):
+        if self.fails:
+            raise self.NVMLError("not permitted")
+        return self.processes
+
+
+@pytest.mark.parametrize(
+    ("nvml", "found"),
+    [(Nvml((6, 5), (7, 9)), 9), (Nvml((6, 5)), None), (Nvml((7, None)), None), (Nvml((7, 9), fails=True), None)],
+    ids=["its own", "other numbers in a container", "not counted", "not told"],
+)
+def test_it_is_this_process_that_counts(monkeypatch, nvml, found):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(uuid="abc"))
+    assert process_gpu_bytes(nvml, pid=7) == found
+
+
+def test_the_largest_of_processes_that_tell_differently_much():
+    assert largest_of([{"a": 1.0, "b": 3.0}, {"a": 2.0}]) == {"a": 2.0, "b": 3.0}

@@ -54,14 +54,10 @@ def test_segments_are_whole_of_one_domain_each_and_of_few_domains():
 def test_a_cluster_with_too_few_says_what_it_has_and_the_remedy():
     cluster = [node(1, "a"), node(2, "a"), node(3, "b"), node(4), node(5, slots=0)]
     text = why_too_few(cluster, 8, 4, None)
-    assert "asks for 8 nodes (cluster.num_nodes) with 4 ranks each" in text
-    assert "of the Ray cluster's 5 nodes only these" in text
-    assert "10.0.0.1 (00000004);" in text
+    assert "asks for 8 nodes (cluster.num_nodes) with 4 ranks each" in text and "10.0.0.1 (00000004);" in text
     assert why_too_few(cluster, 8, 4, 2) == text  # without segments there would be too few as well
     text = why_too_few(cluster, 4, 4, 2)
-    assert "asks for 2 segments of 2 nodes of one NVLink domain (cluster.segment_size)" in text
-    assert "the label nvidia.com/gpu.clique puts 2 in a, 1 in b; 1 nodes have no such label;" in text
-    assert "--labels=nvidia.com/gpu.clique=NAME_OF_ITS_DOMAIN, or set cluster.segment_size to null" in text
+    assert "puts 2 in a, 1 in b; 1 nodes have no such label;" in text and "set cluster.segment_size to null" in text
 
 
 def test_what_ray_says_of_nodes(monkeypatch):

@@ -5,7 +5,10 @@ import time
 
 import pytest
 import ray
+import torch
 
+from nemo_offload_rl.refit.export import WeightExport
+from nemo_offload_rl.refit.interface import RefitSender
 from nemo_offload_rl.refit.loads import Loads
 
 # Ray's workers cannot import this module, so it is pickled by value.
@@ -54,3 +57,44 @@ def test_the_slowest_receiver_of_each_bucket_counts(ray_cluster):
             loads.start("bucket")
         loads.wait()
     assert loads.seconds == 0.5
+
+
+class Sender(RefitSender):
+    """Closes, or fails to, as a sender to an engine that has died does."""
+
+    def __init__(self, *, closes=True):
+        self.closes, self.is_closed = closes, False
+
+    def send(self, weights):
+        assert not self.is_closed
+        return {name: 0 for name, _ in weights}
+
+    def close(self):
+        self.is_closed = True
+        if not self.closes:
+            raise RuntimeError("the engine is gone")
+
+
+class Transport:
+    """Connects the next of its senders; None stands for a failure."""
+
+    def __init__(self, *senders):
+        self.senders = list(senders)
+
+    def connect(self, plan, *, rank, bucket_bytes):
+        if (sender := self.senders.pop(0)) is None:
+            raise RuntimeError("no engine answers")
+        return sender
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_connection_that_failed_sends_nothing_until_another_one_is_made(closes):
+    export = WeightExport(lambda: [("a", torch.ones(1))], rank=0, bucket_bytes=8)
+    transport = Transport(Sender(closes=closes), *([None] if closes else []), Sender())
+    export.connect(transport)
+    with pytest.raises(RuntimeError, match="no engine answers" if closes else "the engine is gone"):
+        export.connect(transport)
+    with pytest.raises(RuntimeError, match="No transport is connected"):
+        export.send()
+    export.connect(transport)
+    assert export.send() == {"a": 0}

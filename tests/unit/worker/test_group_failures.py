@@ -2,6 +2,9 @@
 
 import contextlib
 import os
+import subprocess
+import sys
+import textwrap
 import time
 import traceback
 
@@ -145,3 +148,16 @@ def test_a_worker_is_imported_before_it_is_built_and_what_fails_then_is_left_to_
     actor.import_worker("tests.unit.worker.no_module:Worker")
     with pytest.raises(ModuleNotFoundError, match="no_module"):
         actor.build("tests.unit.worker.no_module:Worker", ("127.0.0.1", 1), {}, contextlib.nullcontext)
+
+
+def test_all_that_a_worker_is_built_with_is_imported_before():
+    program = """
+        import sys
+        from nemo_offload_rl.worker.actor import WorkerActor
+        WorkerActor().import_worker("nemo_offload_rl.worker.worker:MegatronPolicyWorker")
+        print("megatron.bridge" in sys.modules, "nemo_offload_rl.mcore.architectures" in sys.modules)
+        import torch
+        print(torch.cuda.is_initialized())
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == ["True True", "False"]  # an engine that is being built may measure the GPU

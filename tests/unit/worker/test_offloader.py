@@ -1,14 +1,18 @@
 """Tests that the needs of a host's ranks are summed before anything is page-locked; and threads."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from nemo_offload_rl.memory.numa import Binding
 from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.metrics.memory import GpuAllocated
 from nemo_offload_rl.placement.machine import HostFacts
 from nemo_offload_rl.plan.host_budget import HostBudgetError
-from nemo_offload_rl.residency.table import Target
-from nemo_offload_rl.worker.offloader import check_ranks, limit_threads
+from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
+from nemo_offload_rl.worker import offloader
+from nemo_offload_rl.worker.offloader import EarlyMoves, GpuPeaks, check_ranks, limit_threads
 
 NEED = {Target.OPTIMIZER_STATE: 60 * GIB}
 
@@ -41,3 +45,92 @@ def test_torch_computes_with_no_more_threads_than_the_nodes_cpus():
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_verbs_peak_counts_the_most_that_was_mapped_and_what_it_took_does_not(monkeypatch):
+    peak, given = 2.0, []
+
+    def memory_stats(*beside_torch):
+        given.append(beside_torch)
+        return {"host_rss_gib": 1.0}
+
+    monkeypatch.setattr(offloader, "memory_stats", memory_stats)
+    monkeypatch.setattr(offloader, "gpu_allocated", lambda: GpuAllocated(2 * GIB, int(peak * GIB)))
+    mapped = 3 * GIB
+    peaks = GpuPeaks(lambda: mapped)
+    assert peaks.taken_gib("train") is None
+    with peaks.of("train"):
+        peak = 7.0
+        mapped = 4 * GIB
+    mapped = 1 * GIB
+    assert peaks.taken_gib("train") == 5.0
+    assert peaks.memory_stats() == {"host_rss_gib": 1.0, "gpu_peak_train_gib": 11.0}
+    assert given == [(1 * GIB, 4 * GIB)]
+    with peaks.of("logprobs"):
+        peak = 2.5
+    assert peaks.taken_gib("logprobs") == 0.5
+    assert {"gpu_peak_train_gib": 11.0, "gpu_peak_logprobs_gib": 3.5}.items() <= peaks.memory_stats().items()
+
+
+def test_without_a_gpu_there_are_no_peaks(monkeypatch):
+    monkeypatch.setattr(offloader, "memory_stats", lambda *_: {"host_rss_gib": 1.0})
+    monkeypatch.setattr(offloader, "gpu_allocated", lambda: None)
+    peaks = GpuPeaks(lambda: 0)
+    with peaks.of("train"):
+        pass
+    assert peaks.taken_gib("train") is None
+    assert peaks.memory_stats() == {"host_rss_gib": 1.0}
+
+
+PADDED = {
+    "logprob_batch_size": 4, "max_total_sequence_length": 30, "make_sequence_length_divisible_by": 8, "generation": {},
+    "sequence_packing": {"enabled": False}, "megatron_cfg": {"context_parallel_size": 1},
+}  # fmt: skip
+PACKED = PADDED | {"sequence_packing": {"enabled": True, "logprob_mb_tokens": 512}}
+
+
+class Asked:
+    """Records the requests that a residency gets."""
+
+    def __init__(self):
+        self.calls = []
+
+    def prefetch(self, phase, reserve_bytes=0, *, with_dropped=False):
+        self.calls.append((phase, "with gradients" if with_dropped else reserve_bytes / GIB))
+
+    def start_leaving(self, phase):
+        self.calls.append(f"leave for {phase}")
+
+
+def early(config=PADDED, logprob=Placement.UNCHANGED):
+    asked = Asked()
+    plan = SimpleNamespace(table={**DEFAULT_TABLE, Phase.LOGPROB: {Target.OPTIMIZER_STATE: logprob}})
+    return EarlyMoves(asked, config, plan), asked.calls
+
+
+@pytest.mark.parametrize(("config", "tokens"), [(PADDED, 4 * 32), (PACKED, 512)])
+def test_params_return_first_and_the_state_leaves_room_for_the_largest_pass(config, tokens):
+    moves, calls = early(config)
+    moves.after_generation(logprobs=True)
+    assert calls == [(Phase.LOGPROB, 0)]  # no pass has been measured yet
+    calls.clear()
+    moves.note_logprobs(64, 0.5)
+    moves.note_logprobs(64, 0.25)
+    moves.after_generation(logprobs=True)
+    assert calls == [(Phase.LOGPROB, 0), (Phase.TRAIN, pytest.approx(1.1 * tokens * 0.5 / 64))]
+
+
+def test_state_that_is_to_be_on_the_host_in_log_prob_passes_does_not_return_beside_them():
+    moves, calls = early(logprob=Placement.HOST)
+    moves.note_logprobs(64, 0.5)
+    moves.after_generation(logprobs=True)
+    moves.after_generation(logprobs=False)  # without passes in between all of training returns
+    assert calls == [(Phase.LOGPROB, 0), (Phase.TRAIN, "with gradients")]
+
+
+def test_state_leaves_with_the_end_of_training_only_where_a_refit_follows():
+    without = {name: value for name, value in PADDED.items() if name != "generation"}
+    for config, wanted in ((PADDED, ["leave for refit"]), (without, [])):
+        moves, calls = early(config)
+        moves.after_training()
+        assert calls == wanted
