@@ -16,7 +16,7 @@ from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.model_check import cache
 from nemo_offload_rl.model_check.alone import alone
 from nemo_offload_rl.model_check.check import ModelCheck, checked_model
-from nemo_offload_rl.model_check.process import CheckProcess, CheckTimeoutError, ModelCheckError
+from nemo_offload_rl.model_check.process import CheckProcess, ModelCheckError
 from nemo_offload_rl.model_check.result import CheckResult, Difference
 from nemo_offload_rl.model_check.twin import twin_config
 
@@ -51,21 +51,12 @@ def test_what_is_not_known_is_found_out_by_a_process_and_then_known(monkeypatch)
         assert check.finish().startswith("Megatron's results for the model agree with transformers'")
 
 
-def test_what_is_known_starts_nothing(no_process):
+def test_a_model_that_is_known_to_be_wrong_is_refused_before_it_is_built(no_process):
     policy = tiny_policy()
     with pytest.raises(FileNotFoundError):  # shows that the fixture works
         ModelCheck(policy, hf_config(policy), device="cpu")
-    keep(policy, RIGHT)
-    with ModelCheck(policy, hf_config(policy), device="cpu") as check:
-        assert "differ by 3e-06" in check.finish()
-
-
-def test_a_model_that_is_known_to_be_wrong_is_refused_before_it_is_built(no_process):
-    policy = tiny_policy()
     keep(policy, WRONG)
-    with pytest.raises(
-        ModelCheckError, match=r"this qwen3 model differ from .* differ by 0\.25.*tie_word_embeddings true"
-    ):
+    with pytest.raises(ModelCheckError, match=r"qwen3 model differ from .* differ by 0\.25.*tie_word_embeddings true"):
         ModelCheck(policy, hf_config(policy), device="cpu")
 
 
@@ -86,27 +77,28 @@ def test_a_skipped_check_says_what_is_known(no_process):
     assert "agree with transformers'" in ModelCheck(policy, hf_config(policy), device="cpu").finish()
 
 
-def test_a_process_that_takes_too_long_is_ended():
-    process = CheckProcess(tiny_policy())
-    with pytest.raises(CheckTimeoutError, match="did not finish within 0 s"):
-        process.result(timeout_s=0.01)
-    assert not [child for child in psutil.Process().children() if "model_check" in " ".join(child.cmdline())]
-
-
 @pytest.fixture
-def failing_process(tmp_path, monkeypatch):
-    """Replaces Python with a process that prints two lines and fails."""
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho something >&2\necho MemoryError >&2\nexit 3\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
+def failing_process(shell_process):
+    shell_process("echo something >&2", "echo MemoryError >&2", "exit 3")
 
 
-def test_a_process_that_fails_is_one_sentence(failing_process):
+def test_a_process_that_fails_is_one_sentence_once_the_model_is_built(failing_process):
     with pytest.raises(ModelCheckError, match=r"^The check of the model failed with status 3: MemoryError$"):
         CheckProcess(tiny_policy()).result()
-    with pytest.raises(ModelCheckError, match=r"MemoryError; policy\.skip_model_check: true trains without the check$"):
-        ModelCheck(tiny_policy(), hf_config(tiny_policy()), device="cpu").finish()
+    was_built = False
+    message = r"MemoryError; policy\.skip_model_check: true trains without the check$"
+    with pytest.raises(ModelCheckError, match=message), checked_model(tiny_policy()):
+        was_built = True
+    assert was_built
+
+
+def test_a_process_that_prints_much_is_heard_to_its_end(shell_process):
+    noise = "head -c 300000 /dev/zero | tr '\\0' 'x'; echo"
+    shell_process(noise, f"({noise}) >&2", f"echo '{json.dumps(RIGHT.to_json())}'")
+    assert CheckProcess(tiny_policy()).result(timeout_s=20) == RIGHT
+    shell_process("exit 0")
+    with pytest.raises(ModelCheckError, match="failed with status 0: it printed nothing"):
+        CheckProcess(tiny_policy()).result(timeout_s=20)
 
 
 @pytest.fixture
@@ -122,19 +114,11 @@ def shell_process(tmp_path, monkeypatch):
     return replace
 
 
-def test_a_process_that_prints_much_is_heard_to_its_end(shell_process):
-    noise = "head -c 300000 /dev/zero | tr '\\0' 'x'; echo"
-    shell_process(noise, f"({noise}) >&2", f"echo '{json.dumps(RIGHT.to_json())}'")
-    assert CheckProcess(tiny_policy()).result(timeout_s=20) == RIGHT
-    shell_process("exit 0")
-    with pytest.raises(ModelCheckError, match="failed with status 0: it printed nothing"):
-        CheckProcess(tiny_policy()).result(timeout_s=20)
-
-
 def test_a_check_that_takes_too_long_is_a_warning(shell_process):
     shell_process("exec sleep 600")
     with ModelCheck(tiny_policy(), hf_config(tiny_policy()), device="cpu") as check:
         message = check.finish(timeout_s=0.1)
+    assert not [child for child in psutil.Process().children() if "sleep" in " ".join(child.cmdline())]
     assert message.startswith("The model was not checked against transformers: it did not finish within 0 s")
     assert check.level == logging.WARNING
 
@@ -151,13 +135,6 @@ def test_the_process_ends_with_the_one_that_started_it():
         checking = psutil.Process(int(starter.stdout.readline()))
         os.kill(starter.pid, signal.SIGKILL)
         checking.wait(timeout=300)  # it looks for its starter once it runs
-
-
-def test_a_model_is_refused_once_it_is_built(failing_process):
-    was_built = False
-    with pytest.raises(ModelCheckError, match="failed with status 3"), checked_model(tiny_policy()):
-        was_built = True
-    assert was_built
 
 
 def test_an_error_that_says_nothing_to_users_gives_way_to_what_the_check_says(failing_process):

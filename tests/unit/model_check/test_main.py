@@ -101,30 +101,29 @@ def test_a_process_that_asks_by_standard_input_gets_errors_as_answers(checked, m
         (b"[]", "is JSON, but not an object of fields"),
     ],
 )
-def test_a_config_that_cannot_be_read_is_one_sentence_on_standard_error(
-    checked, monkeypatch, capfd, tmp_path, written, message
-):
+def test_a_config_that_cannot_be_read_is_one_sentence_on_standard_error(fails, tmp_path, written, message):
     path = tmp_path / "wrong.json"
     if written is not None:
         path.write_bytes(written)
-    monkeypatch.setattr(sys, "argv", ["model_check", "--hf-config", str(path)])
-    assert checked.command.main() == 2
-    out, err = capfd.readouterr()
-    assert not out
-    assert err.startswith(f"--hf-config {path}: {message}") and err.count("\n") == 1
+    error = fails("--hf-config", str(path))
+    assert error.startswith(f"--hf-config {path}: {message}") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--recipe", "no/such.yaml"], "no/such.yaml: there is no such recipe"),
-        (["--recipe", str(TINY), "grpo.no_such_key=1"], "grpo.no_such_key: "),
-        (["--hf-config", "config.json", "policy.a=1"], "policy.a=1 overrides a key of a recipe"),
-    ],
-)
-def test_a_recipe_with_mistakes_lists_them_on_standard_error(checked, monkeypatch, capfd, arguments, message):
-    monkeypatch.setattr(sys, "argv", ["model_check", *arguments])
-    assert checked.command.main() == 2
-    out, err = capfd.readouterr()
-    assert not out
-    assert message in err and "Traceback" not in err
+@pytest.fixture
+def fails(checked, monkeypatch, capfd):
+    """Calls it with arguments that are wrong; returns what it says on standard error."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["model_check", *arguments])
+        assert checked.command.main() == 2
+        out, err = capfd.readouterr()
+        assert not out and "Traceback" not in err
+        return err
+
+    return call
+
+
+def test_a_recipe_with_mistakes_lists_them_on_standard_error(fails):
+    assert "no/such.yaml: there is no such recipe" in fails("--recipe", "no/such.yaml")
+    assert "grpo.no_such_key: " in fails("--recipe", str(TINY), "grpo.no_such_key=1")
+    assert "policy.a=1 overrides a key of a recipe" in fails("--hf-config", "config.json", "policy.a=1")

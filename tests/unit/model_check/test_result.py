@@ -77,9 +77,6 @@ def test_flags_that_are_not_the_familys_defaults_are_named_without_sizes():
     flags = changed_flags(config.to_dict(), type(config)().to_dict())
     assert show_flags(flags)[:3] == ["use_sliding_window true", "sliding_window 512", "max_window_layers 2"]
     assert not flags.keys() & {"num_hidden_layers", "vocab_size", "architectures"}
-
-
-def test_kinds_of_rope_are_named_key_by_key():
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
     config = AutoConfig.for_model("llama", rope_parameters=rope, num_hidden_layers=2)
     flags = changed_flags(config.to_dict(), type(config)().to_dict())
