@@ -1,5 +1,6 @@
 """Tests the engine in another trainer's loop, as examples/bare_megatron.py shows it."""
 
+import json
 import re
 import subprocess
 
@@ -60,3 +61,16 @@ def test_it_is_as_short_as_promised():
     lines = SCRIPT.read_text().splitlines()
     assert len(lines) < 60
     assert not re.search(r"import ray|\bray\.|recipe|nemo_offload_rl\.(worker|config|plan)", SCRIPT.read_text())
+
+
+def test_grpo_with_gsm8ks_columns_runs_to_its_end(tmp_path):
+    """Judges answers with math-verify and reads the data with the loader of named datasets."""
+    command = [
+        forked_python(), "benchmarks/nemo_rl_runs.py", "--folder", "examples/configs", "--scale", "tiny",
+        "--cases", "gsm8k", "--steps", "2", "--work", tmp_path / "work", "--output", tmp_path / "runs.json",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [row] = json.loads((tmp_path / "runs.json").read_text())["rows"]
+    assert (row["status"], row["steps"], row["unjudged_answers"]) == ("done", 2, 0)
+    assert "dataset_name=gsm8k" in row["overrides"]

@@ -30,7 +30,6 @@ def nodes():
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[int, dict[str, float]]:
-    """Returns the metrics of the same two ranks on one node, uninterrupted."""
     done = to_the_end(tmp_path_factory.mktemp("undisturbed"), ["cluster.gpus_per_node=2"])
     assert done.status == 0, done.output
     return done.metrics()

@@ -34,7 +34,6 @@ LONGEST = 340  # tokens; max_total_sequence_length
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    """A folder with a model, its tokenizer, and data files."""
     from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp("everyday")
@@ -49,8 +48,6 @@ def inputs(tmp_path_factory) -> Path:
 
 
 def _recipe(inputs: Path, algorithm: str, train: str, *, style: str, warmup: int) -> dict[str, Any]:
-    """Returns what the recipes of both algorithms have in common."""
-
     def dataset(name: str) -> dict[str, str]:
         keys = {"input_key": "question", "output_key": "reply"}
         return {"dataset_name": "ResponseDataset", "data_path": str(inputs / name)} | keys

@@ -30,7 +30,6 @@ EXPERTS = [
 
 
 def finished(folder: Path, overrides: list[str], **variables: str) -> Finished:
-    """Runs to the end."""
     noted = {"REWARDS_FILE": str(rewards_file(folder))}
     done = subprocess.run(
         command("run_grpo.py", folder, overrides), cwd=ROOT, env=environment() | variables | noted,

@@ -82,7 +82,6 @@ def newest(run: LiveRun) -> int:
 
 
 def require_nothing_left(run: LiveRun, event: str) -> float:
-    """Checks that an interrupted run's processes are gone, and everything that they held outside its folder."""
     seconds = seconds_until_gone(run.family)
     output = run.output
     assert ("Traceback" in output) == (event in DEATHS), output

@@ -25,8 +25,6 @@ SOAK = [
 
 @dataclass(frozen=True)
 class Sample:
-    """Holds a process's resources at a step."""
-
     step: int
     rss_bytes: int
     num_fds: int
@@ -39,7 +37,6 @@ def sample(process: psutil.Process, step: int) -> Sample:
 
 
 def watch(run: LiveRun) -> dict[str, list[Sample]]:
-    """Samples the driver, the policy worker and the generation worker every 20 steps."""
     run.wait_until(lambda: run.num_rows() >= WARM_STEPS)
     processes = {
         "driver": psutil.Process(run.process.pid),

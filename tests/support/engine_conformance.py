@@ -120,7 +120,6 @@ def logprobs_of(reference: Any, prompt: list[int], tokens: list[int], temperatur
 
 
 def greedy_tokens_are_the_reference_models(engine: GenerationInterface, reference: Any, tolerance: float) -> None:
-    """Checks greedy tokens, their log-probs at temperature 1, and the finish reason at the token limit."""
     output = engine.generate(request(GREEDY))
     assert output.finish_reasons == ["length"] * len(PROMPTS)
     for prompt, tokens, logprobs in zip(PROMPTS, output.output_ids, output.logprobs, strict=True):
@@ -130,7 +129,6 @@ def greedy_tokens_are_the_reference_models(engine: GenerationInterface, referenc
 
 
 def logprobs_are_of_what_was_sampled(engine: GenerationInterface, reference: Any, tolerance: float) -> None:
-    """Checks that the log-probs of sampled tokens are those of logits divided by the temperature."""
     output = engine.generate(request(SAMPLED))
     for prompt, tokens, logprobs in zip(PROMPTS, output.output_ids, output.logprobs, strict=True):
         expected = logprobs_of(reference, prompt, tokens, 0.8)[torch.arange(len(tokens)), tokens]
@@ -153,7 +151,6 @@ def filters_keep_the_likeliest(
 
 
 def a_stop_token_ends_its_row(engine: GenerationInterface) -> None:
-    """Checks that a stop token ends its row and is part of the answer."""
     free = engine.generate(request(GREEDY, PROMPTS[:1])).output_ids[0]
     stop = free[3]
     output = engine.generate(request(dataclasses.replace(GREEDY, stop_token_ids=(stop,)), PROMPTS[:1]))

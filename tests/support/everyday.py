@@ -77,7 +77,6 @@ def _order(number: int) -> list[int]:
 
 
 def write_rows(path: Path, rows: Sequence[tuple[str, str]]) -> None:
-    """Writes a JSONL file of prompts and answers for a ResponseDataset."""
     lines = [json.dumps({"question": question, "reply": reply}) + "\n" for question, reply in rows]
     path.write_text("".join(lines))
 

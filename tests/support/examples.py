@@ -36,8 +36,6 @@ SHORT_GRPO = [
 
 @dataclass(frozen=True)
 class Finished:
-    """Holds the output and the folders of a run that has ended."""
-
     folder: Path
     status: int
     output: str
@@ -69,7 +67,6 @@ def environment() -> dict[str, str]:
 def run_example(
     script: str, folder: Path, overrides: list[str], *, recipe: Path | None = None, **variables: str
 ) -> Finished:
-    """Runs an example to its end in forked processes, with its logs and checkpoints in a folder."""
     done = subprocess.run(
         command(script, folder, overrides, python=forked_python(), recipe=recipe),
         cwd=ROOT,

@@ -41,8 +41,6 @@ class _TooSlowError(BaseException):
 
 @dataclass
 class Report:
-    """Summarises the results of the cases."""
-
     accepted: int = 0
     refused: int = 0
     failures: list[str] = field(default_factory=list)

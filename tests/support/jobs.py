@@ -17,8 +17,6 @@ WIDTH = 512  # a weight of 1 MiB: chunks of 2 MiB hold several tensors
 
 @dataclass
 class Job:
-    """Holds a model in training."""
-
     model: nn.Module
     optimizer: torch.optim.Optimizer
     masters: dict[str, torch.Tensor]
@@ -43,12 +41,10 @@ class Job:
         return loss.item()
 
     def everything(self) -> dict[str, torch.Tensor]:
-        """Returns copies of everything that training has changed, by name."""
         tensors = dict(state_tensors(self.optimizer, CPU)) | self.model.state_dict()
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     def places(self) -> dict[str, tuple[int, int]]:
-        """Returns the object id and address of every tensor that may move."""
         tensors = dict(state_tensors(self.optimizer, CPU)) | dict(self.model.named_parameters())
         return {name: (id(tensor), tensor.data_ptr()) for name, tensor in tensors.items()}
 

@@ -28,7 +28,6 @@ class LateTicket:
         return other is self
 
     def run(self) -> None:
-        """Makes the copies that this handle follows, then its own."""
         copy, self._copy = self._copy, None
         if copy is None:
             return
@@ -114,8 +113,6 @@ def host_part(span: Span) -> torch.Tensor:
 
 
 class _Weak:
-    """Holds a span's GPU memory by a weak reference."""
-
     def __init__(self, span: Span) -> None:
         self._ref = StorageWeakRef(span.gpu)
         self._length = span.nbytes

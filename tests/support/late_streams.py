@@ -31,8 +31,6 @@ class LateEvent:
 
 
 class LateStream:
-    """Replaces a `CopyStream`."""
-
     stream = None
 
     def __init__(self, device: torch.device) -> None:

@@ -15,7 +15,6 @@ MIXED = [
 
 
 def require_mixed(weights):
-    """Checks that weights have arrived in their order, with their types, bit for bit."""
     assert list(weights) == [name for name, _ in MIXED]
     for name, tensor in MIXED:
         assert weights[name].dtype == tensor.dtype

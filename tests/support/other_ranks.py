@@ -41,8 +41,6 @@ Shard = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Part:
-    """Records a rank's part of a run."""
-
     loaded: dict[tuple[str, int], Shard]
     saved: dict[tuple[str, int], Shard]
     losses: list[float]
@@ -105,7 +103,6 @@ def rejoined(ranks: list[Part]) -> tuple[dict[str, Shard], dict[str, Shard], lis
 
 
 def differing(one: dict[str, Shard], other: dict[str, Shard]) -> list[str]:
-    """Returns the names of parameters whose masters or moments differ in any bit."""
     assert one.keys() == other.keys()
     return [name for name in one if any(not np.array_equal(one[name][key], other[name][key]) for key in one[name])]
 

@@ -23,7 +23,6 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
 
 
 def copy_with_changes(page: Path, folder: Path) -> None:
-    """Copies the package and makes every change that the page describes."""
     for name in ("nemo_offload_rl", "examples"):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "pyproject.toml", folder)

@@ -26,7 +26,6 @@ from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 
 def checksums(worker: MegatronPolicyWorker) -> list[int]:
-    """Returns a checksum of the bits of each parameter, in order."""
     return [int(one) for one in _queued_checksums(worker)]
 
 
@@ -158,7 +157,6 @@ def saved_between_steps(
 
 
 def checkpoint_entries(folder: Path) -> dict[str, bytes]:
-    """Returns the bytes of every entry of a distributed checkpoint, by name and offset."""
     places = FileSystemReader(str(folder)).read_metadata().storage_data
     files = {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
     return {str(key): files[at.relative_path][at.offset : at.offset + at.length] for key, at in places.items()}

@@ -35,7 +35,6 @@ class RayNodes:
         self._head.append(f"--include-dashboard={str(with_dashboard).lower()}")
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment of nodes and of processes that connect to them."""
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.folder / "token")}
         # Importing the package has set the first to 0, which is for Ray on loopback alone.
         ray = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -52,23 +51,19 @@ class RayNodes:
         self._start(number, f"--address={self.address}", *options)
 
     def family(self, number: int) -> list[psutil.Process]:
-        """Returns all processes of a node."""
         main = psutil.Process(self._nodes[number].pid)
         return [main, *main.children(recursive=True)]
 
     def signal(self, number: int, what: signal.Signals) -> None:
-        """Sends a signal to all processes of a node at once."""
         for process in self.family(number):
             process.send_signal(what)
 
     def remove(self, number: int) -> None:
-        """Kills the remaining processes of a node."""
         for process in self.family(number):
             process.kill()
         self._nodes.pop(number).wait()
 
     def close(self) -> None:
-        """Ends all nodes, the head last."""
         for number in sorted(self._nodes, reverse=True):
             self.remove(number)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -109,7 +104,6 @@ def ray_nodes(*, with_dashboard: bool = False, gpus: Mapping[int, int] = Mapping
 
 
 def free_port() -> int:
-    """Returns a TCP port that is free on the loopback addresses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

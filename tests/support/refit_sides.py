@@ -43,8 +43,6 @@ class Counting:
 
 
 class Engine:
-    """Loads into parameters of its own, and replays that for buckets that stay."""
-
     def start(self, device, *, opens_fixed=True):
         if device == "cpu":
             recorded_loads.why_not_recorded = lambda tensors: ""  # of this process

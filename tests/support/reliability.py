@@ -62,12 +62,10 @@ class LiveRun:
         return Finished(self.folder, 0, "").metrics()
 
     def num_rows(self) -> int:
-        """Returns the number of steps whose metrics are logged."""
         path = self.folder / "logs" / "exp_001" / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def num_rewards(self) -> int:
-        """Returns the number of answers that were judged."""
         path = rewards_file(self.folder)
         return path.stat().st_size if path.exists() else 0
 
@@ -85,12 +83,10 @@ class LiveRun:
         return self.family
 
     def actor(self, title: str) -> psutil.Process:
-        """Returns an actor's process, by the title that Ray gives it."""
         (found,) = [one for one in self.look_at_family() if _title(one).startswith(title)]
         return found
 
     def end(self) -> int:
-        """Waits for the driver's end and returns its exit status."""
         return self.process.wait(timeout=self.timeout_s)
 
 
@@ -237,7 +233,6 @@ def require_no_shared_memory(before: frozenset[str], timeout_s: float = 30) -> N
 
 
 def listening_addresses(family: Iterable[psutil.Process]) -> dict[str, set[str]]:
-    """Returns the addresses that processes listen on, by their titles."""
     found: dict[str, set[str]] = {}
     for one in family:
         try:
@@ -250,7 +245,6 @@ def listening_addresses(family: Iterable[psutil.Process]) -> dict[str, set[str]]
 
 
 def session_folders(driver: int) -> list[Path]:
-    """Returns Ray's session folders of a driver."""
     return sorted(Path("/tmp/ray").glob(f"session_*_{driver}"))
 
 

@@ -31,7 +31,6 @@ def each_device() -> list[Any]:
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Makes this process a process group of one rank."""
     torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -46,8 +45,6 @@ def one_rank() -> Iterator[None]:
 
 @dataclass
 class TinyMegatron:
-    """Holds a model and its optimizer."""
-
     model: Any
     optimizer: Any
 
@@ -79,12 +76,10 @@ class TinyMegatron:
         return loss, float(norm)
 
     def everything(self) -> dict[str, torch.Tensor]:
-        """Returns copies of parameters, masters and moments, by name."""
         parameters = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         return self.optimizer_state() | parameters
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Returns copies of masters and moments, by name."""
         device = next(self.model.parameters()).device
         return {name: tensor.detach().clone() for name, tensor in state_tensors(self.optimizer, device)}
 

@@ -65,10 +65,8 @@ def toy_batch(num_rows):
 
 
 def processes():
-    """Returns the ids of all descendants of this process."""
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 def pids_of(group):
-    """Returns the process ids of a group's ranks, and of their relays."""
     return {int(pid) for _, pid in ray.get(group._process_refs)}

@@ -46,8 +46,6 @@ def table_logprobs(table: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor
 
 
 class ToyPolicy:
-    """Implements a worker group's methods over one table of logits."""
-
     def __init__(self, seed: int = 0, lr: float = 0.2) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.table = 0.1 * torch.randn(VOCABULARY**2, VOCABULARY, generator=generator)
@@ -238,8 +236,6 @@ class TableSampler:
 
 
 class ToyGeneration(TableSampler):
-    """Generates from a copy of the table, in this process."""
-
     def __init__(self) -> None:
         super().__init__(Capabilities("local", keeps_weights=True, batch_independent_sampling=True))
         self.table = torch.full((VOCABULARY**2, VOCABULARY), float("nan"))

@@ -45,7 +45,6 @@ def run_scenarios(rank: int, world_size: int, ports: list[int]) -> dict[str, tup
 
 
 def registered() -> dict[str, str]:
-    """Returns verl's registered engine class, by kind of model and backend."""
     from verl.workers.engine import EngineRegistry
 
     kinds = [("language_model", "megatron"), ("value_model", "megatron"), ("language_model", "fsdp2")]
@@ -168,7 +167,6 @@ def without_pinning() -> Iterator[None]:
 
 
 def sums(weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Returns a checksum of the bits of each weight."""
     return {
         name: int(weight.contiguous().view(torch.uint8).long().flatten().mul(31).add(7).cumsum(0).sum())
         for name, weight in weights
@@ -315,7 +313,6 @@ def checkpoint() -> dict[str, Any]:
 
 @scenario
 def reset() -> dict[str, Any]:
-    """Checks that verl's `reset` initialises an engine again."""
     engine = engine_of("ours")
     engine.lefts = []
     first, before = step(engine, 0), PinnedArena.live_bytes()

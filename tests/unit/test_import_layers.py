@@ -237,15 +237,10 @@ def test_the_table_has_no_cycle():
     [
         ("algorithms.grpo", "from nemo_offload_rl.mcore.build import build_model"),
         ("algorithms.grpo", "def train():\n    from ..mcore import build"),
-        ("algorithms.grpo", "import nemo_offload_rl.residency.residency"),
-        ("algorithms.grpo", "from nemo_offload_rl.worker.worker import MegatronPolicyWorker"),
         ("generation.interface", "from nemo_offload_rl import algorithms"),
         ("run.train_loop", "from nemo_offload_rl.algorithms import grpo"),
-        ("metrics.report", "from nemo_offload_rl.config import load"),
         ("residency.table", "if TYPE_CHECKING:\n    import torch.nn"),
-        ("residency.residency", "from nemo_offload_rl.mcore.build import build_model"),
         ("config.validate", "from torch import nn"),
-        ("plan.planner", "import ray"),
     ],
 )
 def test_a_forbidden_import_is_found(module, source):
@@ -256,7 +251,6 @@ def test_a_forbidden_import_is_found(module, source):
     ("module", "source"),
     [
         ("algorithms.grpo", "from nemo_offload_rl.worker.group import PolicyWorkerGroup\nimport torch"),
-        ("algorithms.grpo", "from .advantages import group_relative"),
         ("config.validate", "from . import recipe\nimport yaml"),
         ("residency.residency", "import torch\nfrom .table import Phase\nfrom nemo_offload_rl.memory.numa import bind"),
         ("worker.worker", "from nemo_offload_rl import __version__\nfrom ..mcore import build"),
@@ -264,9 +258,6 @@ def test_a_forbidden_import_is_found(module, source):
 )
 def test_an_allowed_import_is_let_through(module, source):
     assert violations(source, module) == []
-
-
-def test_a_module_without_a_layer_is_an_error():
     with pytest.raises(LookupError, match="give it a row"):
         layer_of("brand_new.module")
 
@@ -315,7 +306,5 @@ def test_no_modules_import_each_other():
         for module, path in modules()
     }
     assert import_circle(imported_by) == []
-
-
-def test_an_import_circle_is_found():
-    assert import_circle({"a": {"b"}, "b": {"c"}, "c": {"b", "torch"}, "d": {"torch"}}) == ["a", "b", "c"]
+    circle = {"a": {"b"}, "b": {"c"}, "c": {"b", "torch"}, "d": {"torch"}}
+    assert import_circle(circle) == ["a", "b", "c"]

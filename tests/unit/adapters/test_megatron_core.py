@@ -108,7 +108,6 @@ def job_with_legacy_format():
 
 
 def parameter_state(path):
-    """Reads masters and moments from a file of the legacy format, by bucket, dtype and name."""
     return {
         f"{bucket} {dtype} {name}": tensor
         for bucket, of_dtypes in torch.load(path, weights_only=False).items()

@@ -182,7 +182,6 @@ def test_ten_steps_equal_those_without_any_moves(adapter, rank, monkeypatch, set
 
 
 def streamed_steps(worker: Any, num_steps: int = 5) -> list[Any]:
-    """Returns the reports of steps whose gradients come from two chunks, with log-probs between these."""
     reports: list[Any] = []
     for step in range(num_steps):
         worker.prepare_for_training()

@@ -1,18 +1,12 @@
 """Tests the benchmarks of plans, and the plan against their results."""
 
 import json
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
-import context_parallel
 import fit_choice
-import long_rows
 import plan_accuracy
 import pytest
 import torch
-from long_row_steps import measure
-from measuring import planned_gib
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.placement.rates import H200_RATES, Rates
@@ -21,7 +15,6 @@ from tests.unit.plan.test_activation_memory import machine
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
-ROOMY = SimpleNamespace(hostname="roomy", available_bytes=1 << 40, cgroup_free_bytes=None, memlock_bytes=None)
 GRPO = ROOT / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml"
 
 
@@ -67,29 +60,3 @@ def test_no_setting_by_hand_is_predicted_to_be_faster_than_the_choice(name, monk
     found = {setting: seconds for setting, (_, seconds) in fit_choice.settings_of(fit_choice.CASES[name]).items()}
     assert len(found) > 4
     assert min(found.values()) == found["fit"]
-
-
-@pytest.mark.parametrize(("way", "algorithm"), [("ours_attention_kept", "grpo"), ("modules", "sft")])
-def test_a_row_of_the_benchmark_of_long_rows_has_every_column(way, algorithm):
-    case = long_rows.Case("tiny", 64, way, algorithm)
-    row = long_rows.row_of(case, partial(measure, case, case.config(has_gpus=False), num_steps=1))
-    assert set(row) == {*long_rows.CASE, *long_rows.COLUMNS}
-    assert (row["model"], row["tokens"], row["way"], row["fits"], row["steps"]) == ("tiny", 64, way, True, 1)
-    assert (row["logprob_s"] is None) == (algorithm == "sft")
-    assert min(row["step_s"], row["host_gib"]) > 0  # optimizer state is streamed
-
-
-def test_the_plan_is_near_the_peaks_of_long_rows_and_of_context_parallelism():
-    rows = [row for row in json.loads((RESULTS / "long_rows.json").read_text())["rows"] if row["fits"]]
-    assert len(rows) >= 9
-    for row in rows:
-        case = long_rows.Case(row["model"], row["tokens"], row["way"], row["algorithm"])
-        planned = planned_gib(case.algorithm, case.config(has_gpus=True), ROOMY)
-        assert 0.985 <= planned / row["peak_gib"] <= 1.06, case
-    rows = json.loads((RESULTS / "context_parallel.json").read_text())["rows"]
-    assert {(row["cp"], row["tokens"]) for row in rows} >= {(2, 131072), (2, 1048576), (2, 262144)}
-    for row in rows:
-        case = context_parallel.Case(**{name: row[name] for name in context_parallel.CASE if name in row})
-        planned = planned_gib("sft", context_parallel.config_of(case, has_gpus=True), ROOMY)
-        # Short rows take less than a whole chunk of logits, which is planned.
-        assert 0.99 <= planned / row["peak_gib"] <= (1.17 if row["tokens"] < 16384 else 1.04), case

@@ -193,7 +193,6 @@ def test_a_word_without_a_token_is_named_with_its_line():
 
 
 def open_tokenizer():
-    """Returns a tokenizer with a token for unknown words."""
     tokenizer = arithmetic_tokenizer()
     vocabulary = tokenizer.get_vocab()
     tokenizer.backend_tokenizer.model = WordLevel({**vocabulary, "<unk>": len(vocabulary)}, unk_token="<unk>")

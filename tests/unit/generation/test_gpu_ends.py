@@ -91,7 +91,6 @@ def nemo_rl_arguments(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(folder: Path, *, has_tokenizer: bool) -> None:
-    """Writes the answers of both, and why they ended, for each case."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(

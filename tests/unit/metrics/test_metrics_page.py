@@ -8,8 +8,6 @@ from nemo_offload_rl.residency.table import Phase, Placement, Target
 
 
 class Ended:
-    """Describes a move of 2 GB that took 0.1 s."""
-
     nbytes = 2_000_000_000
     is_queued = True
     has_failed = False

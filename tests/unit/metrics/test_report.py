@@ -6,20 +6,25 @@ from contextlib import suppress
 import pytest
 from rich.console import Console
 
+from nemo_offload_rl.metrics.moves import median_moves, moves_table
 from nemo_offload_rl.metrics.phases import bf16_peak_tflops, mean_in_phase, utilization_metrics
 from nemo_offload_rl.metrics.report import LiveProgress, log_peaks, memory_table, phase_table
+from nemo_offload_rl.metrics.samples import JudgedAnswer, as_plain_text, best_and_worst, samples_markdown, samples_table
 from nemo_offload_rl.metrics.timer import Timer
 
 
-def shown(renderable) -> str:
-    console = Console(file=io.StringIO(), width=120)
+def shown(renderable, width=120) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(renderable)
     return console.file.getvalue()
 
 
-def row_of(table_text: str, phase: str) -> list[str]:
-    line = next(line for line in table_text.splitlines() if phase in line)
-    return [cell.strip() for cell in line.strip("│┃ ").split("│")]
+def cells(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line[0] == "│"]
+
+
+def row_of(text: str, phase: str) -> list[str]:
+    return next(row for row in cells(text) if row[0] == phase)
 
 
 ROWS = [
@@ -42,7 +47,7 @@ def test_phase_table_sums_calls_and_shares_of_the_whole_time():
     ):
         assert row_of(text, row[0]) == row
     without_totals = shown(phase_table([{"step": 1, "timing/train/a": 1.0, "timing/train/b": 3.0}]))
-    assert row_of(without_totals, "b ")[-1] == "75.0%"
+    assert row_of(without_totals, "b")[-1] == "75.0%"
     assert "outside" not in without_totals
 
 
@@ -158,15 +163,9 @@ def test_the_phase_table_shows_what_gpus_reached_where_steps_count_by_their_seco
     rows = [row(1.0, 100.0, 0.1), row(3.0, 200.0, 0.2)]
     assert mean_in_phase(rows, "performance/tflops_per_gpu/", "training") == 175.0
     assert mean_in_phase(rows, "performance/tflops_per_gpu/", "refit") is None
-    assert ["175", "17.5%"] in [line[-2:] for line in table_lines(phase_table(rows))]
-    without_peak = table_lines(phase_table([row(1.0, 0.25)]))
-    assert any("0.25" in line for line in without_peak) and "of peak" not in str(without_peak)
-
-
-def table_lines(table):
-    console = Console(file=io.StringIO(), width=140)
-    console.print(table)
-    return [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in console.file.getvalue().splitlines()]
+    assert row_of(shown(phase_table(rows), 140), "training")[-2:] == ["175", "17.5%"]
+    without_peak = shown(phase_table([row(1.0, 0.25)]), 140)
+    assert "0.25" in without_peak and "of peak" not in without_peak
 
 
 def test_a_phase_entered_twice_is_summed_also_if_it_raises_until_the_timer_is_reset(monkeypatch):
@@ -180,3 +179,102 @@ def test_a_phase_entered_twice_is_summed_also_if_it_raises_until_the_timer_is_re
     assert list(before.items()) == [("generation", 6.0), ("training", 1.0)]
     timer.reset()
     assert (timer.seconds(), list(before)) == ({}, ["generation", "training"])
+
+
+BOXED = JudgedAnswer("What is\n1|2?", r"It is \boxed{<2>} [bold]", "2", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "number", "chosen"),
+    [
+        ([0.0, 1.0, 0.5, 1.0, 0.0, 0.25], 4, [1, 3, 0, 4]), ([0.0, 1.0, 0.5, 1.0, 0.0, 0.25], 3, [1, 3, 4]),
+        ([0.0, 1.0], 1, [1]), ([0.0, 1.0], 5, [1, 0]), ([0.0, 1.0], 0, []), ([], 2, []),
+    ],
+)  # fmt: skip
+def test_half_are_the_best_and_half_the_worst(rewards, number, chosen):
+    assert best_and_worst(rewards, number) == chosen
+
+
+def test_the_tables_have_the_texts_as_they_are():
+    text = as_plain_text(samples_table(7, [BOXED]))
+    for part in ("Answers of the validation after step 7", "1|2?", r"It is \boxed{<2>} [bold]", "0.5"):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 160
+    assert samples_markdown([BOXED]).splitlines() == [
+        "| prompt | answer | known answer | reward |",
+        "| --- | --- | --- | --- |",
+        r"| What is<br>1\|2? | It is \\boxed{&lt;2&gt;} \[bold\] | 2 | 0.5 |",
+    ]
+
+
+def test_a_long_text_is_shortened_in_its_middle():
+    answer = JudgedAnswer("p", "a" * 600 + "b" * 3000, "2", 1.0)
+    shown = answer.cells[1]
+    assert shown.startswith("a" * 500 + " [... 2,600 characters ...] ")
+    assert shown.endswith("b" * 500)
+    assert answer.cells[3] == "1"
+
+
+def moved(phase, target, **quantities):
+    return {f"residency/{phase}/{target}/{name}": value for name, value in quantities.items()}
+
+
+def out_and_back(exposed_s, **back):
+    """Returns a step's metrics in which optimizer state moved to the host for the refit and back for training."""
+    out = moved("refit", "optimizer_state", gb=6.24, copy_s=0.1135, gb_per_s=54.98, share_of_link=0.997)
+    return {
+        **out,
+        "residency/refit/optimizer_state/exposed_s": exposed_s,
+        "residency/refit/optimizer_state/hidden_s": 0.1135 - exposed_s,
+        "residency/refit/enter_s": exposed_s,
+        "residency/refit/gpu_free_before_gib": 100.0,
+        **moved("generate", "params", exposed_s=0.05, gb=3.0, copy_s=0.05, gb_per_s=60.0, hidden_s=0.0),
+        **moved("train", "grads", exposed_s=0.001),
+        **moved("train", "optimizer_state", exposed_s=0.0, gb=6.24, copy_s=0.2, gb_per_s=31.2, **back),
+        "residency/host_rss_gib": 20.0,
+        "train/loss": 1.0,
+    }
+
+
+def test_medians_are_over_the_steps_that_moved_it():
+    rows = [
+        {"step": 0, "validation/accuracy": 0.4},
+        {"step": 1, **out_and_back(0.01)},
+        {"step": 2, **out_and_back(0.03)},
+        {"step": 3, **out_and_back(0.02)},
+        {"step": 4, "residency/train/grads/exposed_s": 0.003, "residency/host_rss_gib": 21.0},
+        {"step": 5, "residency/train/grads/exposed_s": None},  # its value was not finite
+    ]
+    medians = median_moves(rows)
+    assert list(medians) == [
+        ("refit", "optimizer_state"),
+        ("generate", "params"),
+        ("train", "grads"),
+        ("train", "optimizer_state"),
+    ]
+    assert medians["refit", "optimizer_state"]["exposed_s"] == 0.02
+    assert medians["train", "grads"] == {"exposed_s": 0.001}
+
+
+def test_the_table_has_a_row_for_each_copy_in_the_order_of_a_step():
+    rows = [{"step": 1, **moved("train", "params", gb=3.0, copy_s=0.1), **out_and_back(0.01)}]
+    text = shown(moves_table(rows), 100)
+    assert moves_table([{"step": 1, **moved("train", "grads", exposed_s=0.1), "residency/host_rss_gib": 2.0}]) is None
+    without_link = [{"step": 1, **moved("generate", "params", gb=3.0, copy_s=0.1, gb_per_s=30.0, exposed_s=0.1)}]
+    assert "of the link" in text and "of the link" not in shown(moves_table(without_link))
+    assert cells(text) == [
+        ["train", "params", "3.000", "0.1000", "", "", "", ""],
+        ["train", "optimizer state", "6.240", "0.2000", "31.2", "", "0.0000", ""],
+        ["refit", "optimizer state", "6.240", "0.1135", "55.0", "100%", "0.0100", "0.1035"],
+        ["generate", "params", "3.000", "0.0500", "60.0", "", "0.0500", "0.0000"],
+    ]
+
+
+def test_the_table_fits_into_100_columns_with_a_large_model():
+    large = {name: 100 * value for name, value in out_and_back(0.01, share_of_link=0.9).items()}
+    row = {**large, **moved("logprob", "reference_weights", gb=141.0, copy_s=2.6)}
+    text = shown(moves_table([row]), 100)
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
+    assert "…" not in text
+    assert len(cells(text)) == 4  # no row spans two lines
+    assert cells(text)[-1][:4] == ["logprob", "reference weights", "141.000", "2.6000"]

@@ -103,8 +103,6 @@ def test_a_process_that_prints_much_is_heard_to_its_end(shell_process):
 
 @pytest.fixture
 def shell_process(tmp_path, monkeypatch):
-    """Replaces Python with a shell script of the given lines."""
-
     def replace(*lines):
         python = tmp_path / "python"
         python.write_text("\n".join(["#!/bin/sh", *lines, ""]))

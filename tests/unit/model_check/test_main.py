@@ -39,8 +39,6 @@ def checked(monkeypatch, capfd):
 
 @pytest.fixture
 def config(tmp_path):
-    """Returns a function that writes a config.json."""
-
     def write(**fields):
         path = tmp_path / "config.json"
         path.write_text(json.dumps(TINY_QWEN3 | fields))

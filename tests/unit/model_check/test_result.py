@@ -8,6 +8,7 @@ from transformers import AutoConfig
 from nemo_offload_rl.model_check import cache
 from nemo_offload_rl.model_check.check import changed_flags, show_flags
 from nemo_offload_rl.model_check.result import CheckResult, Difference, describe, refusal
+from nemo_offload_rl.model_check.twin import ORIGINAL_LENGTH, ROW_LENGTH, WINDOW, twin_of
 
 RIGHT = CheckResult((Difference("padded", 3e-6, 2e-6, "model.norm.weight"),), "cpu", "local", {"model": 0.5})
 WRONG = CheckResult(
@@ -90,3 +91,88 @@ def test_a_refusal_names_the_difference_the_flags_and_the_way_out():
         assert part in message
     assert "Transformer Engine's was not checked" in describe(RIGHT)
     assert "not checked" not in message
+
+
+def whole(model_type, **fields):
+    return AutoConfig.for_model(model_type, **fields).to_dict()
+
+
+def test_flags_stay_and_sizes_shrink():
+    config = whole("llama", tie_word_embeddings=True, rms_norm_eps=1e-3, hidden_act="gelu", attention_bias=True)
+    twin = twin_of(config)
+    assert twin.keys() == config.keys()
+    kept = ("tie_word_embeddings", "rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias", "model_type")
+    assert {key: twin[key] for key in kept} == {key: config[key] for key in kept}
+    assert (twin["num_hidden_layers"], twin["num_attention_heads"], twin["num_key_value_heads"]) == (2, 4, 4)
+    assert twin["hidden_size"] == 4 * twin["head_dim"] == 64
+
+
+@pytest.mark.parametrize(("groups", "twin_groups"), [(32, 4), (8, 2), (1, 1)])
+def test_heads_share_keys_as_in_the_model(groups, twin_groups):
+    assert twin_of(whole("llama", num_key_value_heads=groups))["num_key_value_heads"] == twin_groups
+
+
+@pytest.mark.parametrize(("head_dim", "hidden_size"), [(64, 4096), (128, 64 // 2 * 128), (256, 4096)])
+def test_heads_are_as_wide_as_the_model_only_where_they_were(head_dim, hidden_size):
+    config = whole("qwen3", head_dim=head_dim, hidden_size=hidden_size, num_attention_heads=32)
+    twin = twin_of(config)
+    wanted = (head_dim * 32 > hidden_size) - (head_dim * 32 < hidden_size)
+    width = twin["head_dim"] * twin["num_attention_heads"]
+    assert (width > twin["hidden_size"]) - (width < twin["hidden_size"]) == wanted
+
+
+def test_windows_are_crossed_by_the_rows():
+    assert twin_of(whole("mistral", sliding_window=4096))["sliding_window"] == WINDOW < ROW_LENGTH
+    assert twin_of(whole("mistral", sliding_window=None))["sliding_window"] is None
+
+
+def test_layers_that_become_windowed_late_do_so_in_the_twin():
+    fields = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28, "num_hidden_layers": 32}
+    twin = twin_of(whole("qwen2", **fields))
+    assert twin["layer_types"] == ["full_attention", "sliding_attention"]
+    assert (twin["num_hidden_layers"], twin["max_window_layers"]) == (2, 1)
+
+
+def test_a_periodic_pattern_of_layers_is_kept():
+    twin = twin_of(whole("gemma3_text"))
+    assert twin["layer_types"] == [*["sliding_attention"] * 5, "full_attention", "sliding_attention"]
+    assert twin_of(whole("gemma2"))["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def test_dense_layers_among_experts_stay_where_they_are():
+    twin = twin_of(whole("qwen3_moe", mlp_only_layers=[0, 5, 20], num_hidden_layers=24))
+    assert (twin["num_hidden_layers"], twin["mlp_only_layers"]) == (3, [0])
+    late = twin_of(whole("qwen3_moe", mlp_only_layers=[20], num_hidden_layers=24))
+    assert (late["num_hidden_layers"], late["mlp_only_layers"]) == (3, [1])
+    sparse = twin_of(whole("qwen3_moe", decoder_sparse_step=2))
+    assert (sparse["num_hidden_layers"], sparse["decoder_sparse_step"]) == (3, 2)
+    first = twin_of(whole("deepseek_v3", first_k_dense_replace=3))
+    assert (first["num_hidden_layers"], first["first_k_dense_replace"]) == (5, 3)
+
+
+def test_groups_of_experts_can_still_be_chosen_from():
+    twin = twin_of(whole("deepseek_v3"))
+    assert (twin["n_routed_experts"], twin["n_group"], twin["topk_group"], twin["num_experts_per_tok"]) == (8, 2, 1, 2)
+    assert twin["routed_scaling_factor"] == 2.5
+    assert twin["qk_head_dim"] == twin["qk_nope_head_dim"] + twin["qk_rope_head_dim"]
+
+
+def test_rope_scaling_begins_within_the_rows():
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
+    twin = twin_of(whole("qwen3", rope_parameters=rope, max_position_embeddings=131072))
+    assert twin["rope_parameters"] == rope | {"original_max_position_embeddings": ORIGINAL_LENGTH}
+    assert twin["max_position_embeddings"] == 4 * ORIGINAL_LENGTH
+    assert ORIGINAL_LENGTH < ROW_LENGTH
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    assert twin_of(whole("llama", rope_parameters=dynamic))["max_position_embeddings"] < ROW_LENGTH
+
+
+def test_the_softmax_scale_keeps_its_relation_to_the_size_of_heads():
+    assert twin_of(whole("gemma2"))["query_pre_attn_scalar"] == 16  # it was 256 for heads of 256
+    assert twin_of(whole("gemma2", query_pre_attn_scalar=144, head_dim=128))["query_pre_attn_scalar"] == 18
+
+
+def test_a_twin_of_a_twin_is_itself():
+    for family in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "deepseek_v3"):
+        twin = twin_of(whole(family))
+        assert twin_of(twin) | {"num_hidden_layers": twin["num_hidden_layers"]} == twin, family

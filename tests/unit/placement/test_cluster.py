@@ -139,11 +139,7 @@ def test_an_engine_has_consecutive_ranks_of_a_node_or_of_whole_nodes(ray_cluster
         assert cluster.are_on_one_node(range(4, 8))
         assert not cluster.are_on_one_node((3, 4))
         for bundles in (3, 6, 16):
-            with pytest.raises(
-                ValueError,
-                match=rf"spans {bundles} GPUs, which neither divides the 4 GPUs that generation has on each node .* "
-                "nor is a multiple of them that divides its 8 GPUs",
-            ):
+            with pytest.raises(ValueError, match=rf"spans {bundles} GPUs, which neither divides the 4 .* its 8 GPUs"):
                 cluster.bundles_by_engine(bundles)
 
 

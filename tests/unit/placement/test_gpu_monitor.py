@@ -80,8 +80,6 @@ def test_why_gpus_cannot_be_read_is_said(monkeypatch):
 
 
 class Node:
-    """Replaces a node's actor, with known readings."""
-
     def __init__(self, answers, start_s=0.0):
         time.sleep(start_s)
         self.answers = list(answers)

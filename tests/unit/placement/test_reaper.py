@@ -98,7 +98,6 @@ def test_a_driver_waits_until_everything_is_gone_and_may_keep_the_logs(tmp_path,
 
 @contextmanager
 def sleeping(mark: str = "", **streams) -> Iterator[subprocess.Popen]:
-    """Starts a process with the mark in its environment."""
     process = subprocess.Popen(["sleep", "1000"], env=os.environ | {MARK: mark}, **streams)
     try:
         yield process

@@ -139,7 +139,6 @@ class FailingGpu(WeightLoader):
 
 @pytest.fixture
 def kept(monkeypatch):
-    """The buffers that a test leaves allocated."""
     monkeypatch.setattr(cuda_ipc, "_KEPT", [])
     yield cuda_ipc._KEPT
     for buffers in cuda_ipc._KEPT:

@@ -343,8 +343,6 @@ def test_an_engine_that_dies_once_graphs_are_taken_is_named_with_the_weights(ray
 
 
 class ForgetfulRecorder(OpsRecorder):
-    """Leaves out the last operation."""
-
     def record(self, work):
         replay = super().record(work)
         replay.__self__.steps.pop()

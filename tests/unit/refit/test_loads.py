@@ -24,8 +24,6 @@ def load(seconds, refuses):
 
 
 class Loading:
-    """A receiver whose load takes some seconds, or fails at once."""
-
     name = "an engine"
 
     def __init__(self, seconds, *, refuses=False):

@@ -165,7 +165,6 @@ def test_a_file_gets_the_mode_that_the_users_umask_gives(tmp_path, umask, mode):
 
 @pytest.fixture
 def model(tmp_path):
-    """Makes a folder with weights in two files, a tokenizer and a file of the user."""
     folder = tmp_path / "model"
     folder.mkdir()
     for name in (

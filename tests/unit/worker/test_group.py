@@ -1,7 +1,9 @@
 import ast
+import contextlib
 import gzip
 import json
 import sys
+from dataclasses import dataclass
 
 import pytest
 import ray
@@ -10,10 +12,10 @@ from support.toy_group import ApartCluster, pids_of, processes, toy_batch, toy_g
 
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.metrics.timer import ProfileOptions
-from nemo_offload_rl.refit import make_transport
+from nemo_offload_rl.refit import TRANSPORTS, make_transport
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import WeightExport
-from nemo_offload_rl.refit.interface import Receiver
+from nemo_offload_rl.refit.interface import Receiver, RefitSender
 from nemo_offload_rl.refit.plan import TensorSpec
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import FileSum, Manifest
@@ -160,20 +162,19 @@ def test_moves_are_those_of_the_slowest_rank(group, tensor_parallel_group):
 
 
 class Engine:
-    """Keeps all weights in order of arrival, and counts the buckets that have some."""
-
     def __init__(self):
-        self.weights, self.num_buckets = [], 0
+        self.weights, self.origins = [], []
 
     def load_weights(self, bucket):
         with bucket.opened() as named_tensors:
             self.weights += ((name, tensor.clone()) for name, tensor in named_tensors)
-            self.num_buckets += bool(named_tensors)  # other messages register buckets, or unregister them
+            if named_tensors:  # other messages register buckets, or unregister them
+                self.origins.append(getattr(bucket, "origin", None))
         return 0.25
 
     def take(self):
-        taken = self.weights, self.num_buckets
-        self.weights, self.num_buckets = [], 0
+        taken = self.weights, self.origins
+        self.weights, self.origins = [], []
         return taken
 
 
@@ -191,13 +192,59 @@ def test_weights_go_through_the_group_to_every_receiver(group, receivers, name, 
     assert plan.tensors == tuple(TensorSpec(f"w{index}", (2, 2), torch.float32) for index in range(5))
     checksums = group.send_weights()
     assert len(checksums) == 5
-    for weights, found in ray.get([receiver.actor.take.remote() for receiver in receivers]):
-        assert found == num_buckets
+    for weights, origins in ray.get([receiver.actor.take.remote() for receiver in receivers]):
+        assert len(origins) == num_buckets
         assert {name: tensor_checksum(tensor) for name, tensor in weights} == checksums
         assert dict(weights)["w3"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
     group.prepare_refit_info(make_transport(name, receivers, verify=False))
     assert group.send_weights() == {}
     ray.get([receiver.actor.take.remote() for receiver in receivers])
+
+
+@dataclass
+class NeighbourBucket:
+    origin: tuple[int, int]
+    weights: list
+
+    @contextlib.contextmanager
+    def opened(self):
+        yield self.weights
+
+
+class NeighbourTransport:
+    """Sends everything at once from each rank to the engine that shares its bundle."""
+
+    def __init__(self, receivers, *, verify):
+        self.receivers = receivers
+
+    def connect(self, plan, *, rank, bucket_bytes):
+        (receiver,) = (receiver for receiver in self.receivers if rank in receiver.ranks)
+        return NeighbourSender(plan, rank, receiver)
+
+
+class NeighbourSender(RefitSender):
+    def __init__(self, plan, rank, receiver):
+        (self.layout,) = plan.buckets(plan.num_bytes)
+        self.buffer = torch.empty(self.layout.num_bytes, dtype=torch.uint8)  # one buffer for all refits
+        self.rank, self.receiver = rank, receiver
+
+    def send(self, weights):
+        slots = self.layout.views(self.buffer)
+        for (_, slot), (_, tensor) in zip(slots, weights, strict=True):
+            slot.copy_(tensor)
+        ray.get(self.receiver.load_weights(NeighbourBucket((self.rank, self.buffer.data_ptr()), slots)))
+        return {name: tensor_checksum(slot) for name, slot in slots}
+
+
+def test_by_a_registered_transport_each_rank_sends_to_its_own_engine_as_planned(group, receivers, monkeypatch):
+    monkeypatch.setitem(TRANSPORTS, "neighbour", f"{__name__}:NeighbourTransport")
+    plan = group.prepare_refit_info(make_transport("neighbour", receivers, verify=True))
+    first, second = (group.send_weights() for _ in range(2))
+    assert first == second
+    for rank, (weights, origins) in enumerate(ray.get([receiver.actor.take.remote() for receiver in receivers])):
+        assert [TensorSpec.of(name, tensor) for name, tensor in weights] == 2 * list(plan.tensors)
+        assert {name: tensor_checksum(tensor) for name, tensor in weights} == first
+        assert len(set(origins)) == 1 and origins[0][0] == rank  # both refits used one buffer
 
 
 def test_a_refit_before_its_plan_is_refused():

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(params=[lambda cluster: cluster, ApartCluster], ids=["one node", "two nodes"])
 def fresh_group(request, ray_cluster):
-    """Makes groups that a test may break."""
     made = []
 
     def make(**toy):
@@ -68,7 +67,6 @@ def test_a_return_beside_other_work_that_fails_is_an_error_of_the_next_verb(fres
 
 
 def last_line(error):
-    """Returns the last line of the output of a run that failed with this error."""
     add_failure_summary(error, None)
     return "".join(traceback.format_exception(error)).splitlines()[-1]
 

@@ -90,8 +90,6 @@ PACKED = PADDED | {"sequence_packing": {"enabled": True, "logprob_mb_tokens": 51
 
 
 class Asked:
-    """Records the requests that a residency gets."""
-
     def __init__(self):
         self.calls = []
 
