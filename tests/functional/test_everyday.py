@@ -10,16 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.everyday import (
-    END_OF_TEXT,
-    TURN_END,
-    make_model,
-    make_tokenizer,
-    texts,
-    upstream_learning_rate,
-    upstream_tokens,
-    write_rows,
-)
+from support import everyday
 from support.examples import ROOT, run_example
 
 from nemo_offload_rl.algorithms.sft import example_batch
@@ -37,13 +28,15 @@ def inputs(tmp_path_factory) -> Path:
     from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp("everyday")
-    make_tokenizer(folder / "model", pad=END_OF_TEXT)
+    everyday.make_tokenizer(folder / "model", pad=everyday.END_OF_TEXT)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    make_model(folder / "model", ends=tokenizer.convert_tokens_to_ids([TURN_END, END_OF_TEXT]))
-    write_rows(folder / "train.jsonl", [(question, "the sum") for question in texts(16, 1, 150)])
-    write_rows(folder / "validation.jsonl", [(question, "the sum") for question in texts(7, 2, 60)])
-    answers = ["", *texts(23, 1, 40)]
-    write_rows(folder / "sft.jsonl", list(zip(texts(24, 1, 100), answers, strict=True)))
+    everyday.make_model(
+        folder / "model", ends=tokenizer.convert_tokens_to_ids([everyday.TURN_END, everyday.END_OF_TEXT])
+    )
+    everyday.write_rows(folder / "train.jsonl", [(question, "the sum") for question in everyday.texts(16, 1, 150)])
+    everyday.write_rows(folder / "validation.jsonl", [(question, "the sum") for question in everyday.texts(7, 2, 60)])
+    answers = ["", *everyday.texts(23, 1, 40)]
+    everyday.write_rows(folder / "sft.jsonl", list(zip(everyday.texts(24, 1, 100), answers, strict=True)))
     return folder
 
 
@@ -105,7 +98,7 @@ def test_grpo_of_several_updates_follows_the_schedule_to_the_last_epochs_end(grp
     assert [step for step in metrics if step] == [1, 2, 3, 4]
     shape = {"style": "linear", "init": 1e-5, "peak": 1e-3, "floor": 1e-4, "warmup": 2, "decay": 4}
     for step in range(1, 5):
-        assert metrics[step]["train/lr"] == pytest.approx(upstream_learning_rate(step - 1, **shape)), step
+        assert metrics[step]["train/lr"] == pytest.approx(everyday.upstream_learning_rate(step - 1, **shape)), step
         assert metrics[step]["train/num_skipped"] == 0
         assert metrics[step]["train/token_mult_prob_error"] < 1.001
 
@@ -135,7 +128,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(grpo):
     assert [step for step in metrics if step] == [1, 2, 3, 4, 5, 6]
     shape = {"style": "linear", "init": 1e-5, "peak": 1e-3, "floor": 1e-4, "warmup": 2, "decay": 6}
     for step in (5, 6):
-        assert metrics[step]["train/lr"] == pytest.approx(upstream_learning_rate(step - 1, **shape)), step
+        assert metrics[step]["train/lr"] == pytest.approx(everyday.upstream_learning_rate(step - 1, **shape)), step
     # Each epoch reads each prompt once, whatever the number of ranks.
     answers = {step: 16 * metrics[step]["train/mean_gen_tokens_per_sample"] for step in metrics if step}
     prompts = [metrics[step]["train/num_tokens"] - answers[step] for step in answers]
@@ -162,23 +155,24 @@ def test_sft_over_one_epoch_decays_to_its_end_packed_or_padded(inputs, tmp_path)
     assert steps == [1, 2, 3, 4, 5, 6]
     shape = {"style": "cosine", "init": 1e-5, "peak": 1e-3, "floor": 1e-4, "warmup": 1, "decay": 6}
     for step in steps:
-        assert padded[step]["train/lr"] == pytest.approx(upstream_learning_rate(step - 1, **shape)), step
+        assert padded[step]["train/lr"] == pytest.approx(everyday.upstream_learning_rate(step - 1, **shape)), step
         for name in ("train/loss", "train/grad_norm"):
             assert packed_rows[step][name] == pytest.approx(padded[step][name], rel=1e-4), (step, name)
     assert padded[6]["validation/val_loss"] < padded[0]["validation/val_loss"]
 
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-@pytest.mark.parametrize(("bos", "pad"), [(None, None), ("<s>", "<pad>"), (None, END_OF_TEXT)])
+@pytest.mark.parametrize(("bos", "pad"), [(None, None), ("<s>", "<pad>"), (None, everyday.END_OF_TEXT)])
 def test_trained_tokens_are_those_of_nemo_rl(tmp_path, bos, pad, add_generation_prompt):
     """Answers of 0 to 60 words, one of them as long as the limit and one longer: both are left out of the loss."""
-    make_tokenizer(tmp_path, bos=bos, pad=pad)
+    everyday.make_tokenizer(tmp_path, bos=bos, pad=pad)
     tokenizer = read_tokenizer({"name": str(tmp_path)})
     special = {"add_bos": True, "add_eos": True, "add_generation_prompt": add_generation_prompt}
     problems = [
-        Problem(prompt, answer) for prompt, answer in zip(texts(12, 1, 60), ["", *texts(11, 1, 60)], strict=True)
+        Problem(prompt, answer)
+        for prompt, answer in zip(everyday.texts(12, 1, 60), ["", *everyday.texts(11, 1, 60)], strict=True)
     ]
-    wanted = [upstream_tokens(tokenizer, problem.prompt, problem.answer, **special) for problem in problems]
+    wanted = [everyday.upstream_tokens(tokenizer, problem.prompt, problem.answer, **special) for problem in problems]
     limit = sorted(len(prompt) + len(answer) for prompt, answer in wanted)[-2]
     batch = example_batch(PromptFormat(tokenizer, limit, **special), problems)
     for row, (prompt, answer) in enumerate(wanted):

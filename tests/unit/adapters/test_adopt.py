@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.jobs import WIDTH, Job, assert_equal, make_job
 from support.phases import delay_moves
-from support.ranges import Trouble
 from support.shared_memory import process_that_answers
 from support.tiny_megatron import one_rank
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,10 +17,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_offload_rl.adapters.adopt import AdoptedState, adopt
 from nemo_offload_rl.memory.pinned import LeakError, PinnedArena
-from nemo_offload_rl.residency.attach import attach
 from nemo_offload_rl.residency.optimizer_state import state_tensors
 from nemo_offload_rl.residency.table import Placement, Target
-from nemo_offload_rl.residency.target import NoRoomError, ResidencyError
+from nemo_offload_rl.residency.target import ResidencyError
 
 ALL = [Target.PARAMS, Target.GRADS, Target.OPTIMIZER_STATE]
 
@@ -184,19 +182,6 @@ def test_plain_torch_steps_on_a_gpu_between_moves_are_bit_equal_to_none(monkeypa
     assert len(set(wanted)) == 10
 
 
-def test_what_is_not_to_be_offloaded_takes_no_host_memory_and_stays(adopted):
-    job = make_job()
-    arena = PinnedArena()
-    state = adopt(job.model, job.optimizer, arena, offloaded=[Target.PARAMS])
-    job.step(0)
-    assert arena.allocated_bytes < 1.1 * state.offloader.nbytes()[Target.PARAMS]
-    with pytest.raises(ValueError, match="optimizer_state does not support placement host"):
-        state.move_optimizer("cpu")
-    state.move_params("cpu")
-    assert state.offloader.mapped_bytes == 0
-    state.close()
-
-
 def test_closing_leaves_others_in_a_given_arena_alone_and_finds_leaks_in_its_own():
     state = adopt(make_job().model, None)
     state.offloader.context.arena.allocate("forgotten", 100)
@@ -232,20 +217,6 @@ def test_sharded_parameters_are_refused():
 def test_an_unknown_place_is_refused(adopted, device):
     with pytest.raises(ValueError, match='it moves to "cpu" and back to "cuda"'):
         adopted(make_job()).move_params(device)
-
-
-def test_what_finds_no_memory_on_the_gpu_is_where_it_was():
-    job, trouble = make_job(), Trouble()
-    state = AdoptedState(attach([job.model], job.optimizer, PinnedArena(), ranges=trouble))
-    state.move("cpu", ALL)
-    trouble.chunks_left = 0
-    with pytest.raises(NoRoomError, match="Cannot move params to the GPU"), state.on_gpu([Target.PARAMS]):
-        raise AssertionError
-    assert set(placements(state).values()) == {Placement.HOST}
-    trouble.chunks_left = None
-    state.move("cuda", ALL)
-    job.step(0)
-    state.close()
 
 
 def test_adopting_needs_neither_ray_nor_megatron_nor_transformers_nor_recipes():

@@ -1,13 +1,12 @@
 """Tests megatron-core's own offloading methods as the engine implements them; real models and optimizers."""
 
 import copy
-import gc
 
 import pytest
 import torch
 from support.jobs import assert_equal
 from support.phases import delay_moves
-from support.tiny_megatron import each_device, one_rank, tiny_megatron
+from support.tiny_megatron import tiny_megatron
 
 from nemo_offload_rl.adapters.megatron_core import adopt_own_methods
 from nemo_offload_rl.memory.pinned import PinnedArena
@@ -16,14 +15,6 @@ from nemo_offload_rl.residency.table import Placement, Target
 from nemo_offload_rl.residency.target import ResidencyError
 
 AWAY = "optimizer_state is needed on the GPU, but it is host"
-
-
-@pytest.fixture(params=each_device())
-def rank():
-    with one_rank():
-        yield
-    gc.collect()  # models are reference cycles, and each holds gloo threads until collected
-    assert PinnedArena.live_bytes() == 0
 
 
 def offload_by_optimizer_and_model(job):

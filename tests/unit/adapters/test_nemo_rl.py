@@ -1,7 +1,6 @@
 """Tests the adapter in a double of NeMo-RL's Megatron worker, whose phases make the calls of the named commit."""
 
 import copy
-import gc
 import importlib
 import json
 import runpy
@@ -16,9 +15,8 @@ import pytest
 import torch
 from support.jobs import assert_equal
 from support.phases import delay_moves
-from support.tiny_megatron import TinyMegatron, each_device, one_rank, tiny_megatron
+from support.tiny_megatron import TinyMegatron, tiny_megatron
 
-from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.table import Target
 
 LAUNCHER = Path(__file__).parents[3] / "examples" / "nemo_rl_launcher.py"
@@ -130,14 +128,6 @@ def adapter(monkeypatch):
     monkeypatch.delitem(sys.modules, "nemo_offload_rl.adapters.nemo_rl", raising=False)
     yield importlib.import_module("nemo_offload_rl.adapters.nemo_rl")
     sys.modules.pop("nemo_offload_rl.adapters.nemo_rl", None)
-
-
-@pytest.fixture(params=each_device())
-def rank():
-    with one_rank():
-        yield
-    gc.collect()  # models are reference cycles
-    assert PinnedArena.live_bytes() == 0
 
 
 def where(worker: Any) -> dict[str, str]:

@@ -69,24 +69,21 @@ def test_one_that_hangs_costs_its_reward_alone(make_pool):
     assert pool.judge([("3", "")] * 4) == [Verdict(3.0)] * 4
 
 
-@pytest.mark.parametrize("how", ["die", "exit"])
-def test_one_that_kills_its_process_costs_its_reward_alone(how, make_pool):
+@pytest.mark.parametrize(
+    ("how", "failure"),
+    [
+        ("die", "ended the process that judged it"),
+        ("exit", "ended the process that judged it"),
+        ("grow", "MemoryError: "),
+        ("no number", "ValueError: could not convert string to float: 'no number'"),
+    ],
+)
+def test_one_that_kills_its_process_takes_all_memory_or_raises_costs_its_reward_alone(how, failure, make_pool):
     pool = make_pool(num_workers=1)
-    (before,) = pids_of(pool)
-    died = Verdict(0.0, "ended the process that judged it")
-    assert pool.judge([("1", ""), (how, ""), ("2", ""), (how, "")]) == [Verdict(1.0), died, Verdict(2.0), died]
-    (after,) = pids_of(pool)
-    assert after != before
-
-
-def test_one_that_takes_all_memory_or_raises_costs_its_reward_alone(make_pool):
-    pool = make_pool(num_workers=1)
-    (before,) = pids_of(pool)
-    grown, raised, judged = pool.judge([("grow", ""), ("no number", ""), ("5", "")])
-    assert grown == Verdict(0.0, "MemoryError: ")
-    assert raised == Verdict(0.0, "ValueError: could not convert string to float: 'no number'")
-    assert judged == Verdict(5.0)
-    assert pids_of(pool) == {before}
+    before = pids_of(pool)
+    failed = Verdict(0.0, failure)
+    assert pool.judge([("1", ""), (how, ""), ("2", ""), (how, "")]) == [Verdict(1.0), failed, Verdict(2.0), failed]
+    assert (pids_of(pool) == before) == (how not in ("die", "exit"))
 
 
 def test_a_process_that_died_between_two_calls_costs_nothing(make_pool):

@@ -1,18 +1,8 @@
 import pytest
 from matplotlib.image import imread
 
+from nemo_offload_rl.metrics import plot
 from nemo_offload_rl.metrics.logger import RunLogger
-from nemo_offload_rl.metrics.plot import (
-    OUTSIDE,
-    copy_bars,
-    memory_bars,
-    phase_bars,
-    plot_step,
-    plot_training,
-    rollout_bars,
-    smoothed,
-    typical_step,
-)
 
 STEP = {
     "timing/train/refit": 1.0, "timing/train/sampling": 4.0, "timing/train/logprobs": 2.0,
@@ -27,19 +17,19 @@ STEP = {
 
 
 def test_phases_follow_one_another_and_fill_the_step():
-    bars = phase_bars(STEP)
+    bars = plot.phase_bars(STEP)
     assert [(bar.label, bar.start_s, bar.seconds) for bar in bars] == [
         ("refit", 0.0, 1.0),
         ("sampling", 1.0, 4.0),
         ("logprobs", 5.0, 2.0),
         ("training", 7.0, 2.5),
-        (OUTSIDE, 9.5, 0.5),
+        (plot.OUTSIDE, 9.5, 0.5),
     ]
     assert bars[3].note == "2.50 s (25%), 400 TFLOP/s a GPU (40% of its peak)"
 
 
 def test_copies_begin_where_their_phase_is_entered():
-    bars = copy_bars(STEP)
+    bars = plot.copy_bars(STEP)
     assert [(bar.label, bar.start_s, bar.seconds) for bar in bars] == [
         ("optimizer state, for refit", 0.0, 0.5),
         ("params, for generate", 0.75, 0.25),  # at the end of the refit, once the weights have been sent
@@ -51,16 +41,16 @@ def test_copies_begin_where_their_phase_is_entered():
 
 def test_a_step_without_copies_or_a_gpu_has_phases_alone():
     row = {"timing/train/data": 1.0, "timing/train/training": 1.0, "timing/train/total_step_time": 2.0}
-    assert [bar.label for bar in phase_bars(row)] == ["data", "training"]
-    assert copy_bars(row) == []
-    assert memory_bars(row) == []
+    assert [bar.label for bar in plot.phase_bars(row)] == ["data", "training"]
+    assert plot.copy_bars(row) == []
+    assert plot.memory_bars(row) == []
 
 
 def test_rollouts_that_were_sampled_ahead_may_take_longer_than_the_step(tmp_path):
-    assert rollout_bars(STEP) == []
+    assert plot.rollout_bars(STEP) == []
     seconds = {"waiting": 1.0, "sampling": 9.0, "rewards": 2.5}
     row = STEP | {f"timing/rollouts/{phase}": value for phase, value in seconds.items()}
-    assert [(bar.label, bar.start_s, bar.end_s) for bar in rollout_bars(row)] == [
+    assert [(bar.label, bar.start_s, bar.end_s) for bar in plot.rollout_bars(row)] == [
         ("waiting", 0.0, 1.0), ("sampling", 1.0, 10.0), ("rewards", 10.0, 12.5),
     ]  # fmt: skip
     picture_of(tmp_path, row)
@@ -68,17 +58,17 @@ def test_rollouts_that_were_sampled_ahead_may_take_longer_than_the_step(tmp_path
 
 def test_the_typical_step_is_not_the_first_where_there_are_others():
     rows = [{"step": step, "timing/train/total_step_time": seconds} for step, seconds in ((1, 3.0), (2, 1.0), (3, 9.0))]
-    row = typical_step([{"step": 0, "timing/train/validation": 1.0}, *rows])
+    row = plot.typical_step([{"step": 0, "timing/train/validation": 1.0}, *rows])
     assert row is not None and row["step"] == 2
-    assert typical_step(rows[:1]) == rows[0]
-    assert typical_step([{"step": 0}]) is None
+    assert plot.typical_step(rows[:1]) == rows[0]
+    assert plot.typical_step([{"step": 0}]) is None
 
 
 def picture_of(folder, row):
     logger = RunLogger(folder, tensorboard=False)
     logger.log(1, row)
     logger.close()
-    assert plot_step(folder) == folder / "step_timeline.png"
+    assert plot.plot_step(folder) == folder / "step_timeline.png"
     picture = imread(folder / "step_timeline.png")
     assert picture[..., :3].std() > 0.02  # not a blank sheet
     return picture
@@ -86,10 +76,10 @@ def picture_of(folder, row):
 
 def test_a_run_gets_its_picture_and_one_with_a_gpu_a_taller_one(tmp_path):
     on_gpu = STEP | {"performance/memory/policy/gpu_peak_train_gib": 70.0}
-    assert [(bar.label, gib) for bar, gib in memory_bars(on_gpu)] == [("training", 70.0)]
+    assert [(bar.label, gib) for bar, gib in plot.memory_bars(on_gpu)] == [("training", 70.0)]
     assert picture_of(tmp_path / "gpu", on_gpu).shape[0] > picture_of(tmp_path / "cpu", STEP).shape[0]
     with pytest.raises(ValueError, match="run at least one step"):
-        plot_step(tmp_path)
+        plot.plot_step(tmp_path)
 
 
 def write_run(run_dir, rows):
@@ -100,20 +90,20 @@ def write_run(run_dir, rows):
 
 
 def test_a_reward_run_has_two_panels_and_a_loss_run_without_validation_one(tmp_path):
-    assert smoothed([1.0, 3.0, 5.0, 7.0], num_steps=2) == [1.0, 2.0, 4.0, 6.0]
+    assert plot.smoothed([1.0, 3.0, 5.0, 7.0], num_steps=2) == [1.0, 2.0, 4.0, 6.0]
     with pytest.raises(ValueError, match="run at least one step"):
-        plot_training(tmp_path, "grpo")
+        plot.plot_training(tmp_path, "grpo")
     write_run(tmp_path / "grpo", [
         (0, {"validation/accuracy": 0.4}),
         (1, {"train/reward": 0.5, "train/loss": 0.1}),
         (2, {"train/reward": 0.6, "train/loss": 0.1, "validation/accuracy": 0.5}),
     ])  # fmt: skip
     write_run(tmp_path / "sft", [(1, {"train/loss": 2.0}), (2, {"train/loss": float("nan")}), (3, {"train/loss": 1.0})])
-    grpo = imread(plot_training(tmp_path / "grpo", "grpo"))
-    sft = imread(plot_training(tmp_path / "sft", "sft"))
+    grpo = imread(plot.plot_training(tmp_path / "grpo", "grpo"))
+    sft = imread(plot.plot_training(tmp_path / "sft", "sft"))
     assert (tmp_path / "grpo" / "grpo.png").is_file()
     assert (tmp_path / "sft" / "sft.png").is_file()
     assert grpo.shape[1] == 2 * sft.shape[1]
     write_run(tmp_path / "ahead", [(1, {"train/reward": 0.5, "train/avg_trajectory_age": 1.0})])
-    assert imread(plot_training(tmp_path / "ahead", "grpo")).shape[1] == grpo.shape[1]  # reward and age
+    assert imread(plot.plot_training(tmp_path / "ahead", "grpo")).shape[1] == grpo.shape[1]  # reward and age
     assert grpo[..., :3].std() > 0.02  # not a blank sheet

@@ -11,19 +11,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from nemo_offload_rl.storage.disk import (
-    HF_FILES,
-    DiskFullError,
-    UnreadableFileError,
-    as_by_umask,
-    free_bytes,
-    read_regular_file,
-    replacing,
-    require_free,
-    system_error,
-    translate_disk_full,
-    write_whole,
-)
+from nemo_offload_rl.storage import disk
 from nemo_offload_rl.storage.manifest import (
     PIECE_BYTES,
     DamagedCheckpointError,
@@ -123,31 +111,37 @@ def test_a_manifest_with_any_bit_flipped_is_refused(folder):
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
-    write_whole(path, "first")
+    disk.write_whole(path, "first")
     (tmp_path / "file.partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space"):
-        write_whole(path, "second")
+        disk.write_whole(path, "second")
     assert path.read_text() == "first"
     assert [item.name for item in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_full_disk_is_a_sentence_that_can_travel_and_other_errors_stay_what_they_are(tmp_path):
-    error = pickle.loads(pickle.dumps(DiskFullError("a/b", "No space left on device", 18_200_000_000, 512)))
+    error = pickle.loads(pickle.dumps(disk.DiskFullError("a/b", "No space left on device", 18_200_000_000, 512)))
     assert str(error) == "a/b cannot be written: No space left on device (18.2 GB needed, 512 bytes free)"
-    assert str(DiskFullError("a/b", "Disk quota exceeded", None, None)) == "a/b cannot be written: Disk quota exceeded"
-    with pytest.raises(FileNotFoundError), translate_disk_full(tmp_path):
+    assert (
+        str(disk.DiskFullError("a/b", "Disk quota exceeded", None, None))
+        == "a/b cannot be written: Disk quota exceeded"
+    )
+    with pytest.raises(FileNotFoundError), disk.translate_disk_full(tmp_path):
         (tmp_path / "absent").read_text()
-    with pytest.raises(DiskFullError, match=r"No space left on device .* free"), translate_disk_full(tmp_path):
+    with (
+        pytest.raises(disk.DiskFullError, match=r"No space left on device .* free"),
+        disk.translate_disk_full(tmp_path),
+    ):
         Path("/dev/full").write_text("x")
-    assert free_bytes(tmp_path / "new" / "folder") > 0  # of the disk that the path will be on
-    require_free(tmp_path, 10, 10)
-    require_free(tmp_path, 10, None)
-    with pytest.raises(DiskFullError, match=r"No space left on device \(11 bytes needed, 10 bytes free\)"):
-        require_free(tmp_path, 11, 10)
+    assert disk.free_bytes(tmp_path / "new" / "folder") > 0  # of the disk that the path will be on
+    disk.require_free(tmp_path, 10, 10)
+    disk.require_free(tmp_path, 10, None)
+    with pytest.raises(disk.DiskFullError, match=r"No space left on device \(11 bytes needed, 10 bytes free\)"):
+        disk.require_free(tmp_path, 11, 10)
     # Libraries in Rust have the system's error in their text.
-    found = system_error(Exception("I/O error: No space left on device (os error 28)"), tmp_path)
+    found = disk.system_error(Exception("I/O error: No space left on device (os error 28)"), tmp_path)
     assert (found.errno, found.strerror) == (errno.ENOSPC, "No space left on device")
-    assert system_error(Exception("not this"), tmp_path) is None
+    assert disk.system_error(Exception("not this"), tmp_path) is None
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
@@ -156,7 +150,7 @@ def test_a_file_gets_the_mode_that_the_users_umask_gives(tmp_path, umask, mode):
     path.touch(0o600)
     before = os.umask(umask)
     try:
-        as_by_umask(path)
+        disk.as_by_umask(path)
         assert os.umask(umask) == umask  # unchanged
     finally:
         os.umask(before)
@@ -185,13 +179,13 @@ def texts(folder):
 def test_a_folder_is_replaced_once_the_new_one_is_complete(tmp_path, model):
     (tmp_path / "model.partial").mkdir()
     (tmp_path / "model.partial" / "left by a killed process").touch()
-    with replacing(model, HF_FILES) as new:
+    with disk.replacing(model, disk.HF_FILES) as new:
         (new / "model.safetensors").write_text("new")
         (new / "tokenizer.json").write_text("new")
         assert texts(model)["tokenizer.json"] == "old"
     assert texts(model) == {"model.safetensors": "new", "tokenizer.json": "new", "NOTES.md": "old"}
     assert os.listdir(tmp_path) == ["model"]
-    with replacing(tmp_path / "further" / "one", HF_FILES) as new:
+    with disk.replacing(tmp_path / "further" / "one", disk.HF_FILES) as new:
         (new / "model.safetensors").write_text("new")
     assert texts(tmp_path / "further" / "one") == {"model.safetensors": "new"}
 
@@ -202,7 +196,7 @@ def test_folders_that_users_have_named_after_it_stay(tmp_path, model):
         shutil.copytree(model, copy)
     before = texts(model)
     for _ in range(2):  # a folder that is there, and one that is not
-        with replacing(model, HF_FILES) as new:
+        with disk.replacing(model, disk.HF_FILES) as new:
             (new / "model.safetensors").write_text("new")
         assert [texts(copy) for copy in copies] == [before] * len(copies)
         shutil.rmtree(model)
@@ -211,11 +205,11 @@ def test_folders_that_users_have_named_after_it_stay(tmp_path, model):
 def test_a_kill_between_the_renames_loses_no_folder(tmp_path, model):
     model.rename(tmp_path / "model.replaced")  # what such a kill leaves, beside model.partial
     before = texts(tmp_path / "model.replaced")
-    with pytest.raises(FileNotFoundError), replacing(model, HF_FILES) as new:
+    with pytest.raises(FileNotFoundError), disk.replacing(model, disk.HF_FILES) as new:
         (new / "absent").rename(new / "model.safetensors")
     assert texts(tmp_path / "model.replaced") == before
     assert texts(tmp_path / "model.replaced")["model-00001.safetensors"] == "old"
-    with replacing(model, HF_FILES) as new:
+    with disk.replacing(model, disk.HF_FILES) as new:
         (new / "model.safetensors").write_text("new")
     assert texts(model) == {"model.safetensors": "new", "tokenizer.json": "old", "NOTES.md": "old"}
     assert os.listdir(tmp_path) == ["model"]
@@ -227,24 +221,24 @@ MEMORY = Path("/proc/self/mem")  # a regular file whose first page cannot be rea
 def test_the_contents_are_read_up_to_a_limit(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"abc")
-    assert read_regular_file(path, 3) == b"abc"
-    with pytest.raises(UnreadableFileError, match="has more than 2 bytes, the limit for this file"):
-        read_regular_file(path, 2)
+    assert disk.read_regular_file(path, 3) == b"abc"
+    with pytest.raises(disk.UnreadableFileError, match="has more than 2 bytes, the limit for this file"):
+        disk.read_regular_file(path, 2)
 
 
 @pytest.mark.skipif(not MEMORY.exists(), reason="only Linux has this file")
 def test_an_error_while_reading_is_said_as_one_of_opening_is() -> None:
-    with pytest.raises(UnreadableFileError, match=r"^cannot be read: input/output error$") as caught:
-        read_regular_file(MEMORY, 10)
+    with pytest.raises(disk.UnreadableFileError, match=r"^cannot be read: input/output error$") as caught:
+        disk.read_regular_file(MEMORY, 10)
     assert not caught.value.is_absent
 
 
 def test_other_kinds_of_files_are_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path, message in {tmp_path / "fifo": "is a FIFO, not a file", tmp_path: "is a folder, not a file"}.items():
-        with pytest.raises(UnreadableFileError, match=message) as caught:
-            read_regular_file(path, 10)
+        with pytest.raises(disk.UnreadableFileError, match=message) as caught:
+            disk.read_regular_file(path, 10)
         assert not caught.value.is_absent
-    with pytest.raises(UnreadableFileError, match="does not exist") as caught:
-        read_regular_file(tmp_path / "none", 10)
+    with pytest.raises(disk.UnreadableFileError, match="does not exist") as caught:
+        disk.read_regular_file(tmp_path / "none", 10)
     assert caught.value.is_absent
