@@ -186,3 +186,5 @@ def test_the_command_prints_json(capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["host"]["hostname"] == os.uname().nodename
     assert len(facts["visible_gpus"]) == torch.cuda.device_count()
+    assert main(["doctor"]) == 0
+    assert torch.__version__.split("+")[0] in capsys.readouterr().out  # in the table of this machine

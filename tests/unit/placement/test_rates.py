@@ -13,10 +13,15 @@ import torch
 from rich.console import Console
 
 from nemo_offload_rl.cli import main
+from nemo_offload_rl.config import load
+from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement import machine
 from nemo_offload_rl.placement.calibrate import Workload, calibrate
 from nemo_offload_rl.placement.doctor import rates_table
 from nemo_offload_rl.placement.rates import H200_RATES, Curve, Rates, keep_rates, rates_of, rates_path, read_rates
+from nemo_offload_rl.plan import resolve
+from nemo_offload_rl.plan.decisions import Machine
+from nemo_offload_rl.plan.fit import Fit
 from nemo_offload_rl.run.preflight import machine_here
 from tests.unit.config.conftest import CONFIGS
 
@@ -61,9 +66,6 @@ def test_a_rate_between_two_sizes_and_outside():
     assert [curve.at(size) for size in (1, 1e3, 1e4, 1e5, 1e9)] == pytest.approx([100, 100, 200, 300, 300])
     assert H200_RATES.attention_of(256) == H200_RATES.attention_of(128)
     assert H200_RATES.attention_of(64).head_dim == 64
-    measured = dataclasses.replace(H200_RATES, source="measured", cpu_params_per_s=8e9)
-    assert measured.of_a_rank(4) == dataclasses.replace(measured, cpu_params_per_s=2e9)  # ranks of a host share its CPU
-    assert H200_RATES.of_a_rank(4) == H200_RATES  # those of a rank
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,23 @@ def test_a_file_with_other_values_or_damage_is_refused(change):
     with pytest.raises(ValueError, match=f"{path}.*--calibrate"):
         read_rates(path)
     assert rates_of(["NVIDIA H200"]) == H200_RATES  # no run stops for a kept file
+
+
+def test_ranks_of_a_host_share_the_measured_speed_of_its_cpu():
+    measured = dataclasses.replace(H200_RATES, source="measured", cpu_params_per_s=8e9)
+    assert measured.of_a_rank(4) == dataclasses.replace(measured, cpu_params_per_s=2e9)
+    assert H200_RATES.of_a_rank(4) == H200_RATES  # those of a rank
+    validated = load(RECIPE, ["policy.activation_memory=auto", "cluster.gpus_per_node=4"])
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolve, "cheapest_fit", lambda _, planner: seen.append(planner.rates) or Fit((), 1.0, 0, 0, 1))
+        resolve.resolve(
+            validated.config,
+            Machine(has_gpus=True, gpu_bytes=80 << 30, hosts=(), rates=measured),
+            hf_config(validated.config["policy"]).to_dict(),
+            algorithm=validated.algorithm,
+        )
+    assert [rates.cpu_params_per_s for rates in seen] == [2e9]
 
 
 def test_a_cache_folder_that_cannot_be_used_stops_only_the_measurement(tmp_path, monkeypatch):

@@ -190,6 +190,14 @@ def test_a_folder_is_replaced_once_the_new_one_is_complete(tmp_path, model):
     assert texts(tmp_path / "further" / "one") == {"model.safetensors": "new"}
 
 
+def test_a_folder_stays_as_it_was_where_the_new_one_fails(tmp_path, model):
+    before = texts(model)
+    with pytest.raises(FileNotFoundError), disk.replacing(model, disk.HF_FILES) as new:
+        (new / "absent").rename(new / "model.safetensors")
+    assert texts(model) == before
+    assert os.listdir(tmp_path) == ["model"]
+
+
 def test_folders_that_users_have_named_after_it_stay(tmp_path, model):
     copies = [tmp_path / name for name in ("old_model", "tmp_model", ".model", "model.old", "model.bak")]
     for copy in copies:
@@ -204,10 +212,8 @@ def test_folders_that_users_have_named_after_it_stay(tmp_path, model):
 
 def test_a_kill_between_the_renames_loses_no_folder(tmp_path, model):
     model.rename(tmp_path / "model.replaced")  # what such a kill leaves, beside model.partial
-    before = texts(tmp_path / "model.replaced")
-    with pytest.raises(FileNotFoundError), disk.replacing(model, disk.HF_FILES) as new:
-        (new / "absent").rename(new / "model.safetensors")
-    assert texts(tmp_path / "model.replaced") == before
+    with pytest.raises(OSError, match="no space"), disk.replacing(model, disk.HF_FILES):
+        raise OSError("no space")
     assert texts(tmp_path / "model.replaced")["model-00001.safetensors"] == "old"
     with disk.replacing(model, disk.HF_FILES) as new:
         (new / "model.safetensors").write_text("new")
