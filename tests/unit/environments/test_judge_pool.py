@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until
 
 from nemo_offload_rl.environments.judge_pool import JudgePool, Verdict
 from nemo_offload_rl.environments.rewards import RewardError
@@ -125,10 +126,7 @@ serve(lambda: judge)
     finally:
         signal.signal(signal.SIGINT, before)
     processes = [Path(f"/proc/{pid}/exe") for pid in (tmp_path / "pids").read_text().split()]
-    deadline = time.monotonic() + 10  # a killed process is gone when the kernel gets to it
-    while any(exe.exists() for exe in processes) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(exe.exists() for exe in processes)
+    wait_until(lambda: not any(exe.exists() for exe in processes))  # once the kernel gets to it
 
 
 def test_another_thread_ends_a_pool_that_judges(make_pool):

@@ -9,6 +9,7 @@ import pytest
 import ray
 from support.actors import kill_and_wait
 from support.metrics_page import undocumented
+from support.waiting import wait_until
 
 from nemo_offload_rl.placement import gpu_monitor
 from nemo_offload_rl.placement.gpu_monitor import GpuMonitor, GpuReader, NodeMonitor, NoGpuReadingsError, watch_gpus
@@ -51,13 +52,6 @@ class Nvml:
 
     def nvmlDeviceGetTemperature(self, gpu, sensor):
         return 40
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_each_gpu_reports_what_it_can():

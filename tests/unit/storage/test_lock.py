@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until
 
 from nemo_offload_rl.storage.lock import LOCK_FILE, FolderLock, LockedError, Owner
 
@@ -90,13 +91,6 @@ def test_a_process_id_that_is_used_again_is_no_owner(tmp_path):
     lines = []
     with FolderLock(tmp_path, WHAT, lines.append):
         assert "since 2020" in lines[0]
-
-
-def wait_until(is_true) -> None:
-    deadline = time.monotonic() + 10
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 ELSEWHERE = replace(Owner.this_process(), host="pod-1", pid=7, kernel="another machine")
