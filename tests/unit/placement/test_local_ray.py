@@ -61,8 +61,13 @@ def test_signal_handlers_are_as_before_whatever_was_done_inside():
     with pytest.raises(RuntimeError, match="Ray"), handlers_kept():
         start_ray()
     assert {number: signal.getsignal(number) for number in ENDING_SIGNALS} == before
+
+    def enter_and_leave():
+        with handlers_kept():
+            pass
+
     with ThreadPoolExecutor(1) as another:  # another thread has no handlers to keep
-        another.submit(handlers_kept().__enter__).result()
+        another.submit(enter_and_leave).result()
 
 
 def test_a_thread_that_still_calls_ray_after_its_end_does_not_start_it_again(monkeypatch):
