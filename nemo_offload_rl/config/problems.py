@@ -1,6 +1,7 @@
 """The problems of a recipe as a user sees them, each with its key, its place and its remedy."""
 
 import difflib
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,12 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
     return by_lower[matches[0]] if matches else None
 
 
+def did_you_mean(name: Any, candidates: Iterable[str], cutoff: float = 0.6) -> str:
+    """Returns the end of a message that names the candidate with the most similar spelling; empty if none is close."""
+    close = nearest(name, candidates, cutoff) if isinstance(name, str) else None
+    return f"; did you mean {close}?" if close else ""
+
+
 KEYS_ALIKE = 0.75
 """The `cutoff` of `nearest` for keys: below it, two keys rather share a word than a meaning."""
 
@@ -120,10 +127,9 @@ def show_file(path: Path) -> str:
     return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else str(path)
 
 
-def is_number(text: str) -> bool:
-    """Returns whether text reads as a number."""
+def unquoted(value: Any) -> str:
+    """Returns the end of a message about a value that should be a number: empty unless it is one in quotes."""
     try:
-        float(text)
+        return "; write it without quotes" if isinstance(value, str) and math.isfinite(float(value)) else ""
     except ValueError:
-        return False
-    return True
+        return ""

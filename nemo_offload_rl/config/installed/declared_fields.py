@@ -9,77 +9,88 @@ many seconds and needs a GPU's libraries; its arguments are one dataclass.
 
 import ast
 import importlib.util
-import math
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import EllipsisType, SimpleNamespace
+from typing import Annotated, Any, Literal, Optional, Union
 
-from nemo_offload_rl.config.problems import KEYS_ALIKE, is_number, nearest, show, show_choices
+from pydantic import (
+    AllowInfNan,
+    ConfigDict,
+    PydanticUserError,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+)
+
+from nemo_offload_rl.config.problems import KEYS_ALIKE, did_you_mean, show, show_choices, unquoted
 
 # A class up to its first method: its fields come first, and parsing all methods takes several times as long.
 _FIELDS = r"^class {}\b.*?(?=^    (?:async |def |@)|^(?:async |def |class |@)|\Z)"
 
-_PLAIN: dict[str, type] = {"bool": bool, "str": str, "dict": dict, "none": type(None)}
 DTYPES = ("float32", "bfloat16", "float16")
 
+# Names in annotations; integers also count as numbers, and lists as tuples.
+_TYPES: dict[str, Any] = {
+    **{"Any": Any, "Literal": Literal, "Optional": Optional, "Union": Union},
+    **{"dict": dict, "list": list, "List": list, "Sequence": list, "tuple": tuple, "Tuple": tuple},
+    **{"bool": StrictBool, "int": StrictInt, "str": StrictStr},
+    "float": StrictInt | Annotated[StrictFloat, AllowInfNan(False)],
+    "torch": SimpleNamespace(dtype=Literal[DTYPES]),
+}
 
-@dataclass(frozen=True)
-class Annotations:
-    """Reads the type annotations of one library.
 
-    Attributes:
-        members: maps the name of an enumeration to the names of its members, and any other name to None.
-        accepts_unknown: whether a type that is neither plain nor an enumeration accepts any value, or none.
-        finite: whether a number has to be finite.
+class _Types(dict[str, Any]):
+    """Maps names in annotations to types; the members of an enumeration of Megatron's are words."""
+
+    def __init__(self, other: Any) -> None:
+        """Starts with plain types.
+
+        Args:
+            other: the type for names that are not known here.
+        """
+        super().__init__(_TYPES)
+        self._other = other
+
+    def __missing__(self, name: str) -> Any:
+        members = _enum_members(name)
+        return self._other if members is None else self["Literal"][members]
+
+
+@cache
+def _adapter(annotation: str, other: Any) -> TypeAdapter[Any]:
+    kind = eval(annotation, {"__builtins__": {}}, _Types(other))
+    return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
+
+
+def accepts(annotation: str, value: Any, other: Any = Any) -> bool:
+    """Returns whether a YAML value is of a type.
+
+    Args:
+        annotation: the type, as its library writes it.
+        value: the value.
+        other: what stands for types that are neither plain nor an enumeration.
     """
+    try:
+        _adapter(annotation, other).validate_python(value)
+    except ValidationError:
+        return False
+    except (AttributeError, TypeError, PydanticUserError):  # arguments and attributes of such a type
+        return other is Any
+    return True
 
-    members: Callable[[str], tuple[str, ...] | None]
-    accepts_unknown: bool = False
-    finite: bool = False
 
-    def accepts(self, annotation: ast.expr, value: Any) -> bool:
-        """Returns whether a YAML value is of the type; integers also count as numbers, and lists as tuples."""
-        name, arguments = _parts(annotation)
-        is_int = isinstance(value, int) and not isinstance(value, bool)
-        match name.lower():
-            case "int":
-                return is_int
-            case "float":
-                return is_int or (isinstance(value, float) and (math.isfinite(value) or not self.finite))
-            case "bool" | "str" | "dict" | "none" as plain:
-                return isinstance(value, _PLAIN[plain])
-            case "any":
-                return True
-            case "torch.dtype":
-                return value in DTYPES
-            case "literal":
-                return any(type(value) is type(one) and value == one for one in map(ast.literal_eval, arguments))
-            case "union" | "optional":
-                is_null = name == "Optional" and value is None
-                return is_null or any(self.accepts(argument, value) for argument in arguments)
-            case "list" | "tuple" | "sequence":
-                return self._accepts_items(name.lower(), arguments, value)
-            case _:
-                members = self.members(name)
-                return self.accepts_unknown if members is None else value in members
-
-    def _accepts_items(self, kind: str, arguments: list[ast.expr], value: Any) -> bool:
-        items = [argument for argument in arguments if ast.unparse(argument) != "..."]
-        if not isinstance(value, list) or not items:
-            return isinstance(value, list)
-        # Some libraries annotate a list of two as list[float, float].
-        if len(items) > 1 or (kind == "tuple" and len(items) == len(arguments)):
-            return len(value) == len(items) and all(map(self.accepts, items, value))
-        return all(self.accepts(items[0], item) for item in value)
-
-    def words(self, annotation: ast.expr) -> str:
-        """Returns the type as its library writes it, with the members of enumerations."""
-        text = ast.unparse(annotation).strip("'").replace("typing.", "").replace("torch.dtype", show_choices(DTYPES))
-        enums = {name: found for name in re.findall(r"\w+", text) if (found := self.members(name)) is not None}
-        return text + "".join(f" ({name}: {show_choices(found)})" for name, found in enums.items())
+def words_of(annotation: str) -> str:
+    """Returns a type as its library writes it, with the members of enumerations."""
+    text = annotation.strip("'").replace("torch.dtype", show_choices(DTYPES))
+    enums = {name: found for name in re.findall(r"\w+", text) if (found := _enum_members(name)) is not None}
+    return text + "".join(f" ({name}: {show_choices(found)})" for name, found in enums.items())
 
 
 def fields_of(source: str, class_name: str) -> ast.ClassDef | None:
@@ -90,8 +101,12 @@ def fields_of(source: str, class_name: str) -> ast.ClassDef | None:
     return definition
 
 
-def annotated(definition: ast.ClassDef) -> dict[str, ast.AnnAssign]:
-    """Returns the fields that a class declares, by name, without private ones and class variables."""
+def annotated(definition: ast.ClassDef) -> dict[str, str]:
+    """Returns the types of the fields that a class declares, by name, without private ones and class variables."""
+    return {name: ast.unparse(declared.annotation) for name, declared in _declared(definition).items()}
+
+
+def _declared(definition: ast.ClassDef) -> dict[str, ast.AnnAssign]:
     return {
         statement.target.id: statement
         for statement in definition.body
@@ -100,20 +115,6 @@ def annotated(definition: ast.ClassDef) -> dict[str, ast.AnnAssign]:
         and not statement.target.id.startswith("_")
         and not ast.unparse(statement.annotation).startswith("ClassVar")
     }
-
-
-def _parts(annotation: ast.expr) -> tuple[str, list[ast.expr]]:
-    """Splits an annotation into name and arguments: Optional[int] becomes ("Optional", [int])."""
-    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
-        return _parts(ast.parse(annotation.value, mode="eval").body)
-    if isinstance(annotation, ast.Constant):
-        return "None", []
-    if isinstance(annotation, ast.BinOp):
-        return "Union", [annotation.left, annotation.right]
-    if isinstance(annotation, ast.Subscript):
-        arguments = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
-        return ast.unparse(annotation.value).removeprefix("typing."), list(arguments)
-    return ast.unparse(annotation), []
 
 
 # Versions of megatron-core that activation offloading was tested with: the calls of its layers to the manager of
@@ -146,7 +147,6 @@ class _Source:
     classes: tuple[tuple[str, str], ...]
 
 
-# If a field is in several classes, the last one wins, as in Python's inheritance.
 SECTIONS: dict[str, _Source] = {
     "policy.megatron_cfg": _Source(
         "megatron-core's TransformerConfig",
@@ -167,87 +167,43 @@ SECTIONS: dict[str, _Source] = {
 }
 _ENUMS = "core/transformer/enums.py"
 
-# Fields that megatron-core annotates as text but reads as one of a few words; it silently treats other words as none.
-CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
-    "policy.megatron_cfg": {
-        "moe_router_load_balancing_type": (
-            *("aux_loss", "seq_aux_loss", "global_aux_loss"),
-            *("sinkhorn", "quantile_balancing", "none"),
-        ),
-        "rope_type": ("rope", "yarn"),
-    },
-    "policy.megatron_cfg.optimizer": {},
-    "policy.megatron_cfg.distributed_data_parallel_config": {
-        "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
-    },
+# Fields that megatron-core annotates as text, or a list of texts, but reads as some of a few words; it silently treats
+# other words as none.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "moe_router_load_balancing_type": (
+        *("aux_loss", "seq_aux_loss", "global_aux_loss"),
+        *("sinkhorn", "quantile_balancing", "none"),
+    ),
+    "rope_type": ("rope", "yarn"),
 }
 
 
-@dataclass(frozen=True)
-class MegatronField:
-    """Describes a field of a Megatron config, as its source declares it.
-
-    Attributes:
-        annotation: the field's type.
-        nullable: whether its default is None, even if the annotation does not allow it.
-        may_be_infinite: whether its default is infinite, and so means "no bound".
-        choices: the words allowed for a text, or for each text of a list; None for any.
-    """
-
-    annotation: ast.expr
-    nullable: bool
-    may_be_infinite: bool = False
-    choices: tuple[str, ...] | None = None
-
-    def accepts(self, value: Any) -> bool:
-        """Returns whether a YAML value is of the field's type."""
-        if value is None and self.nullable:
-            return True
-        if self.may_be_infinite and value == math.inf:
-            return True
-        if self.choices is not None and value is not None:
-            words = value if isinstance(value, list) else [value]
-            if not words or any(word not in self.choices for word in words):
-                return False
-        return _ANNOTATIONS.accepts(self.annotation, value)
-
-
 @cache
-def megatron_fields(section: str) -> dict[str, MegatronField]:
-    """Returns the fields of the Megatron config behind a section of `policy`, a key of `SECTIONS`."""
-    fields: dict[str, MegatronField] = {}
+def megatron_fields(section: str) -> Mapping[str, str]:
+    """Returns the fields of the Megatron config behind a section of `policy`, a key of `SECTIONS`, with their types."""
+    fields: dict[str, str] = {}
     for file, class_name in SECTIONS[section].classes:
         definition = fields_of(_source(file), class_name)
         assert definition is not None, f"{file} of the installed Megatron has no class {class_name}"
-        for name, statement in annotated(definition).items():
-            fields[name] = _field(section, name, statement, fields[name] if name in fields else None)
+        for name, declared in _declared(definition).items():
+            # A subclass that changes the default may annotate text where its base lists the words.
+            annotation = fields[name] if name in fields else ast.unparse(declared.annotation)
+            is_null = isinstance(declared.value, ast.Constant) and declared.value.value is None
+            admits_null = "Optional" in annotation or "None" in annotation
+            fields[name] = f"Optional[{annotation}]" if is_null and not admits_null else annotation
     return fields
-
-
-def _field(section: str, name: str, declared: ast.AnnAssign, inherited: MegatronField | None) -> MegatronField:
-    annotation = declared.annotation
-    if ast.unparse(annotation) == "str" and inherited is not None and "Literal" in ast.unparse(inherited.annotation):
-        # A subclass that changes the default may annotate text where its base lists the words.
-        annotation = inherited.annotation
-    return MegatronField(
-        annotation,
-        nullable=isinstance(declared.value, ast.Constant) and declared.value.value is None,
-        may_be_infinite=declared.value is not None and ast.unparse(declared.value) == "float('inf')",
-        choices=CHOICES[section].get(name),
-    )
 
 
 def check_field(section: str, name: str, value: Any) -> str | None:
     """Returns what is wrong with the value of a known field; None if it is valid."""
-    field = megatron_fields(section)[name]
-    if field.accepts(value):
+    annotation, choices = megatron_fields(section)[name], CHOICES.get(name)
+    words = value if isinstance(value, list) and value else [value]
+    if accepts(annotation, value, other=EllipsisType) and all(choices is None or word in choices for word in words):
         return None
-    expected = _ANNOTATIONS.words(field.annotation) if field.choices is None else show_choices(field.choices)
+    expected = words_of(annotation) if choices is None else show_choices(choices)
     if "Callable" in expected:
         return f"cannot be set in a recipe: it is a function in {SECTIONS[section].title}"
-    hint = "; write it without quotes" if isinstance(value, str) and is_number(value) else ""
-    if field.choices is not None and isinstance(value, str) and (close := nearest(value, field.choices)):
-        hint = f"; did you mean {close}?"
+    hint = did_you_mean(value, choices) if choices is not None else unquoted(value)
     return f"must be {expected}, as {SECTIONS[section].title} says; found {show(value)}{hint}"
 
 
@@ -281,9 +237,6 @@ def _enum_members(class_name: str) -> tuple[str, ...] | None:
     return tuple(target.id for target in targets if isinstance(target, ast.Name))
 
 
-_ANNOTATIONS = Annotations(_enum_members, finite=True)
-
-
 _BRIDGES = "bridge/models"
 _CALL = re.compile(r"register_bridge\(\s*source=([\w\"']+)")
 
@@ -309,8 +262,6 @@ def _in(source: str) -> Iterator[str]:
 
 
 _FILE, _CLASS = "engine/arg_utils.py", "EngineArgs"
-# vLLM's own types, such as its configs and literals with a name, are left to vLLM.
-_VLLM_ANNOTATIONS = Annotations(members=lambda name: None, accepts_unknown=True)
 
 
 def source_folder() -> Path | None:
@@ -322,7 +273,7 @@ def source_folder() -> Path | None:
 
 
 @cache
-def declared_arguments(folder: Path) -> Mapping[str, ast.expr]:
+def declared_arguments(folder: Path) -> Mapping[str, str]:
     """Returns the type of each argument by name; empty if this vLLM declares them elsewhere.
 
     Args:
@@ -332,7 +283,7 @@ def declared_arguments(folder: Path) -> Mapping[str, ast.expr]:
     if not path.is_file():
         return {}
     definition = fields_of(path.read_text(encoding="utf-8"), _CLASS)
-    return {} if definition is None else {name: field.annotation for name, field in annotated(definition).items()}
+    return {} if definition is None else annotated(definition)
 
 
 def why_refused(name: str, value: Any, never: Container[str]) -> str | None:
@@ -348,8 +299,8 @@ def why_refused(name: str, value: Any, never: Container[str]) -> str | None:
     if not declared:
         return None
     if name not in declared:
-        close = nearest(name, (other for other in declared if other not in never), cutoff=KEYS_ALIKE)
-        return f"is not an argument of the installed vLLM{f'; did you mean {close}?' if close else '; delete it'}"
-    if value is None or _VLLM_ANNOTATIONS.accepts(declared[name], value):
+        hint = did_you_mean(name, (other for other in declared if other not in never), cutoff=KEYS_ALIKE)
+        return f"is not an argument of the installed vLLM{hint or '; delete it'}"
+    if value is None or accepts(declared[name], value):
         return None
-    return f"is {show(value)}, but must be {_VLLM_ANNOTATIONS.words(declared[name])} for the installed vLLM"
+    return f"is {show(value)}, but must be {words_of(declared[name])} for the installed vLLM"

@@ -36,8 +36,12 @@ _FURTHER = {
     "tokenizer_class": "str | None",
 }
 _FLOATS = ("float", "float | None", "None | float")
-# Fields that a config with rotary embeddings accepts in addition to `rope_parameters`.
-_ROPE_TYPES = {"rope_theta": "float", "rope_scaling": "dict | None", "partial_rotary_factor": "float | None"}
+# Fields that a config with rotary embeddings accepts.
+_ROPE_TYPES = {
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), "dict | None"),
+    "rope_theta": "float",
+    "partial_rotary_factor": "float | None",
+}
 
 
 @dataclass(frozen=True)
@@ -47,14 +51,14 @@ class HfFamily:
     Attributes:
         class_name: its name in transformers.
         folder: the folder of the family's sources.
-        fields: the types of all fields that the class accepts, by name; None where transformers declares none.
+        fields: the types of all fields that the class accepts, by name.
         aliases: other names of fields, each with the name that the class declares.
         rope_keys: keys of `rope_parameters` that only this family has.
     """
 
     class_name: str
     folder: Path
-    fields: Mapping[str, ast.expr | None]
+    fields: Mapping[str, str]
     aliases: Mapping[str, str] = field(default_factory=dict)
     rope_keys: frozenset[str] = frozenset()
 
@@ -63,7 +67,7 @@ class HfFamily:
         same = self._same(name)
         return len(same) > 1 or any(one in self.fields for one in same) or _is_read(self.folder, name)
 
-    def annotation(self, name: str) -> ast.expr | None:
+    def annotation(self, name: str) -> str | None:
         """Returns the type of a field; None if transformers declares none."""
         return next((self.fields[one] for one in self._same(name) if one in self.fields), None)
 
@@ -123,7 +127,7 @@ def with_floats(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _needs_float(known: HfFamily | None, name: str, value: Any) -> bool:
     is_int = known is not None and isinstance(value, int) and not isinstance(value, bool)
     annotation = known.annotation(name) if known is not None and is_int else None
-    return annotation is not None and ast.unparse(annotation) in _FLOATS
+    return annotation in _FLOATS
 
 
 @cache
@@ -144,10 +148,9 @@ def rope_validators() -> Mapping[str, tuple[frozenset[str], frozenset[str]]]:
 
 
 @cache
-def rope_fields() -> Mapping[str, ast.expr]:
+def rope_fields() -> Mapping[str, str]:
     """Returns the keys of `rope_parameters` for which transformers declares types, with these."""
-    definition = _classes(transformers_root() / "modeling_rope_utils.py")["RopeParameters"]
-    return {name: field.annotation for name, field in annotated(definition).items()}
+    return annotated(_classes(transformers_root() / "modeling_rope_utils.py")["RopeParameters"])
 
 
 @cache
@@ -235,11 +238,11 @@ def _is_read(folder: Path, name: str) -> bool:
 
 
 def _family(class_name: str, folder: Path, definitions: list[ast.ClassDef]) -> HfFamily:
-    fields: dict[str, ast.expr | None] = dict(_common_fields())
+    fields = dict(_common_fields())
     aliases: dict[str, str] = {}
     rope_keys: set[str] = set()
     for definition in definitions:
-        fields |= {name: declared.annotation for name, declared in annotated(definition).items()}
+        fields |= annotated(definition)
         for statement in definition.body:
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
                 name = statement.targets[0].id
@@ -248,21 +251,13 @@ def _family(class_name: str, folder: Path, definitions: list[ast.ClassDef]) -> H
                 elif name == "ignore_keys_at_rope_validation":
                     rope_keys |= set(ast.literal_eval(statement.value))
     if "rope_parameters" in fields or "rope_theta" in fields:
-        fields.setdefault("rope_parameters", _parsed("dict | None"))
-        for name, words in _ROPE_TYPES.items():
-            fields[name] = fields.get(name) or _parsed(words)
+        fields = _ROPE_TYPES | fields
     return HfFamily(class_name, folder, fields, aliases, frozenset(rope_keys))
 
 
 @cache
-def _common_fields() -> Mapping[str, ast.expr]:
+def _common_fields() -> Mapping[str, str]:
     """Returns the fields that every config accepts."""
     definition = fields_of(_text(_COMMON), _BASE)
     assert definition is not None, f"{_COMMON} of the installed transformers has no class {_BASE}"
-    declared = {name: found.annotation for name, found in annotated(definition).items()}
-    return declared | {name: _parsed(annotation) for name, annotation in _FURTHER.items()}
-
-
-@cache
-def _parsed(annotation: str) -> ast.expr:
-    return ast.parse(annotation, mode="eval").body
+    return annotated(definition) | _FURTHER

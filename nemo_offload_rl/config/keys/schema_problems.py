@@ -27,7 +27,7 @@ from nemo_offload_rl.config.keys.tree import (
     schema_keys,
     unknown_in_kind,
 )
-from nemo_offload_rl.config.problems import is_number, nearest, show, show_choices
+from nemo_offload_rl.config.problems import did_you_mean, show, show_choices, unquoted
 from nemo_offload_rl.config.schema.value_types import TAGS
 
 _UNCHECKED = "policy.unchecked_megatron_fields"
@@ -130,8 +130,9 @@ def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error
     found = f"found {show(value)}"
     if kind not in _EXPECTED:
         return f"{error['msg'][0].lower()}{error['msg'][1:]}; {found}"
-    quoted = {"bool_type": ("true", "false").__contains__, "int_type": is_number, "float_type": is_number}
-    hint = "; write it without quotes" if isinstance(value, str) and kind in quoted and quoted[kind](value) else ""
+    hint = unquoted(value) if kind in ("int_type", "float_type") else ""
+    if kind == "bool_type" and value in ("true", "false"):
+        hint = "; write it without quotes"
     if kind == "list_type" and (value is None or isinstance(value, str)):
         hint = f"; write [{value or ''}]"
     return f"must be {_EXPECTED[kind].format(**context)}; {found}{hint}"
@@ -139,10 +140,8 @@ def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error
 
 def _wrong_choice(value: Any, choices: str) -> str:
     names = [choice.strip("'") for choice in choices.replace(" or ", ", ").split(", ")]
-    close = nearest(value, names) if isinstance(value, str) else None
-    return f"must be {choices.lower() if choices in ('True', 'False') else choices}; found {show(value)}" + (
-        f"; did you mean {close}?" if close else ""
-    )
+    shown = choices.lower() if choices in ("True", "False") else choices
+    return f"must be {shown}; found {show(value)}{did_you_mean(value, names)}"
 
 
 def megatron_problems(config: dict[str, Any], schema: type) -> Iterator[tuple[str, str]]:

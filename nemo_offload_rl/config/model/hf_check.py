@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.config.installed.declared_fields import Annotations
+from nemo_offload_rl.config.installed.declared_fields import accepts, words_of
 from nemo_offload_rl.config.installed.transformers_source import (
     MODEL_TYPE,
     HfFamily,
@@ -23,7 +23,7 @@ from nemo_offload_rl.config.installed.transformers_source import (
     rope_validators,
 )
 from nemo_offload_rl.config.model.families import model_fields
-from nemo_offload_rl.config.problems import KEYS_ALIKE, is_number, nearest, show, show_choices
+from nemo_offload_rl.config.problems import KEYS_ALIKE, did_you_mean, nearest, show, show_choices, unquoted
 
 HF_CONFIG, OVERRIDES = "policy.hf_config", "policy.hf_config_overrides"
 # Rotary embeddings: the present name of the mapping, and the former one.
@@ -35,8 +35,6 @@ _ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Multi-token-prediction layers: transformers has none, and they are switched off here.
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
-
-_ANNOTATIONS = Annotations(lambda name: None, accepts_unknown=True, finite=True)
 
 Found = tuple[str, str]
 
@@ -69,8 +67,8 @@ def _model_type_problem(model_type: Any) -> str | None:
     if model_type is None:
         return "missing; it names the model's family for transformers, such as qwen3 or llama"
     if not isinstance(model_type, str) or model_type not in model_types():
-        close = nearest(str(model_type), causal_models()) or nearest(str(model_type), model_types())
-        return f"must be a family that the installed transformers knows; found {show(model_type)}{_meant(close)}"
+        hint = did_you_mean(model_type, causal_models()) or did_you_mean(model_type, model_types())
+        return f"must be a family that the installed transformers knows; found {show(model_type)}{hint}"
     if model_type not in causal_models():
         return f"is {show(model_type)}, for which transformers has no causal language model; give another family"
     return None
@@ -97,12 +95,10 @@ def _field_problem(path: str, name: str, value: Any, known: HfFamily | None) -> 
         hint = f"; nearest valid key: {path}.{close}" if close else ""
         return f"unknown key: {which} such field{hint}"
     annotation = None if known is None or name in ROPE_KEYS else known.annotation(name)
-    if annotation is not None and not _ANNOTATIONS.accepts(annotation, value):
-        words = _ANNOTATIONS.words(annotation)
-        quoted = "; write it without quotes" if isinstance(value, str) and is_number(value) else ""
-        return f"must be {words}, as transformers says; found {show(value)}{quoted}"
+    if annotation is not None and not accepts(annotation, value):
+        return f"must be {words_of(annotation)}, as transformers says; found {show(value)}{unquoted(value)}"
     if name in _ACTIVATION_KEYS and isinstance(value, str) and value not in activations():
-        return f"must be an activation of transformers; found {show(value)}{_meant(nearest(value, activations()))}"
+        return f"must be an activation of transformers; found {show(value)}{did_you_mean(value, activations())}"
     return None
 
 
@@ -126,7 +122,7 @@ def _rope_problems(path: str, value: Any, known: HfFamily | None) -> Iterator[Fo
     validators = rope_validators()
     rope_type = value.get("rope_type", value.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in validators:
-        hint = _meant(nearest(str(rope_type), validators))
+        hint = did_you_mean(rope_type, validators)
         yield f"{path}.rope_type", f"must be {show_choices(validators)}; found {show(rope_type)}{hint}"
         return
     required, optional = validators[rope_type]
@@ -137,16 +133,12 @@ def _rope_problems(path: str, value: Any, known: HfFamily | None) -> Iterator[Fo
             close = nearest(str(name), names)
             hint = f"; nearest valid key: {close}" if close else ""
             yield f"{path}.{name}", f"unknown key{hint}; rope_type {rope_type} has {', '.join(sorted(names))}"
-        elif annotation is not None and not _ANNOTATIONS.accepts(annotation, item):
-            yield f"{path}.{name}", f"must be {_ANNOTATIONS.words(annotation)}; found {show(item)}"
+        elif annotation is not None and not accepts(annotation, item):
+            yield f"{path}.{name}", f"must be {words_of(annotation)}; found {show(item)}"
     for name in sorted(
         required - {name for name in value if value[name] is not None} - {*_EVERY_ROPE, _ORIGINAL_LENGTH}
     ):
         yield f"{path}.{name}", f"missing; rope_type {rope_type} needs it"
-
-
-def _meant(close: str | None) -> str:
-    return f"; did you mean {close}?" if close else ""
 
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")

@@ -12,7 +12,7 @@ from nemo_offload_rl.config.model.families import (
     why_not_frozen,
     why_unsupported,
 )
-from nemo_offload_rl.config.problems import nearest, show_choices
+from nemo_offload_rl.config.problems import did_you_mean, show_choices
 from nemo_offload_rl.config.rules.base import MEGATRON, MODEL_FIELDS, RuleResult, note, rule
 
 _FREEZE_CONFIG = f"{MEGATRON}.freeze_config?"
@@ -33,8 +33,7 @@ def model_bridge(*model: Any) -> RuleResult:
     if any(name in bridged for name in architectures):
         return None
     families = sorted(name for name, architecture in causal_models().items() if architecture in bridged)
-    close = nearest(architectures[0], bridged)
-    hint = f"; did you mean {close}?" if close and named else ""
+    hint = did_you_mean(architectures[0], bridged) if named else ""
     return _path("architectures" if named else "model_type", model), (
         f"the model is {show_choices(architectures)}, which the installed Megatron-Bridge cannot build{hint}; "
         f"families that it can: {', '.join(families)}"

@@ -1,6 +1,5 @@
 """Megatron's fields, read from source: names, types, defaults, and the rows of the key table about them."""
 
-import ast
 import dataclasses
 import inspect
 import math
@@ -71,13 +70,6 @@ def test_values_are_checked_by_annotation(name, good, bad, expected):
         assert f"must be {expected}" in message
 
 
-def test_a_bound_may_be_infinite_where_megatron_has_it_so():
-    optimizer = f"{MEGATRON}.optimizer"
-    assert check_field(optimizer, "grad_norm_skip_threshold", math.inf) is None
-    for value in (math.nan, -math.inf):
-        assert check_field(optimizer, "grad_norm_skip_threshold", value) is not None
-
-
 def test_a_misspelt_word_gets_the_nearest_one():
     message = check_field(MEGATRON, "moe_router_load_balancing_type", "aux_los")
     assert message is not None and message.endswith("found 'aux_los'; did you mean aux_loss?")
@@ -86,7 +78,7 @@ def test_a_misspelt_word_gets_the_nearest_one():
 def test_words_that_are_listed_here_are_those_of_megatron():
     """megatron-core lists them in docstrings alone, whose words these are."""
     source = inspect.getsource(transformer_config)
-    for name, words in CHOICES[MEGATRON].items():
+    for name, words in CHOICES.items():
         documented = source.split(f"    {name}: ")[1].split('"""')[1]
         assert all(re.search(rf"\b{word}\b", documented) for word in words), name
 
@@ -98,9 +90,9 @@ def test_a_function_cannot_be_set():
 def test_every_annotation_is_understood():
     """Each field either takes plain values that the message names, or says that it takes none."""
     for section in SECTIONS:
-        for name, field in megatron_fields(section).items():
+        for name, annotation in megatron_fields(section).items():
             message = check_field(section, name, object())
-            assert message is not None or ast.unparse(field.annotation) == "Any", name
+            assert message is not None or annotation == "Any", name
 
 
 TINY = CONFIGS / "sft_tiny_cpu.yaml"
