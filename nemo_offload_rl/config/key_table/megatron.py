@@ -13,15 +13,6 @@ DDP = f"{MEGATRON}.distributed_data_parallel_config"
 
 _OFF = (False, None)
 _NULL = (None,)
-_NOT_HERE = "is not supported here"
-_LOW_PRECISION = "fp8 and fp4 are not supported here yet"
-_CP = "this kind of context parallelism is not supported here"
-_MTP = "multi-token prediction is not supported here"
-_OLD_NAME = "is megatron-core's old name"
-_NOT_READ = "is not read by megatron-core 0.19.2"
-_OWN_TRAINER = "is read by Megatron's own training loop, which is not used here"
-_CPU_OFFLOADING = "megatron-core's layer-wise cpu_offloading is not supported here"
-_FINE_GRAINED = f"leave it at {{off}} or delete the key, and use {MEGATRON}.fine_grained_activation_offloading"
 
 
 def _fixed(names: str, why: str, values: tuple[Any, ...] = (), remedy: str = "") -> list[Row]:
@@ -41,11 +32,10 @@ _FIXED = (
         remedy="set it there (policy.hf_config, policy.hf_config_overrides)",
     ),
     *_fixed(
-        "params_dtype bf16 fp16 autocast_dtype",
+        "params_dtype bf16 fp16 autocast_dtype enable_autocast",
         "follows from policy.precision",
         remedy="set that key instead",
     ),
-    *_fixed("enable_autocast", "follows from policy.precision", _OFF, "set that key instead"),
     *_fixed(
         "perform_initialization use_cpu_initialization init_model_with_meta_device transformer_impl "
         "variable_seq_lengths calculate_per_token_loss deallocate_pipeline_outputs seq_length parallel_output "
@@ -54,17 +44,28 @@ _FIXED = (
         "is set by this package for the device it runs on",
     ),
     *_fixed(
-        "fp8 fp8_quantizer_factory fp4 fp4_quantizer_factory quant_recipe optimizer.fp8_recipe", _LOW_PRECISION, _NULL
-    ),
-    *_fixed(
-        "fp8_param fp8_output_proj fp8_dot_product_attention fp8_multi_head_attention fp4_param use_kitchen "
-        "moe_router_padding_for_fp8 moe_router_padding_for_quantization optimizer.reuse_grad_buf_for_mxfp8_param_ag "
+        "fp8 fp8_quantizer_factory fp8_param fp8_output_proj fp8_dot_product_attention fp8_multi_head_attention fp4 "
+        "fp4_quantizer_factory fp4_param quant_recipe use_kitchen moe_router_padding_for_fp8 "
+        "moe_router_padding_for_quantization optimizer.fp8_recipe optimizer.reuse_grad_buf_for_mxfp8_param_ag "
         "distributed_data_parallel_config.fp8_param_gather distributed_data_parallel_config.fp4_param_gather "
         "distributed_data_parallel_config.reuse_grad_buf_for_mxfp8_param_ag",
-        _LOW_PRECISION,
+        "fp8 and fp4 are not supported here yet",
         _OFF,
+        "delete it",
     ),
-    *_fixed("moe_layer_recompute", _OLD_NAME, _OFF, f"list moe in {MEGATRON}.recompute_modules, and delete it"),
+    *_fixed(
+        "moe_layer_recompute",
+        "is megatron-core's old name",
+        _OFF,
+        f"list moe in {MEGATRON}.recompute_modules, and delete it",
+    ),
+    *_fixed(
+        "enable_cuda_graph external_cuda_graph cuda_graph_scope",
+        "is megatron-core's old name",
+        _OFF,
+        f"list the modules in {MEGATRON}.cuda_graph_modules, set {MEGATRON}.cuda_graph_impl to transformer_engine, and "
+        "delete it",
+    ),
     *_fixed(
         "cuda_graph_impl",
         "only graphs of Transformer Engine are captured here: local graphs are captured outside the training step, and "
@@ -73,108 +74,52 @@ _FIXED = (
         "use transformer_engine or none",
     ),
     *_fixed(
-        "enable_cuda_graph external_cuda_graph",
-        _OLD_NAME,
-        _OFF,
-        f"set {MEGATRON}.cuda_graph_impl to transformer_engine, and delete it",
-    ),
-    *_fixed(
-        "cuda_graph_scope",
-        _OLD_NAME,
-        _NULL,
-        f"list the modules in {MEGATRON}.cuda_graph_modules, and delete it",
-    ),
-    *_fixed(
-        "inference_cuda_graph_scope",
-        "CUDA graphs of Megatron's inference are not supported here",
-        (None, "none"),
-        f"leave it at {{off}} ({MEGATRON}.cuda_graph_modules is for training)",
-    ),
-    *_fixed("hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank", _CP, _NULL),
-    *_fixed("hybrid_context_parallel", _CP, _OFF),
-    *_fixed("cp_comm_type", _CP, (None, "p2p", "a2a", "all_gather"), "use p2p, a2a or all_gather"),
-    *_fixed("tp_comm_overlap", "needs user buffers of Transformer Engine, which are not set up here", _OFF),
-    *_fixed(
-        "pipeline_model_parallel_comm_backend",
-        "is read by Megatron's own start of distributed training, which is not used here: pipeline stages send with "
-        "the backend of all groups",
-        (None, "nccl"),
-    ),
-    *_fixed(
-        "gtp_weight_remat_size expert_gtp_weight_remat_size "
-        "distributed_data_parallel_config.num_distributed_optimizer_instances",
-        _NOT_HERE,
-        (1,),
-    ),
-    *_fixed(
-        "tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards",
-        "more shards of a weight than tensor_model_parallel_size are not supported here",
-        _NULL,
-        "leave it at {off}, and set that key",
+        "cp_comm_type",
+        "this kind of context parallelism is not supported here",
+        (None, "p2p", "a2a", "all_gather"),
+        "use p2p, a2a or all_gather",
     ),
     # megatron-core reads overlap_dispatch_backward_with_experts_wgrad only with its FSDP, but Transformer Engine always
-    # does: expert weights then get gradients before these are written.
+    # does: expert weights then get gradients before these are written. Buffers that are registered with NCCL (nccl_ub)
+    # would take the memory twice, since the offloader moves them into memory of its own.
     *_fixed(
+        "hierarchical_context_parallel_sizes hybrid_context_parallel max_seqlen_per_dp_cp_rank tp_comm_overlap "
+        "tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards inference_cuda_graph_scope "
         "overlap_moe_expert_parallel_comm ep_overlap_early_attn_memory_release delay_wgrad_compute "
         "overlap_dispatch_backward_with_experts_wgrad defer_embedding_wgrad_compute moe_enable_routing_replay "
-        "heterogeneous_block_specs use_inference_optimized_layers test_mode "
+        "moe_paged_stash moe_expert_rank_capacity_factor num_microbatches_with_partial_activation_checkpoints "
+        "heterogeneous_block_specs use_inference_optimized_layers test_mode optimizer.optimizer_cuda_graph "
         "optimizer.use_layer_wise_distributed_optimizer optimizer.overlap_param_gather_with_optimizer_step "
-        "distributed_data_parallel_config.delay_wgrad_compute",
-        _NOT_HERE,
+        "distributed_data_parallel_config.delay_wgrad_compute distributed_data_parallel_config.nccl_ub "
+        "distributed_data_parallel_config.disable_symmetric_registration distributed_data_parallel_config.num_buckets",
+        "is not supported here",
         _OFF,
+        "delete it",
     ),
     *_fixed(
-        "moe_expert_rank_capacity_factor num_microbatches_with_partial_activation_checkpoints",
-        _NOT_HERE,
-        _NULL,
+        "cpu_offloading cpu_offloading_num_layers",
+        "megatron-core's layer-wise cpu_offloading is not supported here",
+        (*_OFF, 0),
+        f"leave it at {{off}} or delete the key, and use {MEGATRON}.fine_grained_activation_offloading",
     ),
-    *_fixed("cpu_offloading", _CPU_OFFLOADING, _OFF, _FINE_GRAINED),
-    *_fixed("cpu_offloading_num_layers", _CPU_OFFLOADING, (0,), _FINE_GRAINED),
     *_fixed(
-        "moe_paged_stash",
-        "megatron-core's paged stash is not supported here",
-        _OFF,
-        f"leave it at {{off}}, and name expert_fc1 and moe_act in {MEGATRON}.offload_modules",
-    ),
-    *_fixed("mtp_num_layers", _MTP, (0, None)),
-    *_fixed("mtp_enabled mtp_standalone", _MTP, _OFF),
-    *_fixed("mtp_hybrid_override_pattern", _MTP, _NULL),
-    *_fixed(
-        "moe_token_dropping",
-        _NOT_READ,
-        _OFF,
-        f"leave it at {{off}}, and set {MEGATRON}.moe_expert_capacity_factor to drop tokens",
+        "mtp_num_layers mtp_enabled mtp_standalone mtp_hybrid_override_pattern",
+        "multi-token prediction is not supported here",
+        (*_OFF, 0),
+        "delete it",
     ),
     *_fixed("optimizer.fp16", "float16 training is not supported here", (False,), "use bfloat16"),
     *_fixed(
-        "optimizer.pin_cpu_grads optimizer.pin_cpu_params",
-        "host memory of the CPU optimizer is always page-locked here",
-        (True,),
-    ),
-    *_fixed(
         "optimizer.main_grads_dtype",
-        _NOT_READ,
+        "is not read by megatron-core 0.19.2",
         ("float32", None),
         f"leave it at {{off}}, and set the gradients' type with {DDP}.grad_reduce_in_fp32",
-    ),
-    *_fixed(
-        "optimizer.optimizer_cuda_graph",
-        "the optimizer's step is not captured here",
-        _OFF,
-        f"leave it at {{off}} ({MEGATRON}.cuda_graph_modules lists the parts that are)",
     ),
     *_fixed("optimizer.overlap_param_gather", f"is set in {DDP}"),
     *_fixed("distributed_data_parallel_config.use_distributed_optimizer", f"is set in {OPTIMIZER}"),
     *_fixed(
         "distributed_data_parallel_config.use_custom_fsdp distributed_data_parallel_config.use_megatron_fsdp",
         "Megatron-FSDP is not supported here",
-        _OFF,
-    ),
-    *_fixed("distributed_data_parallel_config.num_buckets", _OWN_TRAINER, _NULL, "delete it, and set bucket_size"),
-    *_fixed(
-        "distributed_data_parallel_config.nccl_ub distributed_data_parallel_config.disable_symmetric_registration",
-        "registers buffers with NCCL, which the offloader moves into memory of its own: they would take the "
-        "memory twice, and NCCL would use none of it",
         _OFF,
     ),
     *_fixed("distributed_data_parallel_config.average_in_collective", "gradients are summed over ranks here", _OFF),

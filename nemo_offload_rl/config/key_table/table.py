@@ -32,7 +32,6 @@ _QUANTISED = "quantised weights"
 _NOT_QUANTISED = "leave it at {off} or delete the key; weights have the dtype policy.precision"
 _ALL_WEIGHTS = "leave it at {off} or delete the key; all weights are trained"
 _IN_DEFAULT = "write it into data.default, or into data.train and data.validation"
-_FOLDER = "name its folder in data_path"
 _LOGGERS = "use tensorboard_enabled or wandb_enabled"
 _MEGATRON = "policy.megatron_cfg"
 _VLLM = ("policy.generation.backend", "vllm")
@@ -72,19 +71,20 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
         "saving in Hugging Face format while training",
         remedy="run `nemo-offload-rl export CHECKPOINT FOLDER` afterwards",
     ),
-    _off("data.default.subset", "a subset of a dataset on the hub", _NULL, _FOLDER),
     _off("data.dataset_name", "dataset_name in the section data itself", _NULL, _IN_DEFAULT),
     _off("data.prompt_file", "a prompt file in the section data itself", _NULL, _IN_DEFAULT),
-    _off("data.system_prompt_file", "a system prompt in the section data itself", _NULL, _IN_DEFAULT),
-    _off("data.train.subset", "a subset of a dataset on the hub", _NULL, _FOLDER),
-    _off("data.validation.subset", "a subset of a dataset on the hub", _NULL, _FOLDER),
-    _off("data.use_multiple_dataloader", "several data loaders at once"),
+    *(
+        _off(f"data.{part}.subset", "a subset of a dataset on the hub", _NULL, "name its folder in data_path")
+        for part in ("default", "train", "validation")
+    ),
     _off(
         "data.val_data_paths",
         "a list of validation files with separate metrics",
         _NULL,
         "list the datasets in data.validation, which measures them as one",
     ),
+    _off("env.*.verifier_type", "verifiers of multiple-choice answers", ("math", None)),
+    _off("data.use_multiple_dataloader", "several data loaders at once"),
     _off(
         "env.*.reward_functions",
         "a weighted sum of several reward functions",
@@ -92,7 +92,6 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
         "write reward: python, and a reward_function that returns their weighted sum",
     ),
     _off("env.nemo_gym", "NeMo Gym", _NO_SECTION, "delete the section; your own environments can have any other name"),
-    _off("env.*.verifier_type", "verifiers of multiple-choice answers", ("math", None)),
     _off("env.should_use_nemo_gym", "NeMo Gym", remedy="set it to {off}; the environments of env judge answers"),
     _off("grpo.debug_payload_metrics", "metrics of the data sent between processes"),
     _off("grpo.deduplicate_multimodal_data", f"sharing {_MEDIA}", remedy=_NO_MEDIA),
@@ -105,7 +104,6 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
         (1, None),
         "write grpo.val_num_generations_per_prompt",
     ),
-    _off("grpo.reward_shaping.mode", "reward shaping by the length of the reasoning", ("response_length", None)),
     _off("grpo.val_start_at", "delaying the first validation", (-1, None)),
     _off("logger.mlflow_enabled", "MLflow", remedy=_LOGGERS),
     _off("logger.swanlab_enabled", "SwanLab", remedy=_LOGGERS),
@@ -115,16 +113,11 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
     _off("policy.generation.quant_cfg", _QUANTISED, _NULL, _NOT_QUANTISED),
     _off("policy.generation.real_quant", _QUANTISED, remedy=_NOT_QUANTISED),
     *(_off(f"policy.generation.vllm_cfg.{name}", what, (only,)) for name, (only, what) in _VLLM_ONLY.items()),
-    _off("policy.generation.vllm_cfg.enable_return_routed_experts", "router replay"),
     _off("policy.generation.vllm_cfg.expose_http_server", "requests to engines from elsewhere than the driver"),
     _off("policy.generation.vllm_cfg.is_mx", _QUANTISED, remedy=_NOT_QUANTISED),
     _off("policy.generation.vllm_cfg.limit_mm_per_prompt", _MEDIA, _NO_SECTION, _NO_MEDIA),
     _off("policy.generation.vllm_cfg.video", _MEDIA, _NO_SECTION, _NO_MEDIA),
     _off("policy.is_vlm", "a vision or audio model", remedy="set policy.model_name to a text-only model"),
-    _off(
-        f"{_MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable",
-        "the fully reshardable format, from which megatron-core 0.19.2 restores wrong optimizer state",
-    ),
     _off(f"{_MEGATRON}.clear_memory_caches_before_refit", "clearing Megatron's caches before a refit"),
     *(
         _off(f"{_MEGATRON}.freeze_{part}", "a frozen part of the model", remedy=_ALL_WEIGHTS)
@@ -134,9 +127,7 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
     _off(f"{_MEGATRON}.use_gloo_process_groups", "Gloo process groups in addition to NCCL's"),
     _off("policy.quant_cfg", _QUANTISED, _NULL, _NOT_QUANTISED),
     _off("policy.router_replay.enabled", "router replay"),
-    _off("policy.tokenizer.audio", _MEDIA, _NO_SECTION, _NO_MEDIA),
     _off("policy.tokenizer.video", _MEDIA, _NO_SECTION, _NO_MEDIA),
-    _off("policy.tokenizer.use_processor", _MEDIA, remedy=_NO_MEDIA),
     _off("policy.tokenizer.use_fastokens", "fastokens"),
     *(
         _off(f"reward_penalties.penalize_{what}", "reward penalties")
@@ -154,8 +145,7 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
         "policy.dtensor_cfg",
         "the DTensor policy",
         "_v2 activation_checkpointing automodel_kwargs clear_cache_every_n_steps context_parallel_size cpu_offload "
-        "custom_parallel_plan dp_replicate_size env_vars expert_parallel_size lora_cfg.enabled sequence_parallel "
-        "tensor_parallel_size",
+        "custom_parallel_plan dp_replicate_size env_vars lora_cfg.enabled sequence_parallel tensor_parallel_size",
         "set it to {off}; the Megatron policy is policy.megatron_cfg",
     ),
     *each("policy.dtensor_cfg.lora_cfg", _LORA, Kind.NOT_IN_USE, "tunes the DTensor policy, which is off"),
@@ -176,8 +166,6 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
             "logger.tensorboard.log_dir": _RUN_FOLDER,
             "policy.generation.vllm_cfg.cap_max_tokens_to_context": "a prompt plus its answer never exceeds "
             "policy.max_total_sequence_length",
-            "policy.generation.vllm_cfg.enable_expert_parallel": _NOT_READ
-            + "policy.generation.vllm_cfg.expert_parallel_size above 1 turns it on",
             f"{_MEGATRON}.converter_type": "the model's Hugging Face config determines its architecture",
             f"{_MEGATRON}.defer_fp32_logits": _ALWAYS_ON + "logits have the dtype policy.precision, and float32 values "
             "are computed from them in chunks of tokens",
@@ -196,7 +184,6 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
             "batches are prepared in the driver": "data.num_workers",
             "tunes NeMo Gym, which is not in use": "env.should_log_nemo_gym_responses env.should_mask_flagged_samples",
             "is read by other estimators than grpo": "grpo.adv_estimator.minus_baseline",
-            "tunes reward shaping by the length of the reasoning, which is off": "grpo.reward_shaping.reasoning_length",
             "tunes mlflow_enabled, which is off": "logger.mlflow",
             "tunes swanlab_enabled, which is off": "logger.swanlab",
             _RUN_FOLDER: "logger.tensorboard",
@@ -209,24 +196,17 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
         for why, names in {
             "tunes generation with Megatron, which is not in use": "mcore_generation_config",
             "engines open no port to others": "port_range_high port_range_low",
-            "tunes a backend of generation that this package lacks": "dynamo_cfg sglang_cfg sglang_kwargs trtllm_cfg "
-            "trtllm_kwargs",
-            "tunes NeMo-RL's refit transports, which are not in use": "refit_cfg vllm_cfg.refit_with_reload_api",
+            "tunes a backend of generation that this package lacks": "dynamo_cfg trtllm_cfg trtllm_kwargs",
+            "tunes NeMo-RL's refit transports, which are not in use": "refit_cfg",
             "is for vLLM's asynchronous engine or servers, which are not in use": "vllm_cfg.reasoning_parser_plugin "
-            "vllm_cfg.enable_vllm_metrics_logger vllm_cfg.http_refit_api_key_env_var vllm_cfg.tool_parser_plugin "
+            "vllm_cfg.enable_vllm_metrics_logger vllm_cfg.http_refit_api_key_env_var "
             "vllm_cfg.http_server_serving_chat_kwargs vllm_cfg.vllm_metrics_logger_interval",
             "engines have no terminal to draw a progress bar on": "vllm_cfg.use_tqdm",
-            _QUANTISED_OFF: "real_quant_export_cpu_offload real_quant_ignore vllm_cfg.quantization_ignore_patterns "
-            "vllm_cfg.quantization_ignored_layer_kws",
+            _QUANTISED_OFF: "real_quant_export_cpu_offload real_quant_ignore vllm_cfg.quantization_ignored_layer_kws",
         }.items()
         for row in each("policy.generation", names, Kind.NOT_IN_USE, why)
     ),
-    *each(
-        "policy",
-        "disable_modelopt_layer_spec quant_batch_size quant_calib_data quant_calib_size quant_sequence_length",
-        Kind.NOT_IN_USE,
-        _QUANTISED_OFF,
-    ),
+    Row("policy.disable_modelopt_layer_spec", Kind.NOT_IN_USE, _QUANTISED_OFF),
     *(
         Row(key, Kind.OTHER_VALUE, "is not supported here", remedy=remedy)
         for key, remedy in {
