@@ -1,6 +1,5 @@
 """Reads a recipe: YAML with `defaults:` inheritance, command-line overrides and `${...}` interpolation."""
 
-import copy
 import os
 import re
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from nemo_offload_rl.config.keys.tree import is_valid_key, section_of_auto
 from nemo_offload_rl.config.problems import MAX_PROBLEMS, Origin, Problem, RecipeError, nearest, show, show_file
 from nemo_offload_rl.config.source.overrides import apply_overrides, merge
 from nemo_offload_rl.config.source.yaml_source import (
+    MISSING,
     InterpolationError,
     Node,
     Resolver,
@@ -180,24 +180,11 @@ def _resolve(root: Node) -> tuple[dict[str, Any], dict[str, str], list[Problem]]
     origins = root.origins()
     problems: list[Problem] = []
     written = written_interpolations(plain)
-    resolver = Resolver(copy.deepcopy(plain), written)
-    for path in written:
+    resolver = Resolver(plain, written)
+    for path, text in written.items():
         try:
-            _put(plain, path, resolver.resolve(path))
+            resolver.resolve(path)
         except InterpolationError as error:
-            problems.append(Problem(path, origins[path], error.message))
-            if len(problems) > MAX_PROBLEMS:
-                break
-    return plain, written, problems
-
-
-def _at(plain: Any, path: str) -> Any:
-    for name in path.split("."):
-        plain = plain[int(name)] if isinstance(plain, list) else plain[name]
-    return plain
-
-
-def _put(plain: Any, path: str, value: Any) -> None:
-    section, _, name = path.rpartition(".")
-    plain = _at(plain, section) if section else plain
-    plain[int(name) if isinstance(plain, list) else name] = value
+            why = "must be given a value; it is ???" if text == MISSING else f"{show(text)} cannot be resolved: {error}"
+            problems.append(Problem(path, origins[path], why))
+    return resolver.resolved(), written, problems[: MAX_PROBLEMS + 1]

@@ -5,10 +5,11 @@ first value that it cannot resolve, and takes 0.2 s to import; this lists all of
 values that are no plain reference.
 """
 
+import copy
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -117,13 +118,9 @@ def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:
     try:
         root = loader.get_single_node()
         builder = _Builder(loader, name)
-        if root is None:
-            return None, [
-                Problem("", Origin(name), "is empty; a recipe is a mapping of sections such as policy and data")
-            ]
         if not isinstance(root, yaml.MappingNode):
-            kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-            origin = Origin(name, root.start_mark.line + 1)
+            kind = "empty" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+            origin = Origin(name, root and root.start_mark.line + 1)
             return None, [Problem("", origin, f"is {kind}; a recipe is a mapping of sections such as policy and data")]
         return builder.build(root, ""), builder.problems
     except yaml.MarkedYAMLError as error:
@@ -134,6 +131,8 @@ def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         return None, [Problem("", Origin(name, line), f"broken YAML: {error.reason}")]
+    except RecursionError:
+        return None, [Problem("", Origin(name), "broken YAML: an alias is inside the value that it refers to")]
     finally:
         loader.dispose()
 
@@ -145,28 +144,19 @@ class _Builder:
         self.loader = loader
         self.file = file
         self.problems: list[Problem] = []
-        self._open: set[int] = set()  # nodes being built, to notice an anchor that contains itself
         self._flat: set[int] = set()  # mappings whose `<<` has been expanded
 
     def build(self, node: Any, path: str) -> Node:
         origin = Origin(self.file, node.start_mark.line + 1)
-        if id(node) in self._open:
-            self.problems.append(Problem(path, origin, "an alias is inside the value that it refers to"))
-            return Node(None, origin)
-        self._open.add(id(node))
-        try:
-            if node.tag not in (f"{_TAG}map", f"{_TAG}seq") and not isinstance(node, yaml.ScalarNode):
-                message = f"has the tag {node.tag}, which recipes do not support; delete it"
-                self.problems.append(Problem(path, origin, message))
-                return Node(None, origin)
-            if isinstance(node, yaml.MappingNode):
-                return Node(self._mapping(node, path), origin)
-            if isinstance(node, yaml.SequenceNode):
-                items = [self.build(item, f"{path}.{index}") for index, item in enumerate(node.value)]
-                return Node(items, origin)
+        if isinstance(node, yaml.ScalarNode):
             return Node(self._scalar(node, path, origin), origin)
-        finally:
-            self._open.discard(id(node))
+        if node.tag not in (f"{_TAG}map", f"{_TAG}seq"):
+            message = f"has the tag {node.tag}, which recipes do not support; delete it"
+            self.problems.append(Problem(path, origin, message))
+            return Node(None, origin)
+        if isinstance(node, yaml.MappingNode):
+            return Node(self._mapping(node, path), origin)
+        return Node([self.build(item, f"{path}.{index}") for index, item in enumerate(node.value)], origin)
 
     def _mapping(self, node: Any, path: str) -> dict[str, Node]:
         if id(node) not in self._flat:  # otherwise its keys are mixed with those from `<<`
@@ -257,19 +247,11 @@ ENVIRONMENT = "oc.env"  # "${oc.env:HOME}", and "${oc.env:NAME, default}"
 
 _REFERENCE = re.compile(r"\$\{\.*[A-Za-z_]\w*(\.\w+)*\}")  # "${section.key}", which needs no parser
 _TWO = re.compile(r"\$\{(\w+):(\$\{[\w.]+\}), *(\$\{[\w.]+\})\}")  # "${mul:${a}, ${b}}", likewise
-_MISSING = "???"
+MISSING = "???"
 
 
 class InterpolationError(ValueError):
-    """Says that a `${...}` has no value, in words for a key that refers to this one.
-
-    Attributes:
-        message: the same in words that continue the name of its own key; empty until that is known.
-    """
-
-    def __init__(self, reason: str, message: str = "") -> None:
-        super().__init__(reason)
-        self.message = message
+    """Says why a `${...}` has no value."""
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -287,7 +269,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def written_interpolations(plain: Any) -> dict[str, str]:
     """Returns the values to resolve, by path: texts with `${`, and `???`, which marks a value that must be given."""
-    return {path: text for path, text in leaves(plain) if isinstance(text, str) and ("${" in text or text == _MISSING)}
+    return {path: text for path, text in leaves(plain) if isinstance(text, str) and ("${" in text or text == MISSING)}
 
 
 class Resolver:
@@ -302,8 +284,7 @@ class Resolver:
         """
         self._plain = plain
         self._written = written
-        self._resolved: dict[str, Any] = {}
-        self._failed: dict[str, InterpolationError] = {}
+        self._results: dict[str, Any] = {}  # by path: the value, or the error
         self._open: list[str] = []
 
     def resolve(self, path: str) -> Any:
@@ -312,24 +293,28 @@ class Resolver:
         Raises:
             InterpolationError: the key has no value.
         """
-        if path in self._failed:
-            raise self._failed[path]
-        if path not in self._resolved:
-            text = self._written[path]
+        if path in self._open:
+            circle = " -> ".join([*self._open[self._open.index(path) :], path])
+            raise InterpolationError(f"it refers to itself ({circle})")
+        if path not in self._results:
             self._open.append(path)
             try:
-                self._resolved[path] = self._evaluate(path, text)
+                self._results[path] = self._evaluate(path, self._written[path])
             except InterpolationError as error:
-                message = error.message or f"{show(text)} cannot be resolved: {error}"
-                self._failed[path] = InterpolationError(str(error), message)
-                raise self._failed[path] from error
-            finally:
-                self._open.pop()
-        return self._resolved[path]
+                self._results[path] = error
+            self._open.pop()
+        if isinstance(self._results[path], InterpolationError):
+            raise self._results[path]
+        return self._results[path]
+
+    def resolved(self) -> dict[str, Any]:
+        """Returns the recipe's values, in which those without a value are as they were written."""
+        failed = {path for path, result in self._results.items() if isinstance(result, InterpolationError)}
+        return self._copy(self._plain, "", failed)
 
     def _evaluate(self, path: str, text: str) -> Any:
-        if text == _MISSING:
-            raise InterpolationError(f"{path} is ???", "must be given a value; it is ???")
+        if text == MISSING:
+            raise InterpolationError(f"{path} must be given a value; it is ???")
         if _REFERENCE.fullmatch(text):
             return self._refer(path, text[2:-1])
         if (two := _TWO.fullmatch(text)) and two[1] in ARITHMETIC and all(map(_REFERENCE.fullmatch, two.groups()[1:])):
@@ -342,17 +327,15 @@ class Resolver:
             tree = _parse(text)
         except OmegaConfBaseException as error:
             message = f"{show(text)} is not an interpolation such as ${{section.key}} ({_first_line(error)})"
-            raise InterpolationError(f"{path} is not an interpolation", message) from error
+            raise InterpolationError(message) from error
 
-        def call(name: str, args: tuple[Any, ...], args_str: tuple[str, ...]) -> Any:
-            return _call(name, args)
-
-        visitor = GrammarVisitor(lambda key, memo: self._refer(path, key), call, None)
+        visitor = GrammarVisitor(
+            lambda key, memo: self._refer(path, key), lambda name, args, args_str: _call(name, args), None
+        )
         try:
-            value = visitor.visit(tree)
+            return visitor.visit(tree)
         except (OmegaConfBaseException, TypeError) as error:  # such as a section used as the name of a key
-            raise InterpolationError(f"{_first_line(error)}") from error
-        return value
+            raise InterpolationError(_first_line(error)) from error
 
     def _refer(self, path: str, key: str) -> Any:
         """Returns the value of `key`, referred to at `path`; leading dots are relative to the section of `path`."""
@@ -372,28 +355,18 @@ class Resolver:
             else:
                 raise InterpolationError(f"Interpolation key {key!r} not found")
             at = f"{at}.{name}" if at else name
-            if at in self._written and isinstance(node, str):
-                node = self._named(at)
+            if at in self._written:
+                node = self.resolve(at)
         return self._copy(node, at)
 
-    def _named(self, path: str) -> Any:
-        """Returns the value of a key in `written` for a key that refers to it."""
-        if path in self._open:
-            circle = " -> ".join([*self._open[self._open.index(path) :], path])
-            raise InterpolationError(f"it refers to itself ({circle})")
-        try:
-            return self.resolve(path)
-        except InterpolationError as error:
-            raise InterpolationError(str(error)) from error
-
-    def _copy(self, node: Any, path: str | None) -> Any:
-        """Returns a copy with everything in it resolved; `path` is None if the node is already resolved."""
-        if path is not None and isinstance(node, str) and self._written.get(path) == node:
-            return self._copy(self._named(path), None)
+    def _copy(self, node: Any, path: str, unresolved: Container[str] = ()) -> Any:
+        """Returns a copy of the values at a path, in which all but the unresolved ones are resolved."""
+        if path in self._written and path not in unresolved:
+            return copy.deepcopy(self.resolve(path))
         if isinstance(node, dict):
-            return {key: self._copy(item, path and f"{path}.{key}") for key, item in node.items()}
+            return {key: self._copy(item, _join(path, key), unresolved) for key, item in node.items()}
         if isinstance(node, list):
-            return [self._copy(item, path and f"{path}.{index}") for index, item in enumerate(node)]
+            return [self._copy(item, f"{path}.{index}", unresolved) for index, item in enumerate(node)]
         return node
 
 
@@ -410,15 +383,13 @@ def _call(name: str, args: tuple[Any, ...]) -> Any:
         return _environment(args)
     if name not in ARITHMETIC:
         raise InterpolationError(f"Unsupported interpolation type {name}")
-    if len(args) != 2:
-        raise InterpolationError(f"{name} expected 2 arguments, got {len(args)}")
     for arg in args:
         if not isinstance(arg, int | float) or isinstance(arg, bool):
             raise InterpolationError(f"{name} takes two numbers, found {show(arg)}")
     try:
         return ARITHMETIC[name](*args)
-    except ArithmeticError as error:
-        raise InterpolationError(f"{name} of {show(args[0])} and {show(args[1])}: {error}") from error
+    except (ArithmeticError, TypeError) as error:
+        raise InterpolationError(f"{name} of {' and '.join(map(show, args))}: {error}") from error
 
 
 def _environment(args: tuple[Any, ...]) -> Any:
