@@ -80,24 +80,21 @@ def _apply(
         return "has an empty key; write section.key=value"
     if override.is_delete():
         return _delete(root, sections, name, override)
-    parent, missing = _find(root, sections)
-    if missing == "":
-        return f"cannot be set: {'.'.join(sections)} is not a section"
-    adds = override.is_add() or override.is_force_add()
-    if parent is None or name not in parent.value:
-        if not adds:
-            return _no_such_key(root, path, is_known)
-        parent = _make(root, sections, origin)
-        if parent is None:
-            return f"cannot be added: {'.'.join(sections)} is not a section"
-    elif override.is_add() and not override.is_force_add():
-        return f"is already set; write {path}=... to change it, or ++{path}=..."
     value = override.value()
     message = _wrong_value(value, path)
     if message is not None:
         return message
     if name == REPLACES_BASE:
         return f"cannot be set by itself; write {'.'.join(sections) or 'section'}={{{REPLACES_BASE}: true, ...}}"
+    adds = override.is_add() or override.is_force_add()
+    parent = _section(root, sections, origin if adds else None)
+    if parent is not None and not isinstance(parent.value, dict):
+        return f"cannot be set: {'.'.join(sections)} is not a section"
+    if parent is None or (name not in parent.value and not adds):
+        known = f"is a valid key that this recipe does not set; write +{path}=... to add it"
+        return known if is_known(path) else _no_such_key(root, path)
+    if name in parent.value and override.is_add():
+        return f"is already set; write {path}=... to change it, or ++{path}=..."
     new = Node.of(value, origin)
     old = parent.value[name] if name in parent.value else Node(None, origin)
     if section_of(path, value) is not None:
@@ -109,11 +106,10 @@ def _apply(
 
 
 def _delete(root: Node, sections: list[str], name: str, override: Any) -> str | None:
-    parent, _ = _find(root, sections)
+    parent = _section(root, sections)
     path = override.key_or_group
-    if parent is None or name not in parent.value:
-        suggestion = nearest_path(path, root.origins())
-        return "cannot be deleted: the recipe has no such key" + (f"; nearest key: {suggestion}" if suggestion else "")
+    if parent is None or not isinstance(parent.value, dict) or name not in parent.value:
+        return f"cannot be deleted: {_no_such_key(root, path)}"
     value = override.value()
     if value is not None and value != parent.value[name].plain():
         return f"cannot be deleted: its value is {show(parent.value[name].plain())}, not {show(value)}"
@@ -140,30 +136,25 @@ def _wrong_value(value: Any, path: str) -> str | None:
     return None
 
 
-def _find(root: Node, sections: list[str]) -> tuple[Node | None, str | None]:
-    """Returns the section's node; or None and the first missing name ("" if one on the way is not a section)."""
+def _section(root: Node, sections: list[str], added: Origin | None = None) -> Node | None:
+    """Returns the section's node, or a value on the way that is no section; None if one is missing and none is added.
+
+    Args:
+        root: the recipe.
+        sections: the names that lead to the section.
+        added: the origin of sections to add where they are missing; None to add none.
+    """
     node = root
     for name in sections:
-        if name not in node.value:
-            return None, name
-        node = node.value[name]
         if not isinstance(node.value, dict):
-            return None, ""
-    return node, None
-
-
-def _make(root: Node, sections: list[str], origin: Origin) -> Node | None:
-    node = root
-    for name in sections:
-        node = node.value.setdefault(name, Node({}, origin))
-        if not isinstance(node.value, dict):
+            break
+        if name not in node.value and added is None:
             return None
+        node = node.value.setdefault(name, Node({}, added or root.origin))
     return node
 
 
-def _no_such_key(root: Node, path: str, is_known: Callable[[str], bool]) -> str:
-    if is_known(path):
-        return f"is a valid key that this recipe does not set; write +{path}=... to add it"
+def _no_such_key(root: Node, path: str) -> str:
     suggestion = nearest_path(path, root.origins())
     return "the recipe has no such key" + (f"; nearest key: {suggestion}" if suggestion else "")
 
