@@ -26,7 +26,7 @@ from nemo_offload_rl.config.problems import (
     MAX_PROBLEMS,
     Problem,
     RecipeError,
-    nearest,
+    did_you_mean,
     show,
     show_choices,
     show_file,
@@ -83,9 +83,7 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     Raises:
         RecipeError: lists every mistake, including `recipe.problems`.
     """
-    algorithm, problem = _algorithm_of(recipe)
-    if algorithm is None:
-        raise RecipeError(show_file(recipe.path), [*recipe.problems, *([problem] if problem else [])])
+    algorithm = _algorithm_of(recipe)
     config = copy.deepcopy(recipe.config)
     upstream_problems, notes = remove_upstream_keys(config)
     spec = ALGORITHMS[algorithm]
@@ -99,7 +97,7 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     resolve_absent_keys(config)
     notes += _adapt(spec, config, found)
     found.add_broken(_broken(RULES, spec, config, found))
-    warm_start, of_warm_start = _warm_start(recipe, config, found)
+    warm_start, of_warm_start = _warm_start(recipe, spec, config, found)
     if found.problems or of_warm_start:
         raise RecipeError(show_file(recipe.path), [*found.without_consequences(), *of_warm_start])
     notes += [
@@ -192,22 +190,25 @@ def _touches(paths: Iterable[str], path: str) -> bool:
     )
 
 
-def _algorithm_of(recipe: Recipe) -> tuple[str | None, Problem | None]:
+def _algorithm_of(recipe: Recipe) -> str:
+    """Returns the algorithm that a recipe's sections name.
+
+    Raises:
+        RecipeError: there is none, or several.
+    """
     marked = [name for name in ALGORITHMS if name in recipe.config]
     if len(marked) == 1:
-        return marked[0], None
-    sections = show_choices(ALGORITHMS)
+        return marked[0]
+    sections, other = show_choices(ALGORITHMS), next((name for name in OTHER_ALGORITHMS if name in recipe.config), None)
+    path = marked[-1] if marked else other or ""
     if marked:
         message = f"a recipe has one of the sections {sections}, found {' and '.join(marked)}; delete one"
-        return None, Problem(marked[-1], recipe.origin(marked[-1]), message)
-    for other, title in OTHER_ALGORITHMS.items():
-        if other in recipe.config:
-            message = f"{title} is not supported here; a recipe has one of {sections}"
-            return None, Problem(other, recipe.origin(other), message)
-    close = next((name for key in recipe.config if (name := nearest(key, ALGORITHMS))), None)
-    suggestion = f"; did you mean {close}?" if close else ""
-    message = f"no section says which algorithm to run; a recipe has one of {sections}{suggestion}"
-    return None, Problem("", recipe.origin(""), message)
+    elif other is not None:
+        message = f"{OTHER_ALGORITHMS[other]} is not supported here; a recipe has one of {sections}"
+    else:
+        hint = next((hint for key in recipe.config if (hint := did_you_mean(key, ALGORITHMS))), "")
+        message = f"no section says which algorithm to run; a recipe has one of {sections}{hint}"
+    raise RecipeError(show_file(recipe.path), [*recipe.problems, Problem(path, recipe.origin(path), message)])
 
 
 def _broken(
@@ -259,7 +260,7 @@ def _read(reads: Sequence[str], spec: AlgorithmSpec, config: dict[str, Any], fou
 
 
 def _warm_start(
-    recipe: Recipe, config: dict[str, Any], found: _Findings
+    recipe: Recipe, spec: AlgorithmSpec, config: dict[str, Any], found: _Findings
 ) -> tuple[ValidatedRecipe | None, tuple[Problem, ...]]:
     """Returns the recipe that `warm_start` names, and its problems; adds problems of `warm_start` itself to `found`."""
     name = value_at(config, "warm_start.recipe")
@@ -279,11 +280,11 @@ def _warm_start(
     sizes: dict[str, Any] = {}
     try:
         read = read_recipe(path, overrides, places)
-        other = _algorithm_of(read)[0]
-        if other not in (None, "sft"):  # not checked further: its own warm start could lead back here forever
+        other = _algorithm_of(read)
+        if other != "sft":  # not checked further: its own warm start could lead back here forever
             found.add("warm_start.recipe", f"must be an sft recipe; found one of {other}")
             return None, ()
-        of_run = _of_run(config, found)
+        of_run = _of_run(spec, config, found)
         of_run |= _micro_batches(read, of_run)
         sizes = {key: size for key, size in of_run.items() if value_at(read.config, key) != size}
         for key, size in sizes.items():
@@ -312,13 +313,11 @@ def _problems_of(recipe: Recipe) -> Sequence[Problem]:
     return ()
 
 
-def _of_run(config: dict[str, Any], found: _Findings) -> dict[str, Any]:
+def _of_run(spec: AlgorithmSpec, config: dict[str, Any], found: _Findings) -> dict[str, Any]:
     """Returns keys, with values, that a warm start takes from the run: ranks, how the model is divided, precision."""
-    gpus, nodes, apart = (value_at(config, key.removesuffix("?")) for key in (GPUS, NODES, COLOCATED))
-    if any(found.touches(key.removesuffix("?")) for key in (GPUS, NODES, COLOCATED)):
-        return {}
-    split = checked_split(gpus, nodes, None if apart is ABSENT else apart)
-    if not isinstance(split, DeviceSplit):  # a rule reports it
+    values = _read((GPUS, NODES, COLOCATED), spec, config, found)
+    split = None if values is None else checked_split(*values)
+    if not isinstance(split, DeviceSplit):  # reported already
         return {}
     shared = (key for key in _SHARED if not found.touches(key))
     of_model = {key: value for key in shared if (value := value_at(config, key)) is not ABSENT}
@@ -385,22 +384,10 @@ def for_machine(config: Any, *, has_gpus: bool) -> tuple[Any, list[str]]:
         value_at(adapted, section)[name] = row.values[0]
         state = "off" if row.values[0] in (False, "none") else row.values[0]
         lines.append(f"{path} is {state} on this machine: it {row.why}")
-    policy = adapted["policy"]
-    optimizer = policy["megatron_cfg"]["optimizer"]
+    optimizer = adapted["policy"]["megatron_cfg"]["optimizer"]
     if optimizer["optimizer"] == "sgd" and optimizer["use_distributed_optimizer"]:
         optimizer["use_distributed_optimizer"] = False
         lines.append(
             f"{OPTIMIZER}.use_distributed_optimizer is off on this machine: it supports sgd only with the CPU optimizer"
         )
-    if "generation" in policy and policy["generation"]["backend"] == "vllm":
-        policy["generation"]["backend"] = "transformers"
-        lines.append("policy.generation.backend is transformers on this machine: vllm needs a GPU")
-    if adapted["logger"]["monitor_gpus"]:
-        adapted["logger"]["monitor_gpus"] = False
-        lines.append("logger.monitor_gpus is off on this machine: it has no GPU")
-    profile = adapted["logger"]["profile"] or {}
-    for key in ("memory", "nvtx"):
-        if profile.get(key):
-            profile[key] = False
-            lines.append(f"logger.profile.{key} is off on this machine: it has no GPU")
     return adapted, lines

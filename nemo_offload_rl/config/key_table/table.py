@@ -254,7 +254,11 @@ OTHER_DATASETS: dict[str, str] = {
 OTHER_ALGORITHMS: dict[str, str] = {"rm": "reward-model training", "distillation": "distillation", "ppo": "PPO"}
 
 
-ROWS: tuple[Row, ...] = (*NEMO_RL_ROWS, *MEGATRON_ROWS)
+_OFF_ON_CPU_ROWS = (
+    Row("policy.generation.backend", Kind.OFF_ON_CPU, "is vllm, which needs a GPU", ("transformers",)),
+    *each("logger", "monitor_gpus profile.memory profile.nvtx", Kind.OFF_ON_CPU, "needs a GPU", (False,)),
+)
+ROWS: tuple[Row, ...] = (*NEMO_RL_ROWS, *MEGATRON_ROWS, *_OFF_ON_CPU_ROWS)
 
 
 def rows_of(*kinds: Kind) -> tuple[Row, ...]:
