@@ -48,21 +48,6 @@ ACTIVATION_MODULES: Mapping[str, ActivationModule] = {
 }
 
 
-def modules_without_layer(modules: Iterable[str], *, has_experts: bool) -> list[str]:
-    """Returns the modules that no layer of the model contains."""
-    known = [name for name in modules if name in ACTIVATION_MODULES]
-    return [name for name in known if ACTIVATION_MODULES[name].of_experts and not has_experts]
-
-
-def dense_refusal(absent: Iterable[str], model: str) -> str:
-    """Returns the message about modules that a dense model does not have."""
-    dense = ", ".join(name for name, module in ACTIVATION_MODULES.items() if not module.of_experts)
-    return (
-        f"names {_listed(absent)}, which only a mixture-of-experts model has, but {model} is a dense model; "
-        f"a dense model has {dense}"
-    )
-
-
 def check_modules_fit_model(modules: Iterable[str], *, is_moe: bool) -> None:
     """Checks modules against the built model; the rules can do so only if the recipe tells the model's kind.
 
@@ -73,13 +58,13 @@ def check_modules_fit_model(modules: Iterable[str], *, is_moe: bool) -> None:
     Raises:
         ValueError: a module exists only with experts, and the model has none.
     """
-    absent = modules_without_layer(modules, has_experts=is_moe)
-    if absent:
-        raise ValueError(f"{OFFLOAD_MODULES_KEY}: {dense_refusal(absent, "the policy's model")}")
-
-
-def _listed(names: Iterable[str]) -> str:
-    return " and ".join(show(name) for name in names)
+    dense = [name for name, module in ACTIVATION_MODULES.items() if not module.of_experts]
+    absent = [name for name in modules if name in ACTIVATION_MODULES and name not in dense]
+    if absent and not is_moe:
+        raise ValueError(
+            f"{OFFLOAD_MODULES_KEY}: names {' and '.join(map(show, absent))}, which only a mixture-of-experts model "
+            f"has, but the policy's model is a dense model; a dense model has {', '.join(dense)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -234,21 +219,10 @@ GRAPH_MODULES: Mapping[str, str] = {
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-def allocator_that_unmaps(environ: Mapping[str, str]) -> str | None:
-    """Returns the environment variable that enables expandable segments while NCCL registers the buffers of graphs.
-
-    Expandable segments map memory anew, and a replay then reads what NCCL registered: illegal memory accesses.
-
-    Returns:
-        The variable's name; None if the settings are safe.
-    """
-    if environ.get("NCCL_GRAPH_REGISTER") == "0":
-        return None
-    return next((name for name in _ALLOCATOR_SETTINGS if name in environ and _expands(environ[name])), None)
-
-
 def check_graph_environment(environ: Mapping[str, str]) -> None:
     """Refuses settings with which a graph replay reads memory that NCCL registered and torch has since unmapped.
+
+    Expandable segments map memory anew, and a replay then reads what NCCL registered: illegal memory accesses.
 
     Args:
         environ: the process's environment.
@@ -256,18 +230,15 @@ def check_graph_environment(environ: Mapping[str, str]) -> None:
     Raises:
         ValueError: expandable segments without NCCL_GRAPH_REGISTER=0.
     """
-    name = allocator_that_unmaps(environ)
-    if name is None:
+    settings = {name: environ.get(name, "").replace(" ", "").lower() for name in _ALLOCATOR_SETTINGS}
+    name = next((name for name, text in settings.items() if "expandable_segments:true" in text), None)
+    if name is None or environ.get("NCCL_GRAPH_REGISTER") == "0":
         return
     found = f"it is {environ['NCCL_GRAPH_REGISTER']}" if "NCCL_GRAPH_REGISTER" in environ else "it is not set"
     raise ValueError(
         f"{name} has expandable_segments:True, with which CUDA graphs ({GRAPH_IMPL_KEY}) need NCCL_GRAPH_REGISTER=0 in "
         f"the environment, but {found}; set it to 0, or remove expandable_segments from {name}."
     )
-
-
-def _expands(settings: str) -> bool:
-    return "expandable_segments:true" in settings.replace(" ", "").lower()
 
 
 def graph_refusal(modules: Iterable[str], *, has_experts: bool | None, has_dense_mlps: bool | None) -> str | None:

@@ -47,9 +47,6 @@ def check_named_files(recipe: ValidatedRecipe) -> None:
 
 def _missing(recipe: ValidatedRecipe) -> Iterator[tuple[str, str]]:
     data = recipe.config["data"]
-    root = data["dataset_root"]
-    if root is not None and not Path(root).is_dir():
-        yield "data.dataset_root", _absent(Path(root), "folder")
     datasets = {**datasets_of(data, "train"), **datasets_of(data, "validation")}
     for section, dataset in datasets.items():
         if "data_path" not in dataset or is_import_path(dataset["dataset_name"]):
@@ -58,18 +55,15 @@ def _missing(recipe: ValidatedRecipe) -> Iterator[tuple[str, str]]:
         either, wants_folder = dataset["dataset_name"] in _OF_EITHER, dataset["dataset_name"] == "HFDataset"
         if not os.path.exists(path):  # also false if the path cannot be accessed
             yield key, _absent(path, "file or folder" if either else "folder" if wants_folder else "file")
-        elif either:
-            continue
-        elif path.is_dir() is not wants_folder:
+        elif not either and path.is_dir() is not wants_folder:
             found = "a folder" if path.is_dir() else "a file"
             yield key, f"{path} is {found}, but dataset_name is {dataset['dataset_name']}: {_READS}"
-    for key in (f"{section}.{name}" for section in ("data.default", *datasets) for name in PROMPT_FILES):
-        text = value_at(recipe.config, key)
-        if isinstance(text, str) and not os.path.exists(text):
-            yield key, _absent(Path(text), "file")
-    replayed = value_at(recipe.config, "grpo.debug.replay_rollouts")
-    if isinstance(replayed, str) and not Path(replayed).is_dir():
-        yield "grpo.debug.replay_rollouts", _absent(Path(replayed), "folder")
+    kinds = {f"{section}.{name}": "file" for section in ("data.default", *datasets) for name in PROMPT_FILES}
+    kinds |= {"data.dataset_root": "folder", "grpo.debug.replay_rollouts": "folder"}
+    for key, kind in kinds.items():
+        path = value_at(recipe.config, key)
+        if isinstance(path, str) and not (os.path.isdir(path) if kind == "folder" else os.path.exists(path)):
+            yield key, _absent(Path(path), kind)
     tokenizer = recipe.config["policy"]["tokenizer"]["name"]
     if tokenizer.startswith(("/", "./", "../", "~")) and not os.path.exists(tokenizer):
         yield "policy.tokenizer.name", _absent(Path(tokenizer), "folder")

@@ -121,13 +121,8 @@ def known_family(fields: Mapping[str, Any]) -> HfFamily | None:
 def with_floats(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields with 1.0 instead of 1 wherever transformers declares a float and rejects integers."""
     known = known_family(fields)
-    return {name: float(value) if _needs_float(known, name, value) else value for name, value in fields.items()}
-
-
-def _needs_float(known: HfFamily | None, name: str, value: Any) -> bool:
-    is_int = known is not None and isinstance(value, int) and not isinstance(value, bool)
-    annotation = known.annotation(name) if known is not None and is_int else None
-    return annotation in _FLOATS
+    floats = () if known is None else [name for name in fields if known.annotation(name) in _FLOATS]
+    return {name: float(value) if name in floats and type(value) is int else value for name, value in fields.items()}
 
 
 @cache
@@ -151,12 +146,6 @@ def rope_validators() -> Mapping[str, tuple[frozenset[str], frozenset[str]]]:
 def rope_fields() -> Mapping[str, str]:
     """Returns the keys of `rope_parameters` for which transformers declares types, with these."""
     return annotated(_classes(transformers_root() / "modeling_rope_utils.py")["RopeParameters"])
-
-
-@cache
-def layer_types() -> tuple[str, ...]:
-    """Returns the values that `layer_types` may contain."""
-    return tuple(ast.literal_eval(_assigned(_COMMON, "ALLOWED_LAYER_TYPES")))
 
 
 @cache

@@ -1,7 +1,7 @@
 """Tells models apart by family, kinds of layers, and what Megatron or vLLM would compute differently."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,6 @@ FAMILIES: Mapping[str, Family] = {
 
 CORRECTED_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.bridge is not None)
 
-_UNKNOWN = Family()
-
 
 def family_of(fields: Mapping[str, Any]) -> Family:
     """Returns the family of a model; one of which nothing is known, if it is not listed.
@@ -100,7 +98,7 @@ def family_of(fields: Mapping[str, Any]) -> Family:
     Args:
         fields: the known fields of its Hugging Face config.
     """
-    return FAMILIES.get(str(fields.get("model_type")), _UNKNOWN)
+    return FAMILIES.get(str(fields.get("model_type")), Family())
 
 
 # Names of the number of experts in Hugging Face configs.
@@ -239,16 +237,16 @@ def check_model(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the model or the setting is not supported; the message gives the reason and the remedy.
     """
-    if (found := why_unsupported(fields)) is not None:
-        raise ValueError(f"The model {found}.")
-    if (found := why_not_frozen(fields, policy["megatron_cfg"])) is not None:
-        raise ValueError(f"policy.megatron_cfg.freeze_config {found}.")
-    if (found := why_unfused(fields, policy["megatron_cfg"])) is not None:
-        raise ValueError(f"policy.megatron_cfg.bias_activation_fusion {found}.")
-    if (found := why_unchunked(fields, policy)) is not None:
-        raise ValueError(f"{found}.")
-    if (found := why_not_generated(fields, policy)) is not None:
-        raise ValueError(f"policy.generation.backend {found}.")
+    megatron_cfg = policy["megatron_cfg"]
+    for key, found in (
+        ("The model ", why_unsupported(fields)),
+        ("policy.megatron_cfg.freeze_config ", why_not_frozen(fields, megatron_cfg)),
+        ("policy.megatron_cfg.bias_activation_fusion ", why_unfused(fields, megatron_cfg)),
+        ("", why_unchunked(fields, policy)),
+        ("policy.generation.backend ", why_not_generated(fields, policy)),
+    ):
+        if found is not None:
+            raise ValueError(f"{key}{found}.")
 
 
 def why_unsupported(fields: Mapping[str, Any]) -> str | None:
@@ -260,7 +258,9 @@ def why_unsupported(fields: Mapping[str, Any]) -> str | None:
     family = family_of(fields)
     if family.bridge is None:
         return family.refused
-    return next((found for rope in _ropes(fields) if (found := _rope(rope))), None) or _experts(family, fields)
+    # Transformers' present and former name.
+    ropes = [fields[key] for key in ("rope_parameters", "rope_scaling") if isinstance(fields.get(key), Mapping)]
+    return next((found for rope in ropes if (found := _rope(rope))), None) or _experts(family, fields)
 
 
 def why_not_frozen(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> str | None:
@@ -349,13 +349,6 @@ def why_unchunked(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> str |
         f"{show(capped)}), which the chunked computation does not support; set "
         "policy.megatron_cfg.use_fused_linear_logprobs to false and policy.logprob_chunk_size to null"
     )
-
-
-def _ropes(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields the settings of rotary embeddings, under transformers' present and former name."""
-    for key in ("rope_parameters", "rope_scaling"):
-        if key in fields and isinstance(fields[key], Mapping):
-            yield fields[key]
 
 
 def _rope(rope: Mapping[str, Any]) -> str | None:

@@ -17,7 +17,6 @@ from nemo_offload_rl.config.installed.transformers_source import (
     causal_models,
     family,
     known_family,
-    layer_types,
     model_types,
     rope_fields,
     rope_validators,
@@ -115,7 +114,7 @@ def _rope_problems(path: str, value: Any, known: HfFamily | None) -> Iterator[Fo
     if not isinstance(value, dict):
         yield path, f"must be a mapping such as {{rope_type: yarn, factor: 4.0}}, or null; found {show(value)}"
         return
-    if set(value) <= set(layer_types()):
+    if any(isinstance(item, dict) for item in value.values()):
         for layer_type, of_layers in value.items():
             yield from _rope_problems(f"{path}.{layer_type}", of_layers, known)
         return
