@@ -53,7 +53,7 @@ def test_what_a_recipe_switches_on_without_a_gpu_is_off():
     assert adapted["policy"]["megatron_cfg"]["masked_softmax_fusion"] is False
     assert adapted["logger"]["monitor_gpus"] is False
     assert sorted(lines) == [
-        "logger.monitor_gpus is off on this machine: it has no GPU",
+        "logger.monitor_gpus is off on this machine: it needs a GPU",
         "policy.megatron_cfg.masked_softmax_fusion is off on this machine: it needs a GPU",
     ]
 

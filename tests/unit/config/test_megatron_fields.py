@@ -135,9 +135,8 @@ def test_a_row_names_a_field_of_the_installed_megatron():
 @pytest.mark.parametrize(
     ("path", "refused", "allowed"),
     [
-        (f"{MEGATRON}.pipeline_model_parallel_comm_backend", "ucc", "nccl"),
         (f"{MEGATRON}.tensor_parallel_num_weight_shards", 2, None),
-        (f"{MEGATRON}.cpu_offloading_num_layers", False, 0),
+        (f"{MEGATRON}.cpu_offloading_num_layers", 2, 0),
         (f"{OPTIMIZER}.main_grads_dtype", "bfloat16", "float32"),
         (f"{DDP}.num_buckets", 4, None),
     ],
