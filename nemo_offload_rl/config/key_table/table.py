@@ -196,6 +196,7 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
         for why, names in {
             "tunes generation with Megatron, which is not in use": "mcore_generation_config",
             "engines open no port to others": "port_range_high port_range_low",
+            "is not read: vllm_cfg.expert_parallel_size above 1 turns it on": "vllm_cfg.enable_expert_parallel",
             "tunes a backend of generation that this package lacks": "dynamo_cfg trtllm_cfg trtllm_kwargs",
             "tunes NeMo-RL's refit transports, which are not in use": "refit_cfg",
             "is for vLLM's asynchronous engine or servers, which are not in use": "vllm_cfg.reasoning_parser_plugin "
