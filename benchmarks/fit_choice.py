@@ -1,22 +1,25 @@
 """Is what `nemo-offload-rl plan --fit` chooses as fast as the best setting by hand?
 
     python benchmarks/fit_choice.py --output docs/results/fit_choice.json
+    python benchmarks/fit_choice.py --cases 8b-8192 --settings 'kept, chunks, streamed' --rounds 2
     python benchmarks/fit_choice.py --cases tiny
 
 A case is SFT of a model with random weights on packed rows, on a GPU of which the plan may use a part. The overrides
 that `--fit` chooses are measured, and the settings by hand that fit by the plan and have a chance of being the fastest:
 predictions are within 15%, so one that is predicted 1.35 times as long as the shortest has none. `--most` measures the
-first of these. Seconds are those of `worker.train` on the samples of two of the recipe's rows, the median of steps
-after two.
+first of these, `--settings` those of that name. Seconds are those of `worker.train` on the samples of two of the
+recipe's rows, the median of steps after two. With `--rounds`, settings take turns, each in a new worker.
 
-Rows: `case`, `gpu_gib`, `setting` (`fit` is the choice), its `overrides`, `planned_s`, `measured_s`, and `of_best`:
-measured seconds over those of the fastest setting by hand of the case.
+Rows: `case`, `gpu_gib`, `setting` (`fit` is the choice), its `overrides`, `planned_s`, `measured_s`, the median of
+`rounds`, their `spread` (largest over smallest), and `of_best`: measured seconds over those of the fastest setting by
+hand of the case.
 """
 
 import argparse
 import gc
 import itertools
 import math
+import statistics
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -167,24 +170,41 @@ def main() -> int:
     parser.add_argument(
         "--most", type=int, default=12, help="settings by hand of a case, the shortest predictions first"
     )
+    parser.add_argument("--settings", nargs="+", default=[], help="names of settings by hand, instead of --most")
+    parser.add_argument("--rounds", type=int, default=1, help="times that each setting is measured, in turn")
     parser.add_argument("--output", type=Path, default=Path("build/fit_choice.json"), help="the result file")
     arguments = parser.parse_args()
     rows: list[dict[str, TableValue]] = []
     failed = 0
     for name in arguments.cases:
-        case = CASES[name]
-        for setting, (overrides, planned_s) in itertools.islice(settings_of(case).items(), 1 + arguments.most):
-            row: dict[str, TableValue] = {"case": name, "gpu_gib": case.gpu_gib, "setting": setting}
-            row |= {"overrides": " ".join(overrides), "planned_s": round(planned_s, 3)}
+        case, measured = CASES[name], dict[str, list[float]]()
+        settings = settings_of(case)
+        wanted = ["fit", *arguments.settings] if arguments.settings else [*settings][: 1 + arguments.most]
+        of_case: dict[str, dict[str, TableValue]] = {}
+        for setting in wanted * arguments.rounds:
+            overrides, planned_s = settings[setting]
             try:
-                rows.append(row | {"measured_s": round(measured_s(case, overrides), 3)})
+                times = [*measured.get(setting, ()), measured_s(case, overrides)]
             except Exception:  # noqa: BLE001 - the other settings are worth the GPU's time
                 traceback.print_exc()
                 failed += 1
+            else:
+                measured[setting] = times
+                of_case[setting] = {
+                    "case": name,
+                    "gpu_gib": case.gpu_gib,
+                    "setting": setting,
+                    "overrides": " ".join(overrides),
+                    "planned_s": round(planned_s, 3),
+                    "measured_s": round(statistics.median(times), 3),
+                    "rounds": len(times),
+                    "spread": round(max(times) / min(times), 3),
+                }
+                write_result(arguments.output, with_ratios([*rows, *of_case.values()]), append_by=("case", "setting"))
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            write_result(arguments.output, with_ratios(rows), append_by=("case", "setting"))
+        rows += of_case.values()
     print_rows([{name: value for name, value in row.items() if name != "overrides"} for row in with_ratios(rows)])
     return int(failed > 0)
 
