@@ -1,5 +1,6 @@
 """The policy's side of a refit, the same on every rank and for every transport."""
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -73,9 +74,7 @@ class WeightExport:
 
     def connect(self, transport: RefitTransport) -> ExportPlan:
         """Runs one export to learn which tensors each export yields, and makes this rank's sender for them."""
-        if self._sender is not None:
-            sender, self._sender = self._sender, None  # a closed one must not send after an error below
-            sender.close()
+        self._disconnect()
         self._plan = ExportPlan.of(self._weights())
         self._sources = list(self._reads.tensors())
         self._sender = transport.connect(self._plan, rank=self._rank, bucket_bytes=self._bucket_bytes)
@@ -94,6 +93,13 @@ class WeightExport:
         self._metrics = {**self._sender.metrics, "send_s": time.perf_counter() - start}
         return checksums
 
+    def close(self) -> None:
+        """Frees what the sender keeps: NCCL does not end a process group while a graph holds one of its collectives."""
+        from nemo_offload_rl.refit.loads import EngineLostError  # imports Ray, which a worker needs only for a refit
+
+        with contextlib.suppress(EngineLostError):  # engines may end before the policy
+            self._disconnect()
+
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics of the last `send` as refit/NAME, and clears them.
 
@@ -101,6 +107,11 @@ class WeightExport:
         """
         metrics, self._metrics = self._metrics, {}
         return {f"refit/{name}": value for name, value in metrics.items()}
+
+    def _disconnect(self) -> None:
+        if self._sender is not None:
+            sender, self._sender = self._sender, None  # it must not send after an error of its close
+            sender.close()
 
     def __iter__(self) -> Iterator[NamedTensor]:
         """See `Export`.

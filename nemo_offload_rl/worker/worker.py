@@ -417,5 +417,6 @@ class MegatronPolicyWorker:
                 self.activations.close,
                 self._checkpoints.close,
                 self.graphs.delete,
+                self._weight_export.close,
             ):
                 stack.callback(end)
