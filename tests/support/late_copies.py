@@ -49,6 +49,8 @@ class LateCopies(CopyEngine):
         self._pending: list[LateTicket] = []
         self.num_out = 0
         self.num_back = 0
+        self.sizes: dict[str, list[int]] = {"out": [], "back": []}
+        """Bytes of each request."""
         self.captures = False
         """What `is_capturing` says."""
         self.waits = Waits()
@@ -59,6 +61,17 @@ class LateCopies(CopyEngine):
         return self.captures
 
     def out(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
+        return self.request("out", spans, after)
+
+    def back(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
+        return self.request("back", spans, after)
+
+    def request(self, direction: str, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
+        """Queues the copies of one call of `out` or `back`; tests that watch or refuse copies replace it."""
+        self.sizes[direction].append(sum(span.nbytes for span in spans))
+        return (self._out if direction == "out" else self._back)(spans, after)
+
+    def _out(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
         self.num_out += len(spans)
         weak = [(host_part(span), _Weak(span)) for span in spans]
 
@@ -69,7 +82,7 @@ class LateCopies(CopyEngine):
 
         return self._queue(copy, after)
 
-    def back(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
+    def _back(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
         self.num_back += len(spans)
         weak = [(host_part(span), _Weak(span)) for span in spans]
         for _, gpu in weak:
@@ -88,6 +101,9 @@ class LateCopies(CopyEngine):
     def wait(self, handle: CopyHandle) -> None:
         assert isinstance(handle, LateTicket)
         handle.run()
+
+    def has_pending(self) -> bool:
+        return not all(handle.reached() for handle in self._pending)
 
     def synchronize(self) -> None:
         for handle in self._pending:

@@ -2,14 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     FineGrainedActivationOffloadingInterface as Interface,
 )
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+from support.late_copies import LateCopies
 
+from nemo_offload_rl.activation_offload.copies import CopyEngine
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
+from nemo_offload_rl.activation_offload.schedule import ActivationOptions
+from nemo_offload_rl.activation_offload.storage import PinnedHostPool
+from nemo_offload_rl.mcore.patches import activation_offload
 
 WIDTH = 16
 MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp")
@@ -49,10 +55,10 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    def __init__(self, modules: Sequence[str], stage: int = 0) -> None:
+    def __init__(self, modules: Sequence[str], stage: int = 0, num_layers: int = LAYERS) -> None:
         super().__init__()
         self.stage = stage
-        self.layers = torch.nn.ModuleList(Layer(modules) for _ in range(LAYERS))
+        self.layers = torch.nn.ModuleList(Layer(modules) for _ in range(num_layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Interface.init_chunk_handler(0, None, self.stage, 0, 0, 1.0)
@@ -70,6 +76,27 @@ def batches(lengths: Sequence[int], seed: int) -> list[torch.Tensor]:
 def lack_of_memory(_: torch.Tensor) -> None:
     """Raises an out-of-memory error, as a hook."""
     raise MemoryError
+
+
+def offloader(
+    model: torch.nn.Module | None = None, copies: CopyEngine | None = None, nbytes: int = 1 << 22, **options: Any
+) -> ActivationOffloader:
+    """Makes an offloader of all modules and sizes, whose copies are late, and puts it into megatron-core's place."""
+    settings = {"modules": MODULES, "fraction": 1.0, "min_elements": 0} | options
+    keep = [] if model is None else [parameter.untyped_storage() for parameter in model.parameters()]
+    host = torch.zeros(nbytes, dtype=torch.uint8)
+    made = ActivationOffloader(ActivationOptions(**settings), host, copies or LateCopies(), keep)
+    activation_offload.take_place(made)
+    return made
+
+
+def assert_equal(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def assert_empty(host_pool: PinnedHostPool) -> None:
+    host_pool.take_all([])  # collects what was given back
+    assert host_pool.used_bytes == 0
 
 
 @contextmanager

@@ -2,21 +2,29 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from support.late_copies import LateCopies
-from support.marked_layers import LAYERS, MODULES, Layer, Model, batches, lack_of_memory, suspended
+from support.marked_layers import (
+    LAYERS,
+    MODULES,
+    Layer,
+    Model,
+    assert_empty,
+    assert_equal,
+    batches,
+    lack_of_memory,
+    offloader,
+    suspended,
+)  # fmt: skip
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.activation_offload.copies import Span
 from nemo_offload_rl.activation_offload.graphs import CapturedCopies
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
-from nemo_offload_rl.activation_offload.schedule import ActivationOptions
-from nemo_offload_rl.mcore.patches import activation_offload
-
-NBYTES = 1 << 20
 
 
 class CaptureRules(LateCopies):
@@ -28,11 +36,10 @@ class CaptureRules(LateCopies):
         self.num_foreign = 0
         """Waits for copies from outside of a capture: an error in a `__del__` is only printed."""
 
-    def out(self, spans, after):
-        return self._asked(super().out(spans, self._checked(after)))
-
-    def back(self, spans, after):
-        return self._asked(super().back(spans, self._checked(after)))
+    def request(self, direction, spans, after):
+        handle = super().request(direction, spans, self._checked(after))
+        self._mine += [handle] if self.captures else []
+        return handle
 
     def wait(self, handle):
         super().wait(*self._checked([handle]))
@@ -40,10 +47,6 @@ class CaptureRules(LateCopies):
     def end(self) -> None:
         assert all(handle.reached() for handle in self._mine), "a stream that was forked is not joined"
         self._mine = []
-
-    def _asked(self, handle):
-        self._mine += [handle] if self.captures else []
-        return handle
 
     def _checked(self, handles):
         handles = list(handles)
@@ -53,59 +56,39 @@ class CaptureRules(LateCopies):
         return handles
 
 
-def assert_equal(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
-
-
 @pytest.fixture
-def model() -> Model:
-    torch.manual_seed(0)
-    return Model(MODULES)
+def made(model: Model) -> ActivationOffloader:
+    return offloader(model, CaptureRules())
 
 
-def offloader(model: Model, seed: int = 0, fraction: float = 1.0) -> ActivationOffloader:
-    made = ActivationOffloader(
-        ActivationOptions(MODULES, fraction=fraction, min_elements=0),
-        torch.zeros(NBYTES, dtype=torch.uint8),
-        CaptureRules(seed),
-        [p.untyped_storage() for p in model.parameters()],
-    )
-    activation_offload.take_place(made)
-    return made
-
-
-@pytest.fixture
-def made(model: Model) -> Iterator[ActivationOffloader]:
-    yield offloader(model)
-    activation_offload.uninstall(PipelineOffloadManager.OFFLOAD_MGR)
+@contextmanager
+def capturing(made: ActivationOffloader, *, forward: bool) -> Iterator[None]:
+    made.copies.captures = True
+    yield
+    made.end_capture(forward=forward)
+    made.copies.captures = False
+    made.copies.end()
 
 
 def capture(
     made: ActivationOffloader, model: Model, x: torch.Tensor, prepared: Callable[[], None] = lambda: None
 ) -> list[torch.Tensor]:
     """Runs forward passes layer by layer, then backward passes from the last one; returns output and all gradients."""
-    rules, inputs, outputs = made.copies, [], []
-    assert isinstance(rules, CaptureRules)
+    inputs, outputs = [], []
     made.prepare_capture()
     prepared()
     for layer in model.layers:
         inputs.append(x.detach().clone().requires_grad_())
         made.exclude_graph_input(inputs[-1].untyped_storage())
-        rules.captures = True
-        x = layer(inputs[-1])
-        made.end_capture(forward=True)
-        rules.captures = False
-        rules.end()
+        with capturing(made, forward=True):
+            x = layer(inputs[-1])
         outputs.append(x)
     grad = torch.ones_like(x)
     last = x.detach()
     for layer_input in reversed(inputs):
         output = outputs.pop()
-        rules.captures = True
-        output.backward(grad)
-        made.end_capture(forward=False)
-        rules.captures = False
-        rules.end()
+        with capturing(made, forward=False):
+            output.backward(grad)
         grad = layer_input.grad
     del output
     made.reset()
@@ -127,7 +110,7 @@ def test_numbers_are_those_of_a_plain_capture(model, made, seed):
     with suspended(made):
         want = capture(made, model, x)
     assert made.captures.regions.nbytes == 0
-    made = offloader(model, seed)
+    made = offloader(model, CaptureRules(seed))
     eager_step(model, [12, 12])  # the warm-up shows how many groups there are
     assert_equal(capture(made, model, x), want)
     assert made.copies.num_out > 0
@@ -198,9 +181,8 @@ def test_a_failed_capture_leaves_no_chunk_behind(model, made):
     assert made.captures.chunk is None
     gc.collect()
     assert saved and all(storage.expired() for storage in saved)
-    made.host_pool.take_all([])
     made.host_pool.forget_reached()
-    assert made.host_pool.used_bytes == 0
+    assert_empty(made.host_pool)
 
 
 def test_what_was_asked_back_and_not_used_is_collected_beside_a_capture(model, made):

@@ -2,29 +2,29 @@
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     FineGrainedActivationOffloadingInterface as Interface,
 )
-from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from support.late_copies import LateCopies, LateTicket
-from support.marked_layers import Layer, Model, batches
+from support.marked_layers import Model, batches, offloader
 
 from nemo_offload_rl.activation_offload.copies import CopyHandle, Span
-from nemo_offload_rl.activation_offload.manager import ActivationOffloader
-from nemo_offload_rl.activation_offload.schedule import ActivationOptions, choose_in_first_pass, choose_offloaded
+from nemo_offload_rl.activation_offload.schedule import choose_in_first_pass, choose_offloaded
 from nemo_offload_rl.activation_offload.storage import ALIGNMENT_BYTES, PinnedHostPool, Region
-from nemo_offload_rl.mcore.patches import activation_offload
 
 PAGE = ALIGNMENT_BYTES
 
 
+@dataclass(eq=False)
 class Copy:
-    def __init__(self, copy_stream: str, number: int, done: bool = False) -> None:
-        self.copy_stream, self.number, self.done = copy_stream, number, done
+    copy_stream: str
+    number: int
+    done: bool = False
 
     def reached(self) -> bool:
         return self.done
@@ -56,8 +56,7 @@ def test_regions_never_overlap_and_gaps_grow_together():
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
     for region in held:
         made.give_back(region, None)
-    whole = take(made, 64 * PAGE)
-    assert whole is not None and whole.offset == 0
+    assert take(made, 64 * PAGE).offset == 0
     assert made.used_bytes == made.peak_bytes == 64 * PAGE
     assert take(made, 1) is None
 
@@ -117,8 +116,7 @@ def test_regions_of_one_call_come_back_in_any_order(order):
     back = [Copy("back", 0), Copy("back", 0), Copy("back", 1)]
     for index in order:
         made.give_back(regions[index], back[index])
-    whole = take(made, 4 * PAGE)
-    assert whole is not None and set(whole.after) == {back[2]}  # it implies the two before it
+    assert set(take(made, 4 * PAGE).after) == {back[2]}  # it implies the two before it
 
 
 def test_what_comes_back_to_a_closed_pool_is_not_lent_again():
@@ -151,38 +149,23 @@ class Link(LateCopies):
     def rest(self) -> None:
         self.now = max(self.now, *self._free_at.values())
 
-    def out(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
+    def request(self, direction: str, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
         after = list(after)
-        return self._timed("out", super().out(spans, after), spans, after)
-
-    def back(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
-        after = list(after)
-        return self._timed("back", super().back(spans, after), spans, after)
+        handle = super().request(direction, spans, after)
+        begin = max(self.now, self._free_at[direction], *(self._done_at[other] for other in after))
+        self._free_at[direction] = self._done_at[handle] = begin + self.sizes[direction][-1] / self.speed
+        return handle
 
     def wait(self, handle: CopyHandle) -> None:
         assert isinstance(handle, LateTicket) and handle.reached()
         self.waited += max(0.0, self._done_at[handle] - self.now)
         self.now = max(self.now, self._done_at[handle])
 
-    def _timed(
-        self, direction: str, handle: CopyHandle, spans: Sequence[Span], after: Sequence[CopyHandle]
-    ) -> CopyHandle:
-        begin = max(self.now, self._free_at[direction], *(self._done_at[other] for other in after))
-        self._free_at[direction] = self._done_at[handle] = begin + sum(span.nbytes for span in spans) / self.speed
-        return handle
-
-
-@pytest.fixture
-def link() -> Iterator[Link]:
-    yield Link()
-    activation_offload.uninstall(PipelineOffloadManager.OFFLOAD_MGR)
-
 
 def clocked_model(link: Link) -> Model:
     """Makes a model whose layers take one unit of time forward, 0.4 of it in attention, and two backward."""
     torch.manual_seed(0)
-    model = Model(MODULES)
-    model.layers = torch.nn.ModuleList(Layer(MODULES) for _ in range(NUM_LAYERS))
+    model = Model(MODULES, num_layers=NUM_LAYERS)
     for layer in model.layers:
         for module, time in ((layer.proj, 0.4), (layer.mlp, 0.6)):
             module.register_forward_hook(lambda *_, time=time: link.run(time))
@@ -191,13 +174,11 @@ def clocked_model(link: Link) -> Model:
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 1.0])
-def test_no_wait_for_a_link_that_is_idle_for_a_fifth_of_the_forward_pass(link, fraction):
+def test_no_wait_for_a_link_that_is_idle_for_a_fifth_of_the_forward_pass(fraction):
     """With fractions, a layer that is offloaded whole keeps the link busy for longer than a layer takes."""
+    link = Link()
     model = clocked_model(link)
-    options = ActivationOptions(MODULES, fraction=fraction, min_elements=0)
-    keep = [parameter.untyped_storage() for parameter in model.parameters()]
-    made = ActivationOffloader(options, torch.zeros(1 << 20, dtype=torch.uint8), link, keep)
-    activation_offload.take_place(made)
+    made = offloader(model, link, modules=MODULES, fraction=fraction)
     waited: list[float] = []
     in_flight: list[int] = []
     for layer in model.layers:
@@ -225,18 +206,20 @@ def test_they_leave_a_layer_ahead_of_an_even_pace():
     assert choose_offloaded([], 1.0) == choose_offloaded([[], []], 0.5) == choose_in_first_pass([[]], 0.5) == []
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 0.77, 1.0])
+each_fraction = pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 0.77, 1.0])
+
+
+@each_fraction
 def test_what_leaves_is_the_fraction_to_within_a_group(fraction):
     chance = random.Random(0)
     for _ in range(50):
         layers = [[chance.randint(1, 9) for _ in range(chance.randint(1, 4))] for _ in range(chance.randint(1, 20))]
-        sizes = [nbytes for layer in layers for nbytes in layer]
-        leaves = choose_offloaded(layers, fraction)
-        left = sum(nbytes for nbytes, goes in zip(sizes, leaves, strict=True) if goes)
+        sizes = list(itertools.chain(*layers))
+        left = sum(itertools.compress(sizes, choose_offloaded(layers, fraction)))
         assert fraction * sum(sizes) - 9 <= left <= fraction * sum(sizes)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 0.77, 1.0])
+@each_fraction
 def test_in_the_first_pass_no_more_than_the_fraction_has_left_at_any_group(fraction):
     chance = random.Random(0)
     for _ in range(50):
