@@ -32,7 +32,7 @@ TINY_DEEPSEEK_V3: dict[str, Any] = {
 
 
 def tiny_policy(hf_config: dict[str, Any] | None = None, precision: str = "float32", **megatron: Any) -> dict[str, Any]:
-    """Returns a policy section; `megatron` overrides keys of megatron_cfg."""
+    """Returns a policy section; `megatron` overrides keys of megatron_cfg, and single keys of its three sections."""
     cfg: dict[str, Any] = {
         "enabled": True,
         "tensor_model_parallel_size": 1,
@@ -76,6 +76,8 @@ def tiny_policy(hf_config: dict[str, Any] | None = None, precision: str = "float
             "overlap_param_gather": False,
         },
     }  # fmt: skip
+    sections = ("optimizer", "scheduler", "distributed_data_parallel_config")
+    megatron |= {name: cfg[name] | megatron[name] for name in sections if name in megatron}
     policy = {
         "model_name": "tiny",
         "hf_config": TINY_QWEN3 if hf_config is None else hf_config,
@@ -104,14 +106,9 @@ def packed_rows(tokens: int) -> dict[str, Any]:
 def with_plain_sgd(policy: dict[str, Any], rate: float = 1.0) -> dict[str, Any]:
     """Returns the policy with plain SGD, whose update is the gradient times its rate."""
     policy["megatron_cfg"]["optimizer"] |= {
-        "optimizer": "sgd",
-        "use_distributed_optimizer": False,  # it does not support sgd
-        "lr": rate,
-        "min_lr": rate,
-        "weight_decay": 0.0,
-        "sgd_momentum": 0.0,
-        "clip_grad": 0.0,
-    }
+        "optimizer": "sgd", "use_distributed_optimizer": False,  # it does not support sgd
+        "lr": rate, "min_lr": rate, "weight_decay": 0.0, "sgd_momentum": 0.0, "clip_grad": 0.0,
+    }  # fmt: skip
     policy["megatron_cfg"]["scheduler"] |= {
         "lr_warmup_init": 0.0, "lr_warmup_iters": 0, "start_weight_decay": 0.0, "end_weight_decay": 0.0,
     }  # fmt: skip

@@ -30,10 +30,9 @@ def test_every_gradient_is_that_of_the_hugging_face_model(make_worker):
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_adam_with_clipping_takes_the_steps_of_torch(make_worker, distributed):
-    policy = tiny_policy()
-    policy["megatron_cfg"]["optimizer"] |= {"weight_decay": 0.0, "use_distributed_optimizer": distributed}
-    policy["megatron_cfg"]["scheduler"] |= {"lr_warmup_iters": 0, "start_weight_decay": 0.0, "end_weight_decay": 0.0}
-    worker = make_worker(policy)
+    schedule = {"lr_warmup_iters": 0, "start_weight_decay": 0.0, "end_weight_decay": 0.0}
+    optimizer = {"weight_decay": 0.0, "use_distributed_optimizer": distributed}
+    worker = make_worker(tiny_policy(optimizer=optimizer, scheduler=schedule))
     model = in_transformers(worker)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)

@@ -15,7 +15,6 @@ from support.phases import delay_moves
 from support.ranks import run_ranks, worker_of_rank
 from support.tiny import random_batch, tiny_policy
 
-from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.checkpoint import background_save, checkpoint_writer
 from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy
 from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
@@ -24,15 +23,8 @@ from nemo_offload_rl.residency.streamed import window
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import read_manifest, write_manifest
+from tests.unit.mcore.test_checkpoint import CONSTANT, logprobs, train
 from tests.unit.mcore.test_checkpoint_hyperparameters import policy_of
-
-
-def train(worker, seeds):
-    return [worker.train(random_batch(4, seed=seed), NLLLoss(), gbs=4, mbs=2) for seed in seeds]
-
-
-def logprobs(worker):
-    return worker.get_logprobs(random_batch(3), mbs=3)["logprobs"]
 
 
 @pytest.fixture
@@ -48,11 +40,6 @@ def gate(monkeypatch):
     monkeypatch.setattr(HashingSaveStrategy, "transform_save_stream", held_back)
     yield gate
     gate.set()
-
-
-def constant(policy):
-    policy["megatron_cfg"]["checkpoint"]["ckpt_assume_constant_structure"] = True
-    return policy
 
 
 def start(worker, folder):
@@ -81,7 +68,7 @@ NUM_STEPS = 3  # the second checkpoint is the first to reuse a plan, the third r
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_every_checkpoint_has_the_state_of_its_own_step(make_worker, tmp_path, gate, precision):
     """NeMo-RL #3312: with reused plans, all checkpoints after the first had the weights of the first."""
-    worker, want = make_worker(constant(tiny_policy(precision=precision))), []
+    worker, want = make_worker(tiny_policy(precision=precision, **CONSTANT)), []
     for step in range(NUM_STEPS):
         folder = tmp_path / f"step_{step}"
         gate.clear()
@@ -232,7 +219,7 @@ def test_the_garbage_collector_stays_as_it_is_while_files_are_written(make_worke
 @NEEDS_TE[1]
 @pytest.mark.parametrize("kind", ["resident", "leaves", "leaves early", "leaves precision_aware"])
 def test_every_checkpoint_has_the_state_of_its_own_step_behind_late_copies(make_worker, tmp_path, monkeypatch, kind):
-    policy = constant(with_state(gpu_policy(kind), kind))
+    policy = with_state(gpu_policy(kind, **CONSTANT), kind)
     if "early" in kind:
         policy["generation"] = GENERATION
     worker = make_worker(policy)
@@ -326,18 +313,19 @@ def test_a_worker_that_ends_waits_for_its_writer(make_worker, tmp_path, gate):
 
 def save_beside_training(rank, world_size, ports):
     root = Path(os.environ["SAVE_BELOW"])
-    worker = worker_of_rank(constant(tiny_policy(tensor_model_parallel_size=2)), rank, world_size, ports[0])
+    worker = worker_of_rank(tiny_policy(tensor_model_parallel_size=2, **CONSTANT), rank, world_size, ports[0])
     for step in range(3):
-        worker.train(random_batch(4, seed=step), NLLLoss(), gbs=4, mbs=2)
-        want = worker.get_logprobs(random_batch(4), mbs=2)["logprobs"]
-        worker.start_checkpoint(str(root / f"step_{step}"), save_optimizer=True)
-        later = worker.train(random_batch(4, seed=step + 1), NLLLoss(), gbs=4, mbs=2)
+        folder = root / f"step_{step}"
+        train(worker, [step])
+        want = logprobs(worker)
+        start(worker, folder)
+        later = train(worker, [step + 1])
         files = worker.finish_checkpoint()
         assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "metadata.json", "layout.json"} <= files.keys()
-        worker.load_checkpoint(str(root / f"step_{step}"))
-        assert torch.equal(worker.get_logprobs(random_batch(4), mbs=2)["logprobs"], want)
-        assert worker.train(random_batch(4, seed=step + 1), NLLLoss(), gbs=4, mbs=2) == later
-        worker.load_checkpoint(str(root / f"step_{step}"))
+        worker.load_checkpoint(str(folder))
+        assert torch.equal(logprobs(worker), want)
+        assert train(worker, [step + 1]) == later
+        worker.load_checkpoint(str(folder))
     worker.shutdown()
 
 

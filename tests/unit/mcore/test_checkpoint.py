@@ -18,17 +18,22 @@ from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import CheckpointError, read_manifest, write_manifest
 
+CONSTANT = {"checkpoint": {"ckpt_assume_constant_structure": True}}
+
 
 def train(worker, seeds):
     return [worker.train(random_batch(4, seed=seed), NLLLoss(), gbs=4, mbs=2) for seed in seeds]
+
+
+def logprobs(worker):
+    return worker.get_logprobs(random_batch(3), mbs=3)["logprobs"]
 
 
 @pytest.mark.parametrize(
     ("precision", "distributed"), [("bfloat16", True), ("bfloat16", False), ("float32", False)]
 )  # each class of optimizer once
 def test_a_resumed_run_continues_bit_for_bit(make_worker, tmp_path, precision, distributed):
-    policy = tiny_policy(precision=precision)
-    policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = distributed
+    policy = tiny_policy(precision=precision, optimizer={"use_distributed_optimizer": distributed})
     worker = make_worker(policy)
     train(worker, [0, 1])
     worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
@@ -63,23 +68,20 @@ def test_an_unfinished_checkpoint_and_one_without_optimizer_cannot_be_resumed(ma
 
 MODEL, DIVISION = "cannot be loaded: it is of another model, ", "cannot be resumed: its optimizer state is divided oth"
 OTHERS = [
-    ({"hf_config": TINY_QWEN3 | {"num_hidden_layers": 2}}, {}, MODEL + r"in which \S+ has the shape \[4, .* \[2, "),
-    ({"hf_config": TINY_QWEN3 | {"hidden_size": 32}}, {}, MODEL + r"in which \S+ has the shape \[4, 64\], and \[4, 32"),
-    ({"hf_config": TINY_QWEN3_MOE}, {}, MODEL + r"without the tensor decoder\.layers\.mlp\.router\.weight"),
-    ({"precision": "bfloat16"}, {}, DIVISION),
-    ({}, {"optimizer": {"use_distributed_optimizer": False}}, DIVISION),
-    ({}, {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 20_000}}, DIVISION),
+    ({"hf_config": TINY_QWEN3 | {"num_hidden_layers": 2}}, MODEL + r"in which \S+ has the shape \[4, .* \[2, "),
+    ({"hf_config": TINY_QWEN3 | {"hidden_size": 32}}, MODEL + r"in which \S+ has the shape \[4, 64\], and \[4, 32"),
+    ({"hf_config": TINY_QWEN3_MOE}, MODEL + r"without the tensor decoder\.layers\.mlp\.router\.weight"),
+    ({"precision": "bfloat16"}, DIVISION),
+    ({"optimizer": {"use_distributed_optimizer": False}}, DIVISION),
+    ({"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 20_000}}, DIVISION),
 ]
 
 
 def test_a_checkpoint_of_another_model_or_division_is_named(make_worker, tmp_path):
     make_worker().save_checkpoint(str(tmp_path), save_optimizer=True)
-    for model, sections, what in OTHERS:
-        policy = tiny_policy(**model)
-        for section, values in sections.items():
-            policy["megatron_cfg"][section] |= values
+    for other, what in OTHERS:
         with pytest.raises(CheckpointError, match=what) as caught:
-            make_worker(policy).load_checkpoint(str(tmp_path))
+            make_worker(tiny_policy(**other)).load_checkpoint(str(tmp_path))
         assert "damaged" not in str(caught.value)
         assert "\n" not in str(caught.value)
 
@@ -163,21 +165,16 @@ def test_nothing_is_written_where_the_disk_has_too_little_space(make_worker, tmp
     assert not list((tmp_path / "policy").iterdir())
 
 
-def constant(policy):
-    policy["megatron_cfg"]["checkpoint"]["ckpt_assume_constant_structure"] = True
-    return policy
-
-
 def test_a_reused_plan_writes_the_state_of_its_own_step_and_another_structure_is_planned_anew(
     make_worker, tmp_path, monkeypatch
 ):
     calls, gather = [], _DistWrapper.gather_object
     monkeypatch.setattr(_DistWrapper, "gather_object", lambda self, value: calls.append(value) or gather(self, value))
-    worker = make_worker(constant(tiny_policy()))
-    num_gathers, logprobs, after = [], [], []
+    worker = make_worker(tiny_policy(**CONSTANT))
+    num_gathers, want, after = [], [], []
     for step in range(5):
         after.append(train(worker, [step]))
-        logprobs.append(worker.get_logprobs(random_batch(3), mbs=3)["logprobs"])
+        want.append(logprobs(worker))
         calls.clear()
         worker.save_checkpoint(str(tmp_path / f"step_{step}"), save_optimizer=step < 4)
         num_gathers.append(len(calls))
@@ -185,19 +182,19 @@ def test_a_reused_plan_writes_the_state_of_its_own_step_and_another_structure_is
     worker = make_worker(tiny_policy(), seed=99)
     for step in range(4):
         worker.load_checkpoint(str(tmp_path / f"step_{step}"))
-        assert torch.equal(worker.get_logprobs(random_batch(3), mbs=3)["logprobs"], logprobs[step])
+        assert torch.equal(logprobs(worker), want[step])
         if step < 3:
             assert train(worker, [step + 1]) == after[step + 1]
     worker = make_worker(init_optimizer=False, seed=99)
     worker.load_checkpoint(str(tmp_path / "step_4"))
-    assert torch.equal(worker.get_logprobs(random_batch(3), mbs=3)["logprobs"], logprobs[4])
+    assert torch.equal(logprobs(worker), want[4])
 
 
 def save_where_files_are_full(rank, world_size, ports):
     """Saves with one file after another on a device that is always full, and at last with none."""
     root, said = Path(os.environ["SAVE_BELOW"]), {}
     worker = worker_of_rank(tiny_policy(tensor_model_parallel_size=2), rank, world_size, ports[0])
-    worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
+    train(worker, [0])
     for name in ("__0_0.distcp", "__1_0.distcp", ".metadata.tmp", "metadata.json", "layout.json.partial"):
         folder = root / name
         if rank == 0:
@@ -208,11 +205,11 @@ def save_where_files_are_full(rank, world_size, ports):
             worker.save_checkpoint(str(folder), save_optimizer=True)
         except DiskFullError as error:
             said[name] = re.sub(r", \S+ \S+ free", "", str(error))  # each rank reads it itself, while others write
-    worker.train(random_batch(4, seed=1), NLLLoss(), gbs=4, mbs=2)
+    train(worker, [1])
     sums = worker.save_checkpoint(str(root / "policy"), save_optimizer=True)
-    logprobs = worker.get_logprobs(random_batch(4), mbs=2)["logprobs"]
+    want = logprobs(worker)
     worker.load_checkpoint(str(root / "policy"))
-    assert torch.equal(worker.get_logprobs(random_batch(4), mbs=2)["logprobs"], logprobs)
+    assert torch.equal(logprobs(worker), want)
     worker.shutdown()
     return said, {name: found.rank for name, found in sums.items() if name.endswith("distcp")}
 

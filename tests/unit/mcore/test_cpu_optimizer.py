@@ -23,16 +23,11 @@ from tests.unit.mcore.test_hf_weights import folder_without
 
 
 def policy_of(fraction, kind="bfloat16", *, aware=True, **optimizer):
-    policy = tiny_policy(TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3, kind.split()[-1])
     if fraction:
-        policy["megatron_cfg"]["optimizer"] |= {
-            "optimizer_cpu_offload": True,
-            "optimizer_offload_fraction": fraction,
-            "overlap_cpu_optimizer_d2h_h2d": True,
-            "use_precision_aware_optimizer": aware,
-            **optimizer,
-        }
-    return policy
+        offloaded = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+        offloaded |= {"overlap_cpu_optimizer_d2h_h2d": True, "use_precision_aware_optimizer": aware}
+        optimizer = offloaded | optimizer
+    return tiny_policy(TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3, kind.split()[-1], optimizer=optimizer)
 
 
 def offloading(policy):
@@ -146,10 +141,9 @@ def test_phases_move_the_gpus_share_alone(make_worker, fraction, aware):
 
 
 def test_sgd_is_stepped_there_too(make_worker):
-    policy = policy_of(0.5, aware=False, optimizer="sgd", sgd_momentum=0.9)
-    plain = policy_of(None)
-    plain["megatron_cfg"]["optimizer"] |= {"optimizer": "sgd", "sgd_momentum": 0.9, "use_distributed_optimizer": False}
-    got, want = steps(make_worker(policy)), steps(make_worker(plain))
+    sgd = {"optimizer": "sgd", "sgd_momentum": 0.9}
+    got = steps(make_worker(policy_of(0.5, aware=False, **sgd)))
+    want = steps(make_worker(policy_of(None, **sgd, use_distributed_optimizer=False)))
     assert [one["checksums"] for one in got] == [one["checksums"] for one in want]
 
 

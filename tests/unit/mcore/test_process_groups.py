@@ -23,16 +23,10 @@ from nemo_offload_rl.worker import worker
 
 
 def join(rank, world_size, port, tensor=1):
-    distributed.initialize(
-        ParallelSizes(tensor=tensor, pipeline=1, virtual_pipeline=None, expert=1, expert_tensor=1),
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        master_addr="127.0.0.1",
-        master_port=port,
-        seed=1,
-        te_rng_tracker=False,
-    )
+    sizes = ParallelSizes(tensor=tensor, pipeline=1, virtual_pipeline=None, expert=1, expert_tensor=1)
+    address = {"master_addr": "127.0.0.1", "master_port": port}
+    ranks = {"rank": rank, "local_rank": rank, "world_size": world_size}
+    distributed.initialize(sizes, **ranks, **address, seed=1, te_rng_tracker=False)
 
 
 def listening():
@@ -145,10 +139,8 @@ def test_groups_that_cannot_all_be_made_are_left_again(make_worker, monkeypatch)
 
 
 def test_a_schedule_whose_length_only_a_run_knows_is_refused(make_worker):
-    policy = tiny_policy()
-    policy["megatron_cfg"]["scheduler"]["lr_decay_iters"] = None
     with pytest.raises(ValueError, match=r"lr_decay_iters is null, which a run replaces by its number of steps"):
-        make_worker(policy)
+        make_worker(tiny_policy(scheduler={"lr_decay_iters": None}))
 
 
 GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}

@@ -29,12 +29,10 @@ def offloading(policy, *, pinned=True, verify=True, **residency):
 
 
 def policy_of(kind):
+    optimizer = {"use_distributed_optimizer": "undistributed" not in kind}
+    optimizer |= {"optimizer": "sgd", "sgd_momentum": 0.9} if "sgd" in kind else {}
     model = TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3
-    policy = tiny_policy(model, "float32" if "fp32" in kind else "bfloat16")
-    policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = "undistributed" not in kind
-    if "sgd" in kind:
-        policy["megatron_cfg"]["optimizer"] |= {"optimizer": "sgd", "sgd_momentum": 0.9}
-    return policy
+    return tiny_policy(model, "float32" if "fp32" in kind else "bfloat16", optimizer=optimizer)
 
 
 # Each class of optimizer once; the checkpoint tests compare steps of the fourth, fp32 undistributed.
@@ -57,10 +55,8 @@ def plain_bf16() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_with_all_phases_between_are_bit_equal_to_none(make_worker, monkeypatch, request, kind):
-    if kind == "bf16":
-        plain = request.getfixturevalue("plain_bf16")
-    else:
-        plain = run_steps(make_worker(policy_of(kind)), NUM_STEPS, visit_phases=False)
+    plain = request.getfixturevalue("plain_bf16") if kind == "bf16" else None
+    plain = plain or run_steps(make_worker(policy_of(kind)), NUM_STEPS, visit_phases=False)
     delay_moves(monkeypatch, seconds=0.003)
     worker = make_worker(offloading(policy_of(kind)))
     assert run_steps(worker, NUM_STEPS, visit_phases=True) == plain

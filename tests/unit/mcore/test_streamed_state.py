@@ -9,7 +9,7 @@ from support.late_copies import LateCopies
 from support.late_streams import LateStream
 from support.phases import checkpoint_entries, checksums, delay_compute, differing, run_steps, save
 from support.ranks import off_and_on, run_ranks, worker_of_rank
-from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
+from support.tiny import offloading_activations, random_batch
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.patches import activation_offload
@@ -18,6 +18,7 @@ from nemo_offload_rl.residency.streamed import window
 from nemo_offload_rl.residency.streamed.init_state import has_no_memory
 from nemo_offload_rl.residency.streamed.step import HalfUpdatedError
 from nemo_offload_rl.residency.table import Placement, Target
+from tests.unit.mcore.test_residency import policy_of as policy_of_kind
 from tests.unit.mcore.test_residency import verbs
 
 STREAMED = {"train": {"optimizer_state": "streamed"}}
@@ -29,8 +30,7 @@ def _late_copies(monkeypatch):
 
 
 def policy_of(kind, *, streamed=True, **keys):
-    policy = tiny_policy(TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3, "float32" if "fp32" in kind else "bfloat16")
-    policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = "undistributed" not in kind
+    policy = policy_of_kind(kind)
     policy["megatron_cfg"]["expert_model_parallel_size"] = 2 if "ep2" in kind else 1
     policy["offload_optimizer_for_refit"] = True
     policy["residency"] |= {"huge_pages": False, "stream_window_mib": 1, "table": STREAMED if streamed else None}

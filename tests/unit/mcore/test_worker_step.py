@@ -56,31 +56,28 @@ def test_the_padding_of_a_micro_batch_changes_no_number(make_worker, model):
         assert logprobs.shape == data["input_ids"].shape
         pairs["reference_policy_logprobs"] = reference
         loss = DPOLoss(0.5, 1.0, 0.1, False, False)
-        steps.append(worker.evaluate(pairs, loss, mbs=1) | {"grad_norm": 0.0})
-        steps.append(worker.train(pairs, loss, gbs=3, mbs=1))
-        numbers = torch.tensor([(step["loss"], step["grad_norm"], *step["metrics"].values()) for step in steps[:2]])
-        pair_numbers = [step["loss"] for step in steps[2:]]
-        found.append((numbers, torch.tensor(pair_numbers), logprobs, reference, parameters_of(worker)))
+        steps += [worker.evaluate(pairs, loss, mbs=1), worker.train(pairs, loss, gbs=3, mbs=1)]
+        numbers = [torch.tensor((step["loss"], step["grad_norm"], *step["metrics"].values())) for step in steps[:2]]
+        pair_losses = torch.tensor([step["loss"] for step in steps[2:]])
+        found.append((numbers, pair_losses, logprobs, reference, parameters_of(worker)))
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-6)
 
 
+def sampling(backend: str, **settings: float) -> dict:
+    return tiny_policy() | {"generation": {"backend": backend, "colocated": {"enabled": False}, **settings}}
+
+
 def test_log_probs_follow_the_sampling_temperature(make_worker):
-    policy = tiny_policy() | {
-        "generation": {"backend": "transformers", "temperature": 0.5, "colocated": {"enabled": True}}
-    }
     warm = make_worker().get_logprobs(random_batch(2), mbs=2)["logprobs"]
-    cold = make_worker(policy).get_logprobs(random_batch(2), mbs=2)["logprobs"]
+    cold = make_worker(sampling("transformers", temperature=0.5)).get_logprobs(random_batch(2), mbs=2)["logprobs"]
     assert not torch.allclose(warm, cold)
 
 
 def test_log_probs_follow_the_filter_of_an_engine_that_reports_them_filtered(make_worker):
-    def policy(backend: str) -> dict:
-        sampling = {"backend": backend, "temperature": 0.7, "top_k": 3, "top_p": 0.8, "colocated": {"enabled": False}}
-        return tiny_policy() | {"generation": sampling}
-
+    settings = {"temperature": 0.7, "top_k": 3, "top_p": 0.8}
     data = random_batch(4)
-    unfiltered = make_worker(policy("transformers")).get_logprobs(data, mbs=2)["logprobs"]
-    worker = make_worker(policy("vllm"), init_reference_model=True)
+    unfiltered = make_worker(sampling("transformers", **settings)).get_logprobs(data, mbs=2)["logprobs"]
+    worker = make_worker(sampling("vllm", **settings), init_reference_model=True)
     filtered = worker.get_logprobs(data, mbs=2)["logprobs"]
     real = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
     real[:, 0] = False
@@ -136,23 +133,21 @@ def test_steps_that_were_skipped_before_a_checkpoint_count_on(make_worker, tmp_p
         worker.train(random_batch(4), poisoned_loss, gbs=4, mbs=4)
 
 
+def decaying(**scheduler):
+    linear = {"lr_decay_style": "linear", "weight_decay_incr_style": "linear"}
+    return tiny_policy(optimizer={"min_lr": 1e-4}, scheduler=linear | scheduler)
+
+
+def weight_decay(optimizer) -> float:
+    return max(group["weight_decay"] for group in optimizer.param_groups)
+
+
 def test_the_schedule_ticks_once_a_call_as_in_nemo_rl(make_worker, tmp_path):
     """Each call has four optimizer steps; a checkpoint that counted those goes on at the run's step."""
-    policy = tiny_policy()
     shape = {"style": "linear", "init": 1e-5, "peak": 1e-3, "floor": 1e-4, "warmup": 2, "decay": 6}
-    policy["megatron_cfg"]["optimizer"]["min_lr"] = shape["floor"]
-    policy["megatron_cfg"]["scheduler"] |= {
-        "lr_decay_style": "linear",
-        "lr_warmup_init": shape["init"],
-        "lr_warmup_iters": shape["warmup"],
-        "lr_decay_iters": shape["decay"],
-        "weight_decay_incr_style": "linear",
-        "end_weight_decay": 0.07,
-    }
-    worker = make_worker(policy)
+    worker = make_worker(decaying(lr_warmup_init=1e-5, lr_warmup_iters=2, lr_decay_iters=6, end_weight_decay=0.07))
     for call in range(4):
-        decay = max(group["weight_decay"] for group in worker.state.optimizer.param_groups)
-        assert decay == pytest.approx(0.01 + 0.01 * call)
+        assert weight_decay(worker.state.optimizer) == pytest.approx(0.01 + 0.01 * call)
         result = worker.train(random_batch(8, seed=call), NLLLoss(), gbs=2, mbs=2)
         assert (result["num_steps"], result["num_microbatches"]) == (4, 4)
         assert result["lr"] == pytest.approx(upstream_learning_rate(call, **shape))
@@ -166,34 +161,19 @@ def test_the_schedule_ticks_once_a_call_as_in_nemo_rl(make_worker, tmp_path):
 
 def test_schedules_that_the_run_ends_have_nemo_rls_lengths(make_worker):
     """Weight decay changes over the run's 3 steps, and a warm-up of 9 steps ends with the last, but for one sample."""
-    policy = tiny_policy() | {"train_global_batch_size": 2}
-    policy["megatron_cfg"]["scheduler"] |= {
-        "lr_decay_style": "linear",
-        "lr_warmup_iters": 9,
-        "lr_decay_iters": None,
-        "weight_decay_incr_style": "linear",
-        "end_weight_decay": 0.04,
-    }
+    policy = decaying(lr_warmup_iters=9, lr_decay_iters=None, end_weight_decay=0.04) | {"train_global_batch_size": 2}
     worker = make_worker(with_run_length(policy, 3))
     for call in range(3):
-        decay = max(group["weight_decay"] for group in worker.state.optimizer.param_groups)
-        assert decay == pytest.approx(0.01 + 0.01 * call)
+        assert weight_decay(worker.state.optimizer) == pytest.approx(0.01 + 0.01 * call)
         lr = worker.train(random_batch(2), NLLLoss(), gbs=2, mbs=2)["lr"]
         assert lr == pytest.approx(1e-4 + (1e-3 - 1e-4) * call / 2.5)
 
 
 def test_without_a_run_weight_decay_changes_over_the_decay_of_the_learning_rate():
-    policy = tiny_policy()
-    policy["megatron_cfg"]["scheduler"] |= {
-        "lr_decay_style": "linear",
-        "lr_decay_iters": 4,
-        "weight_decay_incr_style": "linear",
-        "end_weight_decay": 0.05,
-    }
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    scheduler, decays = make_scheduler(policy, optimizer), []
+    scheduler, decays = make_scheduler(decaying(lr_decay_iters=4, end_weight_decay=0.05), optimizer), []
     for _ in range(6):
-        decays.append(optimizer.param_groups[0]["weight_decay"])
+        decays.append(weight_decay(optimizer))
         scheduler.step(increment=1)
     assert decays == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05, 0.05])
 
@@ -223,11 +203,9 @@ def test_a_batch_without_trained_tokens_changes_nothing(make_worker):
 
 
 def test_a_gradient_above_the_threshold_is_not_applied(make_worker):
-    policy = tiny_policy()
-    norm = make_worker(policy).train(random_batch(4), NLLLoss(), gbs=4, mbs=2)["grad_norm"]
+    norm = make_worker().train(random_batch(4), NLLLoss(), gbs=4, mbs=2)["grad_norm"]
     for factor, num_steps in ((1.01, 1), (0.99, 0)):
-        policy["megatron_cfg"]["optimizer"]["grad_norm_skip_threshold"] = factor * norm
-        worker = make_worker(policy)
+        worker = make_worker(tiny_policy(optimizer={"grad_norm_skip_threshold": factor * norm}))
         before = parameters_of(worker)
         result = worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
         assert (result["num_steps"], result["num_skipped"]) == (num_steps, 0)
@@ -237,10 +215,9 @@ def test_a_gradient_above_the_threshold_is_not_applied(make_worker):
 
 
 def test_zeros_in_the_gradient_are_counted(make_worker):
-    policy = tiny_policy(TINY_QWEN3 | {"tie_word_embeddings": False})
-    assert "num_zeros_in_grad" not in make_worker(policy).train(random_batch(4), NLLLoss(), gbs=4, mbs=4)["metrics"]
-    policy["megatron_cfg"]["optimizer"]["log_num_zeros_in_grad"] = True
-    worker = make_worker(policy)
+    assert "num_zeros_in_grad" not in make_worker().train(random_batch(4), NLLLoss(), gbs=4, mbs=4)["metrics"]
+    untied = TINY_QWEN3 | {"tie_word_embeddings": False}
+    worker = make_worker(tiny_policy(untied, optimizer={"log_num_zeros_in_grad": True}))
     data = random_batch(4)
     data["input_ids"].clamp_(max=4)  # the embeddings of the other tokens get no gradient
     found = worker.train(data, NLLLoss(), gbs=4, mbs=4)["metrics"]["num_zeros_in_grad"]
@@ -251,10 +228,8 @@ def test_zeros_in_the_gradient_are_counted(make_worker):
 def test_the_update_follows_the_source_of_this_megatron_core():
     """`step._clip_and_update` repeats ChainedOptimizer.step, apart from parameters with a norm of their own."""
     source = inspect.getsource(ChainedOptimizer.step)
-    assert hashlib.sha256(source.encode()).hexdigest()[:16] == "c2b301e02ec29f4e", (
-        "megatron-core's ChainedOptimizer.step has changed: compare it with nemo_offload_rl/mcore/step.py, and then "
-        "write its new hash here"
-    )
+    changed = "megatron-core's ChainedOptimizer.step has changed: compare it with mcore/step.py, and write its hash"
+    assert hashlib.sha256(source.encode()).hexdigest()[:16] == "c2b301e02ec29f4e", changed
 
 
 def test_evaluation_changes_nothing_and_equals_the_loss_of_training(make_worker):
@@ -268,12 +243,13 @@ def test_evaluation_changes_nothing_and_equals_the_loss_of_training(make_worker)
 
 def test_what_a_worker_cannot_compute_is_refused(make_worker):
     worker = make_worker()
-    with pytest.raises(ValueError, match="not a multiple of the 4 rows"):
-        worker.train(random_batch(6), NLLLoss(), gbs=4, mbs=2)
-    with pytest.raises(ValueError, match=r"policy\.max_total_sequence_length 32"):
-        worker.get_logprobs(random_batch(2, longest=40), mbs=2)
-    with pytest.raises(ValueError, match="init_reference_model=True"):
-        worker.get_reference_policy_logprobs(random_batch(2), mbs=2)
+    for words, call in (
+        ("not a multiple of the 4 rows", lambda: worker.train(random_batch(6), NLLLoss(), gbs=4, mbs=2)),
+        (r"policy\.max_total_sequence_length 32", lambda: worker.get_logprobs(random_batch(2, longest=40), mbs=2)),
+        ("init_reference_model=True", lambda: worker.get_reference_policy_logprobs(random_batch(2), mbs=2)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_recomputing_activations_changes_no_number(make_worker):
@@ -328,9 +304,7 @@ def test_gradients_of_next_to_nothing_may_change_nothing(make_worker):
 
 
 def test_steps_that_are_not_to_change_anything_are_none(make_worker, monkeypatch):
-    policy = tiny_policy()
-    policy["megatron_cfg"]["scheduler"] |= {"lr_warmup_init": 0.0, "lr_warmup_iters": 5}
-    train(make_worker(policy), 2)
+    train(make_worker(tiny_policy(scheduler={"lr_warmup_init": 0.0, "lr_warmup_iters": 5})), 2)
     worker = make_worker()
     worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
     monkeypatch.setattr("nemo_offload_rl.mcore.step._clip_and_update", lambda *_: None)
