@@ -79,6 +79,13 @@ def worker_of_rank(policy: dict[str, Any], rank: int, world_size: int, port: int
     )
 
 
+def rows_of(worker: Any, num_rows: int) -> tuple[int, int]:
+    """Returns the first row of a batch that is the worker's data-parallel rank's, and the one behind its last."""
+    ranks = worker.parallel_ranks()
+    share = num_rows // ranks["dp_size"]
+    return ranks["dp_rank"] * share, (ranks["dp_rank"] + 1) * share
+
+
 def fork_context() -> SpawnContext | ForkServerContext:
     """How ranks are started: forked from a process that has imported what takes each of them ten seconds.
 

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import support.prepared  # noqa: F401  (before a test's first worker imports it, so that its objects are frozen once)
 import torch
+from support.late_copies import LateCopies
 from support.ranks import free_port, worker_of_rank
 from support.tiny import tiny_policy
 
+from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 
@@ -30,6 +32,12 @@ def make_worker() -> Iterator[Callable[..., MegatronPolicyWorker]]:
         built[-1].shutdown()  # each earlier one was shut down when the next was built
         built.clear()
         gc.collect()  # models are reference cycles; each holds 60 gloo threads until collected
+
+
+@pytest.fixture
+def late(monkeypatch) -> None:
+    """Makes every copy of activations as late as the waits for it allow, without a GPU."""
+    monkeypatch.setattr(activation_offload, "CudaCopies", lambda device, graphs: LateCopies(eager_share=0.1))
 
 
 @pytest.fixture

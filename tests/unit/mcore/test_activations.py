@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Pipe
 from megatron.core.tensor_parallel import random as checkpoints
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from support.late_copies import LateCopies
+from support.marked_layers import assert_empty
 from support.phases import checksums
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 
@@ -58,23 +59,18 @@ def plain_steps(make_worker: Any, plain: dict[str, Any], config: dict[str, Any],
     return plain[kind]
 
 
-@pytest.fixture
-def late(monkeypatch):
-    monkeypatch.setattr(activation_offload, "CudaCopies", lambda device, graphs: LateCopies(eager_share=0.1))
+KINDS = {
+    "attention": (TINY_QWEN3, ATTENTION, {}),
+    "core_attn": (TINY_QWEN3, ["core_attn"], {}),
+    "half": (TINY_QWEN3, ATTENTION, {"activation_offload_fraction": 0.5}),
+    "moe, none in flight": (TINY_QWEN3_MOE, ATTENTION, {"fine_grained_offloading_max_inflight_offloads": 0}),
+    "norms too": (TINY_QWEN3, DENSE, {}),
+}
 
 
-@pytest.mark.parametrize(
-    ("config", "modules", "megatron"),
-    [
-        (TINY_QWEN3, ATTENTION, {}),
-        (TINY_QWEN3, ["core_attn"], {}),
-        (TINY_QWEN3, ATTENTION, {"activation_offload_fraction": 0.5}),
-        (TINY_QWEN3_MOE, ATTENTION, {"fine_grained_offloading_max_inflight_offloads": 0}),
-        (TINY_QWEN3, DENSE, {}),
-    ],
-    ids=["attention", "core_attn", "half", "moe, none in flight", "norms too"],
-)
-def test_numbers_are_those_of_a_plain_run(make_worker, late, plain, config, modules, megatron):
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_those_of_a_plain_run(make_worker, late, plain, kind):
+    config, modules, megatron = KINDS[kind]
     want = plain_steps(make_worker, plain, config)
     policy = offloading_activations(tiny_policy(config), modules, **megatron)
     worker = make_worker(with_room(policy) if modules is DENSE else policy)
@@ -90,12 +86,9 @@ def test_numbers_are_those_of_a_plain_run(make_worker, late, plain, config, modu
     assert PinnedArena.live_bytes() == 0
 
 
-@pytest.mark.parametrize(
-    ("config", "recomputed"),
-    [(TINY_QWEN3, "mlp"), (TINY_QWEN3_MOE, "moe")],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_beside_selective_recomputation(make_worker, late, config, recomputed):
+@pytest.mark.parametrize("recomputed", ["mlp", "moe"])
+def test_beside_selective_recomputation(make_worker, late, recomputed):
+    config = TINY_QWEN3_MOE if recomputed == "moe" else TINY_QWEN3
     selective = AGAIN | {"recompute_modules": [recomputed]}
     want = steps(make_worker(tiny_policy(config, **selective)))
     worker = make_worker(offloading_activations(tiny_policy(config), ATTENTION, **selective))
@@ -176,8 +169,7 @@ def test_a_failed_step_leaves_nothing_in_the_host_memory(make_worker, late, reco
         with pytest.raises(ZeroDivisionError):
             worker.train(random_batch(4), NLLLoss() if recomputes else broken, gbs=4, mbs=MBS)
     gc.collect()
-    host_pool.take_all([])
-    assert host_pool.used_bytes == 0
+    assert_empty(host_pool)
     assert worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)["loss"] == want["loss"]
 
 
@@ -187,16 +179,15 @@ def test_a_module_without_effect_is_said_and_strictly_an_error(make_worker, late
     assert "core_attn: all of its 0." in caplog.text
     assert "below policy.megatron_cfg.min_offloaded_tensor_size elements" in caplog.text
     policy["activation_offload"] = {"strict": True, "host_memory_limit_gib": None}
-    with pytest.raises(
-        NoEffectError, match=r"modules that have no effect in the first step: core_attn: .*strict to false"
-    ):
+    words = r"modules that have no effect in the first step: core_attn: .*strict to false"
+    with pytest.raises(NoEffectError, match=words):
         make_worker(policy).train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "fraction", "says"),
-    [(1, 1.0, "except in the first micro-batch, .* or because they belong to the last layer"), (2, 0.01, "_fraction")],
-)
+OF_LAST_LAYER = "except in the first micro-batch, .* or because they belong to the last layer"
+
+
+@pytest.mark.parametrize(("num_layers", "fraction", "says"), [(1, 1.0, OF_LAST_LAYER), (2, 0.01, "_fraction")])
 def test_what_stays_in_all_passes_but_the_first_is_an_error_too(make_worker, late, num_layers, fraction, says):
     """It is an error even if the first step has moved something, or had no room for it."""
     tiny = tiny_policy(TINY_QWEN3 | {"num_hidden_layers": num_layers})
@@ -206,31 +197,24 @@ def test_what_stays_in_all_passes_but_the_first_is_an_error_too(make_worker, lat
         make_worker(policy).train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
 
 
-@pytest.mark.parametrize(
-    ("waits", "is_slow", "in_graphs", "words"),
-    [
-        (
-            Waits(0.026, 0.5),
-            True,
-            False,
-            "the copies would fit with policy.megatron_cfg.activation_offload_fraction 0.95",
-        ),
-        (Waits(0.026, 0.5), False, False, "raise policy.megatron_cfg.fine_grained_offloading_max_inflight_offloads"),
-        (Waits(0.01, 0.5), False, False, None),
-        (Waits(0.26, 0.5), False, True, None),
-    ],
-    ids=["a slow link", "another cause", "little", "copies in graphs"],
-)
-def test_the_second_step_that_ends_says_that_the_gpu_waited(
-    make_worker, late, caplog, monkeypatch, waits, is_slow, in_graphs, words
-):
-    if is_slow:  # copies take some seconds
+WAITS = {
+    "a slow link": (0.026, "the copies would fit with policy.megatron_cfg.activation_offload_fraction 0.95"),
+    "another cause": (0.026, "raise policy.megatron_cfg.fine_grained_offloading_max_inflight_offloads"),
+    "little": (0.01, None),
+    "copies in graphs": (0.26, None),
+}
+
+
+@pytest.mark.parametrize("why", WAITS)
+def test_the_second_step_that_ends_says_that_the_gpu_waited(make_worker, late, caplog, monkeypatch, why):
+    waited_s, words = WAITS[why]
+    if why == "a slow link":  # copies take some seconds
         slow = LinkSpeed(d2h_bytes_per_s=1e4, h2d_bytes_per_s=1e4)
         monkeypatch.setattr(context, "measure_link", lambda device, arena: slow)
     worker, said = make_worker(offloading_activations(tiny_policy(), ATTENTION)), []
     offloader = worker.activations.offloader
-    offloader.copies.waits = waits
-    if in_graphs:
+    offloader.copies.waits = Waits(waited_s, 0.5)
+    if why == "copies in graphs":
         assert offloader.captures.regions.take_all([256]) is not None
 
     def broken(logprobs, data, counts):

@@ -17,12 +17,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "moe_ep2": {"expert_model_parallel_size": 2},
 }
 FULL = {"activation_checkpointing": True, "recompute_granularity": "full", "recompute_num_layers": 2}
-RECOMPUTED: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "tp2, recomputed": (["layer_input", "core_attn"], LAYOUTS["tp2"]),
-    "cp2, recomputed": (["layer_input", "core_attn"], {"context_parallel_size": 2}),
-    "pp2_vpp2, recomputed": (["layer_input", "core_attn"], LAYOUTS["pp2_vpp2"]),
-    "moe_ep2, recomputed": (["layer_input", "core_attn"], LAYOUTS["moe_ep2"]),
-}
+RECOMPUTED = {f"{name}, recomputed": LAYOUTS[name] for name in ("tp2", "pp2_vpp2", "moe_ep2")}
+RECOMPUTED["cp2, recomputed"] = {"context_parallel_size": 2}
 """Layouts in which whole layers are recomputed from what is offloaded; the plain run recomputes nothing."""
 ROWS = (8, 12, 4)
 """Of a data-parallel rank, step by step; two make a micro-batch."""
@@ -37,10 +33,9 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
     from nemo_offload_rl.mcore.patches import activation_offload
 
     config = TINY_QWEN3_MOE if layout.startswith("moe") else TINY_QWEN3
-    modules, megatron = RECOMPUTED[layout] if layout in RECOMPUTED else (ATTENTION, LAYOUTS[layout])
-    policy = tiny_policy(config, **megatron)
+    policy = tiny_policy(config, **(LAYOUTS | RECOMPUTED)[layout])
     if offload:
-        again = FULL if layout in RECOMPUTED else {}
+        modules, again = (["layer_input", "core_attn"], FULL) if layout in RECOMPUTED else (ATTENTION, {})
         policy = offloading_activations(policy, modules, gbs=max(ROWS), **again)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(activation_offload, "CudaCopies", lambda device, graphs: LateCopies(rank, eager_share=0.1))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
-from support.ranks import run_ranks, worker_of_rank
+from support.ranks import rows_of, run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3_MOE, batch_of_lengths, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -25,6 +25,10 @@ def policy_with(losses: dict[str, Any], **megatron: Any) -> dict[str, Any]:
 
 def of_experts(report: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in report["metrics"].items() if name.startswith("moe/")}
+
+
+def routers(worker: Any) -> list[Any]:
+    return [module for chunk in worker.state.model for module in chunk.modules() if isinstance(module, TopKRouter)]
 
 
 def by_definition(logits: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -49,19 +53,16 @@ def test_they_are_means_over_layers_and_the_micro_batches_of_all_optimizer_steps
     make_worker: Any, recomputed: bool
 ) -> None:
     """The expected values are worked out from the routers' inputs and weights in each pass with a gradient."""
-    worker = make_worker(
-        policy_with(THREE, moe_per_layer_logging=True, activation_checkpointing=recomputed)
-        | {"make_sequence_length_divisible_by": 16}
-    )
+    policy = policy_with(THREE, moe_per_layer_logging=True, activation_checkpointing=recomputed)
+    worker = make_worker(policy | {"make_sequence_length_divisible_by": 16})
     seen: list[list[torch.Tensor]] = [[] for _ in range(NUM_LAYERS)]
-    for chunk in worker.state.model:
-        for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
 
-            def keep(router: Any, args: Any, layer: int = router.layer_number - 1) -> None:
-                if torch.is_grad_enabled() and router.training:
-                    seen[layer].append(F.linear(args[0], router.weight).detach().transpose(0, 1))
+    def keep(router: Any, args: Any) -> None:
+        if torch.is_grad_enabled() and router.training:
+            seen[router.layer_number - 1].append(F.linear(args[0], router.weight).detach().transpose(0, 1))
 
-            router.register_forward_pre_hook(keep)
+    for router in routers(worker):
+        router.register_forward_pre_hook(keep)
     for seed in range(2):  # the second call starts anew
         data = random_batch(8, seed=seed)
         for of_layer in seen:
@@ -70,10 +71,7 @@ def test_they_are_means_over_layers_and_the_micro_batches_of_all_optimizer_steps
         report = worker.train(data, NLLLoss(), gbs=4, mbs=2)
         assert [len(of_layer) for of_layer in seen] == [4] * NUM_LAYERS
         real = torch.arange(16) < data["input_lengths"].view(4, 2, 1)  # of 4 micro-batches with 2 rows
-        losses = [
-            [by_definition(logits, of_rows) for logits, of_rows in zip(of_layer, real, strict=True)]
-            for of_layer in seen
-        ]
+        losses = [list(map(by_definition, of_layer, real)) for of_layer in seen]
         want: dict[str, float] = {}
         for name in losses[0][0]:
             per_layer = [float(sum(one[name] for one in of_layer)) / 4 for of_layer in losses]
@@ -119,12 +117,9 @@ def of_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, Any]:
     for name, port in zip(LAYOUTS, ports, strict=True):
         # The micro-batches are those of one rank, but the loss of all ranks' tokens takes two of them together.
         losses, mbs = (GLOBAL, 4) if name.startswith("global") else (THREE, 2)
-        worker = worker_of_rank(
-            policy_with(losses, moe_per_layer_logging=True, **LAYOUTS[name]), rank, world_size, port
-        )
-        ranks = worker.parallel_ranks()
-        share = 8 // ranks["dp_size"]
-        mine = ROWS.slice(ranks["dp_rank"] * share, (ranks["dp_rank"] + 1) * share)
+        policy = policy_with(losses, moe_per_layer_logging=True, **LAYOUTS[name])
+        worker = worker_of_rank(policy, rank, world_size, port)
+        mine = ROWS.slice(*rows_of(worker, 8))
         out[name] = of_experts(worker.train(mine, NLLLoss(), gbs=8, mbs=mbs))
         worker.shutdown()
     return out

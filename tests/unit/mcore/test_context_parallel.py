@@ -9,22 +9,19 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.ranks import run_ranks, worker_of_rank
+from support.ranks import rows_of, run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, batch_of_lengths, packed_rows, tiny_policy, with_plain_sgd
 
 from nemo_offload_rl.mcore.context_parallel import positions_of_ranks
 
 CHUNKS = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 5}
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+STAGES = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "cp4": {},
     "cp2_dp2, chunks": CHUNKS,
     "cp2_tp2, sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "cp2_pp2_vpp2, recomputed": {
-        "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 2,
-        "activation_checkpointing": True,
-    },
+    "cp2_pp2_vpp2, recomputed": STAGES | {"activation_checkpointing": True},
     "moe, cp2_dp2_ep2": {"expert_model_parallel_size": 2},
 }
 LENGTHS = ([300, 1, 17, 120], [3, 64, 2, 200], [5, 4, 3, 2], [33, 1, 1, 7], [16, 16, 16, 16], [299, 298, 1, 90])
@@ -40,10 +37,8 @@ def policy_of(layout: str, *, packed: bool, context: int) -> dict[str, Any]:
     policy = tiny_policy(TINY_QWEN3_MOE if moe else TINY_QWEN3, context_parallel_size=context, **overrides)
     if packed:
         policy["sequence_packing"] = packed_rows(300)
-    return with_plain_sgd(policy, rate=0.01) | {
-        "max_total_sequence_length": 300,
-        "make_sequence_length_divisible_by": 8,
-    }
+    lengths = {"max_total_sequence_length": 300, "make_sequence_length_divisible_by": 8}
+    return with_plain_sgd(policy, rate=0.01) | lengths
 
 
 def batch_of_step(step: int) -> Any:
@@ -57,22 +52,19 @@ def batch_of_step(step: int) -> Any:
     return batch
 
 
-def run(layout: str, rank: int, world_size: int, port: int, *, packed: bool, context: int) -> dict[str, Any]:
+def run(layout: str, packed: bool, rank: int, world_size: int, port: int, *, context: int) -> dict[str, Any]:
     from nemo_offload_rl.algorithms.losses import NLLLoss
 
     torch.set_num_threads(1)
     policy = policy_of(layout, packed=packed, context=context)
     worker = worker_of_rank(policy, rank, world_size, port)
-    ranks = worker.parallel_ranks()
-    share = 4 // ranks["dp_size"]
-    mine = slice(ranks["dp_rank"] * share, (ranks["dp_rank"] + 1) * share)
-    steps, logprobs = [], []
+    rows, steps, logprobs = rows_of(worker, 4), [], []
     for step in range(len(LENGTHS)):
-        batch = batch_of_step(step).slice(mine.start, mine.stop)
+        batch = batch_of_step(step).slice(*rows)
         logprobs.append(worker.get_logprobs(batch, mbs=1)["logprobs"].tolist())
         steps.append(worker.train(batch, NLLLoss(), gbs=4, mbs=1))
     out = {
-        "rows": (mine.start, mine.stop),
+        "rows": rows,
         "logprobs": logprobs,
         "losses": [step["loss"] for step in steps],
         "grad_norms": [step["grad_norm"] for step in steps],
@@ -83,31 +75,19 @@ def run(layout: str, rank: int, world_size: int, port: int, *, packed: bool, con
     return out
 
 
-CASES = [
-    ("cp4", True),
-    ("cp2_dp2, chunks", True),
-    ("cp2_tp2, sequence parallel", True),
-    ("cp2_pp2_vpp2, recomputed", False),
-    ("moe, cp2_dp2_ep2", False),
-    ("moe, cp2_dp2_ep2", True),
-]
+CASES = [(layout, "pp2" not in layout) for layout in LAYOUTS] + [("moe, cp2_dp2_ep2", False)]
 """A layout, and whether its rows are packed."""
 
 
 def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[Any, Any]:
-    out = {}
-    for (layout, packed), port in zip(CASES, ports, strict=True):
-        context = 4 if layout == "cp4" else 2
-        out[layout, packed] = run(layout, rank, world_size, port, packed=packed, context=context)
-    return out
+    cases = zip(CASES, ports, strict=True)
+    sizes = {"cp4": 4}
+    return {case: run(*case, rank, world_size, port, context=sizes.get(case[0], 2)) for case, port in cases}
 
 
 def one_rank(rank: int, world_size: int, ports: list[int]) -> dict[Any, Any]:
-    kinds = [*itertools.product(("dense", "moe"), (False, True))]
-    return {
-        (layout, packed): run(layout, rank, world_size, port, packed=packed, context=1)
-        for (layout, packed), port in zip(kinds, ports, strict=True)
-    }
+    kinds = zip(itertools.product(("dense", "moe"), (False, True)), ports, strict=True)
+    return {kind: run(*kind, rank, world_size, port, context=1) for kind, port in kinds}
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +106,8 @@ def test_split_rows_compute_what_whole_rows_do(alone, together, layout, packed):
     want = alone["moe" if layout.startswith("moe") else "dense", packed]
     for rank in range(4):
         got = together[rank][layout, packed]
-        assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
-        assert got["grad_norms"] == pytest.approx(want["grad_norms"], rel=1e-5)
-        assert got["aux_losses"] == pytest.approx(want["aux_losses"], rel=1e-5)
+        for name in ("losses", "grad_norms", "aux_losses"):
+            assert got[name] == pytest.approx(want[name], rel=1e-5), name
         start, stop = got["rows"]
         for found, wanted in zip(got["logprobs"], want["logprobs"], strict=True):
             rows = torch.tensor(wanted)[start:stop]

@@ -3,6 +3,7 @@
 import gc
 import signal
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +12,13 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from support.late_copies import LateCopies
+from support.marked_layers import assert_empty
 from support.phases import checksums
 from support.ranks import off_and_on, run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.mcore.patches.layer_state import clear_saved_state_on_failure
 from tests.unit.mcore.test_router_losses import bias_experts
 
@@ -55,28 +55,19 @@ def undisturbed() -> dict[str, Any]:
     return {}
 
 
+CONFIGS = {"dense": (TINY_QWEN3, {}), "experts": (TINY_QWEN3_MOE, {}), "all-gather": (TINY_QWEN3_MOE, ALL_GATHER)}
+OFFLOADING = [("dense", "mlp"), ("dense", "backward"), ("experts", "loss"), ("experts", "mlp"), ("experts", "experts")]
+OFFLOADING += [("all-gather", "experts")]
+# Without offloading only Megatron's own saved tensors could stay: each place of a failure once.
+PLAIN = [("dense", "attention"), ("all-gather", "mlp"), ("all-gather", "loss")]
+PLAIN += [("experts", "experts"), ("experts", "backward")]
+
+
 @pytest.mark.parametrize(
-    ("config", "where", "megatron", "offloads"),
-    [
-        (TINY_QWEN3, "mlp", {}, True),
-        (TINY_QWEN3, "backward", {}, True),
-        (TINY_QWEN3_MOE, "loss", {}, True),
-        (TINY_QWEN3_MOE, "mlp", {}, True),
-        (TINY_QWEN3_MOE, "experts", {}, True),
-        (TINY_QWEN3_MOE, "experts", ALL_GATHER, True),
-        # Without offloading only Megatron's own saved tensors could stay: each place of a failure once.
-        (TINY_QWEN3, "attention", {}, False),
-        (TINY_QWEN3_MOE, "mlp", ALL_GATHER, False),
-        (TINY_QWEN3_MOE, "loss", ALL_GATHER, False),
-        (TINY_QWEN3_MOE, "experts", {}, False),
-        (TINY_QWEN3_MOE, "backward", {}, False),
-    ],
+    ("kind", "where", "offloads"), [*((*of, True) for of in OFFLOADING), *((*of, False) for of in PLAIN)]
 )
-def test_a_failed_step_leaves_no_activation_alive(
-    make_worker, monkeypatch, undisturbed, config, where, megatron, offloads
-):
-    monkeypatch.setattr(activation_offload, "CudaCopies", lambda device, graphs: LateCopies(eager_share=0.1))
-    kind = f"{config['model_type']} {megatron}"
+def test_a_failed_step_leaves_no_activation_alive(make_worker, late, undisturbed, kind, where, offloads):
+    config, megatron = CONFIGS[kind]
     if kind not in undisturbed:
         want = make_worker(tiny_policy(config, **megatron))
         undisturbed[kind] = [want.train(random_batch(4), NLLLoss(), gbs=4, mbs=2) for _ in range(2)]
@@ -90,11 +81,8 @@ def test_a_failed_step_leaves_no_activation_alive(
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         seen.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor.grad_fn is not None)
 
-    hooks = [
-        module.register_forward_pre_hook(see, with_kwargs=True)
-        for layer in modules_of(worker, TransformerLayer)
-        for module in layer.modules()
-    ]
+    modules = [module for layer in modules_of(worker, TransformerLayer) for module in layer.modules()]
+    hooks = [module.register_forward_pre_hook(see, with_kwargs=True) for module in modules]
     fail(worker, where)
     for hook in hooks:
         hook.remove()
@@ -102,35 +90,30 @@ def test_a_failed_step_leaves_no_activation_alive(
     assert len(seen) > 8
     assert not [storage for storage in seen if not storage.expired()]
     if offloads:
-        host_pool = worker.activations.offloader.host_pool
-        host_pool.take_all([])
-        assert host_pool.used_bytes == 0
+        assert_empty(worker.activations.offloader.host_pool)
     assert worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2) == reports[1]
 
 
 @pytest.mark.parametrize("num_before", [0, 1])
 def test_a_failed_reduction_of_gradients_does_not_spoil_the_next(make_worker, num_before):
     """Fails between two buckets; in the first backward pass megatron-core also counts the gradients of each."""
-    ddp = {
-        "grad_reduce_in_fp32": False,
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": False,
-        "bucket_size": 1000,
-    }
+    ddp = {"overlap_grad_reduce": True, "bucket_size": 1000}
+
+    def train(worker: Any) -> Any:
+        return worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
 
     def steps(spoil: Callable[[Any], None]) -> tuple[Any, ...]:
         worker = make_worker(tiny_policy(distributed_data_parallel_config=ddp))
         assert len(worker.state.model[0].bucket_groups) > 4
         for _ in range(num_before):
-            worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
+            train(worker)
         spoil(worker)
-        reports = [worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4) for _ in range(2)]
-        return reports, checksums(worker)
+        return train(worker), train(worker), checksums(worker)
 
     def fail_between(worker: Any) -> None:
         hook = modules_of(worker, TransformerLayer)[2].register_full_backward_pre_hook(failing)
         with pytest.raises(ZeroDivisionError):
-            worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
+            train(worker)
         hook.remove()
 
     assert steps(fail_between) == steps(lambda _: None)
@@ -176,17 +159,12 @@ def skip(worker: Any) -> None:
     assert worker.train(random_batch(6, seed=5), not_finite, gbs=6, mbs=2)["num_skipped"] == 1
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [skip, lambda worker: fail(worker, "loss"), lambda worker: fail(worker, "experts")],
-    ids=["skipped", "failed in the loss", "failed in a layer"],
-)
+@pytest.mark.parametrize("spoiled_by", ["skipping", "loss", "experts"])
 @pytest.mark.parametrize("by", ["expert bias", "quantiles"])
-def test_routers_biases_are_those_of_a_run_without_it(make_worker, undisturbed, by, spoil: Callable[[Any], None]):
+def test_routers_biases_are_those_of_a_run_without_it(make_worker, undisturbed, by, spoiled_by):
     def two_steps(between: Callable[[Any], None]) -> tuple[Any, ...]:
-        policy = tiny_policy(TINY_QWEN3_MOE, "bfloat16") | {"max_skipped_steps": 1}
-        policy["megatron_cfg"]["scheduler"]["lr_warmup_iters"] = 0  # a skipped step moves the schedule, too
-        worker = make_worker(policy)
+        schedule = {"lr_warmup_iters": 0}  # a skipped step moves the schedule, too
+        worker = make_worker(tiny_policy(TINY_QWEN3_MOE, "bfloat16", scheduler=schedule) | {"max_skipped_steps": 1})
         balance(worker, by)
         first = worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
         before = numbers_of_routers(worker, "expert_bias", "qb_beta")
@@ -202,7 +180,7 @@ def test_routers_biases_are_those_of_a_run_without_it(make_worker, undisturbed, 
 
     if by not in undisturbed:
         undisturbed[by] = two_steps(lambda _: None)
-    assert two_steps(spoil) == undisturbed[by]
+    assert two_steps(skip if spoiled_by == "skipping" else partial(fail, where=spoiled_by)) == undisturbed[by]
 
 
 TIMEOUT_S = 60
@@ -210,7 +188,7 @@ TIMEOUT_S = 60
 
 
 def worker_that(gathers: bool, rank: int, world_size: int, port: int) -> Any:
-    ddp = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": gathers}
+    ddp = {"overlap_grad_reduce": True, "overlap_param_gather": gathers}
     return worker_of_rank(tiny_policy(distributed_data_parallel_config=ddp), rank, world_size, port)
 
 
@@ -282,13 +260,7 @@ def saved(worker: Any) -> Any:
     return out
 
 
-VERBS: dict[str, Callable[[Any], Any]] = {
-    "get_logprobs": log_probs,
-    "train": trained,
-    "send_weights": sent,
-    "offload_after_refit": generated,
-    "save_checkpoint": saved,
-}
+VERBS = {verb.__name__: verb for verb in (log_probs, trained, sent, generated, saved)}
 
 
 def behind_an_error(verb: str, rank: int, world_size: int, port: int, *, gathers: bool) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.late_copies import LateCopies
+from support.marked_layers import assert_empty
 from support.phases import checksums
 from support.tiny import (
     TINY_QWEN3,
@@ -16,22 +16,24 @@ from support.tiny import (
     packed_rows,
     random_batch,
     tiny_policy,
-)
+)  # fmt: skip
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.patches import activation_offload, layer_input
+from nemo_offload_rl.mcore.patches import layer_input
 from nemo_offload_rl.memory.pinned import PinnedArena
+
+pytestmark = pytest.mark.usefixtures("late")
 
 FULL = {"activation_checkpointing": True, "recompute_granularity": "full", "recompute_method": "uniform"}
 INPUT, BOTH = ["layer_input"], ["layer_input", "core_attn"]
 
 
-def steps(worker: Any, **batch: Any) -> list[dict[str, Any]]:
+def steps(worker: Any) -> list[dict[str, Any]]:
     """Runs steps whose micro-batches change in number and length, with log-probs between them."""
     out = []
     for seed, (rows, length) in enumerate(((4, 9), (8, 32), (6, 12))):
-        report = worker.train(random_batch(rows, length, seed, **batch), NLLLoss(), gbs=rows, mbs=2)
+        report = worker.train(random_batch(rows, length, seed), NLLLoss(), gbs=rows, mbs=2)
         report["checksums"] = checksums(worker)
         report["logprobs"] = worker.get_logprobs(random_batch(4, seed=seed), mbs=2)["logprobs"].tolist()
         out.append(report)
@@ -39,13 +41,8 @@ def steps(worker: Any, **batch: Any) -> list[dict[str, Any]]:
 
 
 def worker_of(make_worker: Any, modules: list[str], num_layers: int, **megatron: Any) -> Any:
-    policy = tiny_policy(TINY_QWEN3, **megatron)
-    return make_worker(offloading_activations(policy, modules, **FULL, recompute_num_layers=num_layers))
-
-
-@pytest.fixture(autouse=True)
-def late(monkeypatch):
-    monkeypatch.setattr(activation_offload, "CudaCopies", lambda device, graphs: LateCopies(eager_share=0.1))
+    again = FULL | {"recompute_num_layers": num_layers}
+    return make_worker(offloading_activations(tiny_policy(**megatron), modules, **again))
 
 
 @pytest.fixture(scope="module")
@@ -172,5 +169,4 @@ def test_a_failed_backward_pass_leaves_nothing_behind(make_worker, monkeypatch):
     gc.collect()
     assert [one() for one in alive] == [None, None]  # neither do attention's graphs keep them
     worker.train(batch, NLLLoss(), gbs=4, mbs=2)
-    offloader.host_pool.take_all([])  # collects what was given back
-    assert offloader.host_pool.used_bytes == 0
+    assert_empty(offloader.host_pool)

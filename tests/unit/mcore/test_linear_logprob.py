@@ -123,43 +123,28 @@ def test_a_frozen_weight_has_no_gradient():
     assert hidden.grad is not None and weight.grad is None
 
 
-IN_TRITONS_INTERPRETER = """
-import torch
-from nemo_offload_rl.mcore.logprob import linear_logprob
-from nemo_offload_rl.mcore.logprob import logprob_kernels
-from nemo_offload_rl.mcore.logprob.logprob import KEEP_ALL
-
-linear_logprob._COLUMNS = 8
-logprob_kernels._STATISTICS_BLOCK = logprob_kernels._GRADIENT_BLOCK = 32
-
-def run(has_kernels, chunk, temperature, dtype):
-    linear_logprob._has_kernels = lambda hidden, of: has_kernels
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(14, 1, 16, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(104, 16, generator=generator).to(dtype).requires_grad_()
-    targets = torch.randint(0, 101, (14, 1), generator=generator)
-    compute = linear_logprob.LinearLogprobs(101, temperature, (KEEP_ALL,), chunk, None, False)
-    values = compute(hidden, weight, targets)
-    (values * torch.randn(values.shape, generator=generator)).sum().backward()
-    return values.detach(), hidden.grad, weight.grad
-
-for case in ((5, 1.0, torch.float32), (5, 0.7, torch.float32), (99, 0.7, torch.bfloat16)):
-    tolerance = 0.03 if case[2] is torch.bfloat16 else 1e-5  # gradients of logits are rounded
-    torch.testing.assert_close(run(True, *case), run(False, *case), rtol=tolerance, atol=tolerance)
-low = torch.zeros(2)
-logprob_kernels.row_statistics(torch.ones(2, 8), torch.zeros(2).long(), -3, 1.0, maximum=low, total=torch.zeros(2),
-    chosen=torch.zeros(2))
-assert (low == torch.finfo(torch.float32).min).all()  # all of a rank's rows are padding
-print("all equal")
-"""
+def in_tritons_interpreter() -> None:
+    linear_logprob._COLUMNS = 8
+    logprob_kernels._STATISTICS_BLOCK = logprob_kernels._GRADIENT_BLOCK = 32
+    for temperature, chunk, dtype in ((1.0, 5, torch.float32), (0.7, 5, torch.float32), (0.7, 99, torch.bfloat16)):
+        found = []
+        for has_kernels in (True, False):
+            linear_logprob._has_kernels = lambda hidden, of, has_kernels=has_kernels: has_kernels
+            found.append(run(chunked(temperature=temperature, chunk=chunk), (KEEP_ALL,), dtype))
+        tolerance = 0.03 if dtype is torch.bfloat16 else 1e-5  # gradients of logits are rounded
+        torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+    low, zeros = torch.zeros(2), torch.zeros(2)
+    sums = {"maximum": low, "total": torch.zeros(2), "chosen": torch.zeros(2)}
+    logprob_kernels.row_statistics(torch.ones(2, 8), zeros.long(), -3, 1.0, **sums)
+    assert (low == torch.finfo(torch.float32).min).all()  # all of a rank's rows are padding
+    print("all equal")  # noqa: T201
 
 
 def test_the_kernels_compute_the_same():
     """Runs on a CPU, where Triton interprets the kernels."""
     environ = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run(
-        [sys.executable, "-c", IN_TRITONS_INTERPRETER], env=environ, capture_output=True, text=True, check=False
-    )
+    code = f"from {__name__} import in_tritons_interpreter; in_tritons_interpreter()"
+    ran = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert ran.stdout.endswith("all equal\n"), ran.stderr
 
 
@@ -167,11 +152,8 @@ def test_the_kernels_compute_the_same():
 def test_a_kernel_compiles_for_a_gpu(kernel):
     """The interpreter accepts more than the compiler, which needs no GPU."""
     function = getattr(logprob_kernels, kernel)
-    types = dict.fromkeys(function.arg_names, "*fp32") | {
-        "logits": "*bf16",
-        "temperature": "fp32",
-        "block": "constexpr",
-    }
+    types = dict.fromkeys(function.arg_names, "*fp32")
+    types |= {"logits": "*bf16", "temperature": "fp32", "block": "constexpr"}
     types |= {name: "*i64" for name in ("local", "own") if name in types} | {"num_columns": "i32", "limit": "i32"}
     source = ASTSource(function, types, constexprs={"block": 64})
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
@@ -202,11 +184,8 @@ def test_chunks_on_a_gpu(temperature):
         assert (gradient - expected).norm() < 1e-2 * expected.norm()
 
 
-CASES = [
-    (parallel, chunk, kept)
-    for parallel, chunk in ((False, 5), (True, 5), (False, None))
-    for kept in ((KEEP_ALL,), FILTERED)
-]
+SPLITS = ((False, 5), (True, 5), (False, None))
+CASES = [(parallel, chunk, kept) for parallel, chunk in SPLITS for kept in ((KEEP_ALL,), FILTERED)]
 """Whether hidden states are split, and the size of chunks; None for whole logits."""
 
 
@@ -214,9 +193,8 @@ def of_a_rank(rank: int, world_size: int, ports: list[int]) -> list[tuple[torch.
     """Returns values and gradients, of hidden states and of this rank's weight, with the vocabulary split."""
     cpu_device.install()
     linear_logprob._COLUMNS = 8
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://localhost:{ports[0]}", rank=rank, world_size=world_size
-    )
+    address = f"tcp://localhost:{ports[0]}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
     out, group = [], torch.distributed.group.WORLD
     for sequence_parallel, chunk, kept in CASES:
         hidden, weight, targets, factors = inputs()
@@ -248,9 +226,8 @@ def test_a_vocabulary_split_over_ranks():
 
 
 def policy_of(chunk: int | None, *, tied: bool = True, generation: dict | None = None) -> dict:
-    policy = tiny_policy(TINY_QWEN3 | {"tie_word_embeddings": tied, "vocab_size": 64})
-    policy["megatron_cfg"]["use_fused_linear_logprobs"] = chunk is not None
-    policy["megatron_cfg"]["fused_linear_logprobs_chunk_size"] = chunk or 256
+    chunks = {"use_fused_linear_logprobs": chunk is not None, "fused_linear_logprobs_chunk_size": chunk or 256}
+    policy = tiny_policy(TINY_QWEN3 | {"tie_word_embeddings": tied, "vocab_size": 64}, **chunks)
     return policy if generation is None else policy | {"generation": generation}
 
 
@@ -264,16 +241,25 @@ def batch_for(loss) -> object:
     return data.in_groups(2) if isinstance(loss, DPOLoss) else data
 
 
+def output_layer(worker):
+    (layer,) = (module for name, module in worker.state.model[0].named_modules() if name.endswith("output_layer"))
+    return layer
+
+
 GRPO = ClippedPGLoss(0.2, 0.2, None, 0.1, True, "k3", 20.0, 10.0, True, None, None, None, *[False] * 5)
 FILTER = {"backend": "vllm", "temperature": 0.7, "top_k": 20, "top_p": 0.9, "colocated": {"enabled": False}}
 
 
-@pytest.mark.parametrize(
-    ("loss", "tied", "generation"),
-    [(NLLLoss(), True, None), (DPOLoss(0.5, 1.0, 0.1, False, False), False, None), (GRPO, True, FILTER)],
-    ids=["sft_tied", "dpo_untied", "grpo_filtered"],
-)
-def test_a_step_with_chunks_is_one_without(make_worker, loss, tied, generation):
+KINDS = {
+    "sft, tied": (NLLLoss(), True, None),
+    "dpo, untied": (DPOLoss(0.5, 1.0, 0.1, False, False), False, None),
+    "grpo, filtered": (GRPO, True, FILTER),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_with_chunks_is_one_without(make_worker, kind):
+    loss, tied, generation = KINDS[kind]
     data = batch_for(loss)
     found = []
     for chunk in (None, 5):
@@ -294,8 +280,7 @@ def test_a_step_with_chunks_is_one_without(make_worker, loss, tied, generation):
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_packed_rows_are_read_as_padded_ones(make_worker, is_packed):
     worker = make_worker(policy_of(None))
-    (layer,) = (module for name, module in worker.state.model[0].named_modules() if name.endswith("output_layer"))
-    data = random_batch(5)
+    layer, data = output_layer(worker), random_batch(5)
     batch = padded_microbatches(data, 5)[0]
     if is_packed:
         batch = packed_microbatches(data, [[0, 1, 2, 3, 4]], divisible_by=2, row_divisible_by=8)[0]
@@ -304,13 +289,9 @@ def test_packed_rows_are_read_as_padded_ones(make_worker, is_packed):
     found = []
     for chunk in (None, 5):
         hidden = torch.randn(length, rows, weight.shape[1], generator=torch.Generator().manual_seed(2)).requires_grad_()
-        values = _process_output(
-            hidden_states=hidden,
-            output_layer=layer,
-            output_weight=weight,
-            scale_logits=lambda logits: 0.5 * logits,
-            context=(batch, LogprobOptions(64, chunk_tokens=chunk)),
-        )
+        of_layer = {"hidden_states": hidden, "output_layer": layer, "output_weight": weight}
+        context = (batch, LogprobOptions(64, chunk_tokens=chunk))
+        values = _process_output(**of_layer, scale_logits=lambda logits: 0.5 * logits, context=context)
         (values[..., 0] * torch.linspace(-1, 1, values.numel()).view(values.shape[:2])).sum().backward()
         found.append((values.detach(), hidden.grad))
     (want, want_gradient), (values, gradient) = found
@@ -334,9 +315,8 @@ def test_log_prob_passes_have_chunks_of_their_own(make_worker, monkeypatch):
 
 def test_the_output_layers_hooks_run(make_worker):
     """The hooks gather parameters, and complete the offloading of activations before logits are computed."""
-    worker = make_worker(policy_of(5))
-    (layer,) = (module for name, module in worker.state.model[0].named_modules() if name.endswith("output_layer"))
-    calls = []
+    worker, calls = make_worker(policy_of(5)), []
+    layer = output_layer(worker)
     handle = layer.register_forward_pre_hook(lambda *_: calls.append("before"))
     worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
     handle.remove()
@@ -353,15 +333,10 @@ def test_the_output_layers_hooks_run(make_worker):
 
 def test_an_output_layer_that_caps_logits_is_refused(make_worker):
     worker = make_worker()
-    (layer,) = (module for name, module in worker.state.model[0].named_modules() if name.endswith("output_layer"))
+    layer = output_layer(worker)
     layer.__class__ = type("CappedOutputLayer", (type(layer),), {})
     with pytest.raises(ValueError, match=r"\(CappedOutputLayer\) does more .*use_fused_linear_logprobs to false"):
         check_is_plain(worker.state.model)
-
-
-def expected(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, temperature: float) -> torch.Tensor:
-    scaled = logits[..., :vocab_size].float() / temperature
-    return scaled.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -377,15 +352,13 @@ def test_values_and_gradients_are_those_of_log_softmax(monkeypatch, dtype, tempe
     got = token_logprobs(logits, targets, vocab_size=17, temperature=temperature, tp_group=None)
     (got * weights).sum().backward()
     gradient, logits.grad = logits.grad, None
-    want = expected(logits, targets, 17, temperature)
+    scaled = logits[..., :17].float() / temperature
+    want = scaled.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
     (want * weights).sum().backward()
 
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient, logits.grad, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-5)
     assert gradient[..., 17:].abs().max() == 0  # the vocabulary's padding gets no probability and no gradient
-
-
-ALL_FILTERS = [SamplingFilter(top_k=5), SamplingFilter(top_p=0.9), SamplingFilter(top_k=5, top_p=0.9)]
 
 
 def filtered(logits: torch.Tensor, kept: SamplingFilter, temperature: float) -> torch.Tensor:
@@ -404,16 +377,14 @@ def filtered(logits: torch.Tensor, kept: SamplingFilter, temperature: float) -> 
     return out.log_softmax(0)
 
 
-@pytest.mark.parametrize("kept", ALL_FILTERS, ids=str)
+@pytest.mark.parametrize("limits", [{"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}], ids=str)
 @pytest.mark.parametrize("chunk", [2, 1024])
-def test_filtered_log_probs_are_those_of_the_distribution_that_is_sampled(monkeypatch, kept, chunk):
+def test_filtered_log_probs_are_those_of_the_distribution_that_is_sampled(monkeypatch, limits, chunk):
     monkeypatch.setattr(logprob, "CHUNK_TOKENS", chunk)
-    generator = torch.Generator().manual_seed(4)
-    rows = 200
+    generator, rows, kept = torch.Generator().manual_seed(4), 200, SamplingFilter(**limits)
     logits = 2 * torch.randn(rows, 30, generator=generator)
-    sampled, _ = choose_tokens(
-        logits, torch.rand(rows, generator=generator).double(), temperature=0.7, top_k=kept.top_k, top_p=kept.top_p
-    )
+    uniform = torch.rand(rows, generator=generator).double()
+    sampled, _ = choose_tokens(logits, uniform, temperature=0.7, top_k=kept.top_k, top_p=kept.top_p)
     leaf = logits.clone().requires_grad_()
     got = token_logprobs(leaf[:, None], sampled[:, None], vocab_size=30, temperature=0.7, tp_group=None, kept=kept)
     weights = torch.randn(rows, generator=generator)
@@ -439,9 +410,8 @@ def test_log_probs_are_aligned_with_their_tokens():
     logits = torch.randn(5, 2, 8, generator=generator)
     tokens = torch.randint(0, 8, (2, 5), generator=generator)
 
-    got = next_token_logprobs(
-        lambda targets: token_logprobs(logits, targets, vocab_size=8, temperature=1.0, tp_group=None), tokens
-    )
+    options = {"vocab_size": 8, "temperature": 1.0, "tp_group": None}
+    got = next_token_logprobs(lambda targets: token_logprobs(logits, targets, **options), tokens)
 
     assert got[:, 0].tolist() == [0.0, 0.0]
     for row in range(2):

@@ -15,7 +15,7 @@ from support.tiny import (
     random_batch,
     tiny_policy,
     with_plain_sgd,
-)
+)  # fmt: skip
 
 from nemo_offload_rl.algorithms.losses import DPOLoss, NLLLoss
 from nemo_offload_rl.data.batch import LOGPROB_COLUMNS, BatchedData
@@ -28,7 +28,7 @@ from nemo_offload_rl.mcore.batches import (
     unpack,
     with_filler,
     with_length,
-)
+)  # fmt: skip
 
 
 def test_bins_are_split_until_every_rank_has_as_many():
@@ -121,19 +121,17 @@ def sizes_of(bins, sizes):
     return [[sizes[index] for index in items] for items in bins]
 
 
-def test_each_phase_does_its_part():
-    # Large: 60, 52. Medium: 45, 36. Small: 20, 18. Tiny: 5.
-    assert sizes_of(modified_first_fit_decreasing(sizes := [5, 20, 36, 52, 18, 45, 60], 100), sizes) == [
-        [60, 36],  # the largest medium item that fits
-        [52, 45],
-        [20, 18, 5],  # first-fit decreasing of the rest
-    ]
-    # 76 has no medium partner and gets no pair: what fits, largest first. 55 gets a pair, smallest first.
-    assert sizes_of(modified_first_fit_decreasing(sizes := [76, 55, 20, 22, 24, 3, 2], 100), sizes) == [
-        [76, 22, 2],
-        [55, 20, 24],
-        [3],
-    ]
+@pytest.mark.parametrize(
+    ("sizes", "bins"),
+    [
+        # Large: 60, 52. Medium: 45, 36; the largest that fits. Small: 20, 18. Tiny: 5. First-fit decreasing.
+        ([5, 20, 36, 52, 18, 45, 60], [[60, 36], [52, 45], [20, 18, 5]]),
+        # 76 has no medium partner and gets no pair: what fits, largest first. 55 gets a pair, smallest first.
+        ([76, 55, 20, 22, 24, 3, 2], [[76, 22, 2], [55, 20, 24], [3]]),
+    ],
+)
+def test_each_phase_does_its_part(sizes, bins):
+    assert sizes_of(modified_first_fit_decreasing(sizes, 100), sizes) == bins
 
 
 def test_every_item_is_in_one_bin_and_none_overflows():
@@ -162,6 +160,9 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 LENGTHS = [300, 2, 17, 120, 3, 64]
 
 
+NUMBERS = ("loss", "grad_norm", "num_microbatches")
+
+
 def results(make_worker, packing: dict[str, Any] | None, model: str, lengths: list[int]) -> dict[str, Any]:
     """Runs a step of SFT, then the passes and a step of GRPO, then a step of DPO on the rows as pairs."""
     hf_config, megatron = MODELS[model]
@@ -181,20 +182,15 @@ def results(make_worker, packing: dict[str, Any] | None, model: str, lengths: li
     steps.append(worker.train(data, replace(PLAIN, reference_policy_kl_penalty=0.1), gbs=rows, mbs=mbs))
     if rows % 2 == 0:
         steps.append(worker.train(data.in_groups(2), DPOLoss(0.1, 1.0, 0.1, False, False), gbs=rows // 2, mbs=1))
-    return {
-        "logprobs": prev,
-        "reference": reference,
-        "losses": torch.tensor([step["loss"] for step in steps]),
-        "grad_norms": torch.tensor([step["grad_norm"] for step in steps]),
-        "num_microbatches": [step["num_microbatches"] for step in steps],
-        "weights": {name: weight.clone() for name, weight in worker.hf_weights()},
-    }
+    of_steps = {name: torch.tensor([step[name] for step in steps]) for name in NUMBERS}
+    weights = {name: weight.clone() for name, weight in worker.hf_weights()}
+    return {"logprobs": prev, "reference": reference, "weights": weights} | of_steps
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_packed_rows_compute_what_padded_rows_do(make_worker, model):
     want, got = (results(make_worker, packing, model, LENGTHS) for packing in (None, packed_rows(300)))
-    assert (want.pop("num_microbatches"), got.pop("num_microbatches")) == ([3, 3, 3], [2, 2, 2])
+    assert (want.pop("num_microbatches").tolist(), got.pop("num_microbatches").tolist()) == ([3] * 3, [2] * 3)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 

@@ -10,20 +10,12 @@ from support.tiny import TINY_QWEN3_MOE, in_transformers, random_batch, tiny_pol
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.batches import packed_microbatches, padded_microbatches
-from tests.unit.mcore.test_aux_losses import EXPERTS, KINDS, TOPK, by_definition
+from tests.unit.mcore.test_aux_losses import EXPERTS, KINDS, TOPK, by_definition, routers
 
 COEFFICIENT = 2.0
-LOSSES: dict[str, dict[str, Any]] = {
-    **{
-        name: {"moe_router_load_balancing_type": name, "moe_aux_loss_coeff": COEFFICIENT}
-        for name in ("aux_loss", "seq_aux_loss", "global_aux_loss")
-    },
-    "z_loss": {"moe_z_loss_coeff": COEFFICIENT},
-}
-
-
-def routers(worker: Any) -> list[Any]:
-    return [module for chunk in worker.state.model for module in chunk.modules() if isinstance(module, TopKRouter)]
+BALANCING = {name: {"moe_router_load_balancing_type": name} for name in ("aux_loss", "seq_aux_loss", "global_aux_loss")}
+LOSSES = {name: kind | {"moe_aux_loss_coeff": COEFFICIENT} for name, kind in BALANCING.items()}
+LOSSES["z_loss"] = {"moe_z_loss_coeff": COEFFICIENT}
 
 
 def bias_experts(worker: Any) -> None:
@@ -53,13 +45,13 @@ def test_padding_changes_no_gradient(make_worker, name):
     assert results[0] != pytest.approx(plain, rel=1e-2)
 
 
-@pytest.mark.parametrize("recomputed", [None, "full", "moe"])
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+RECOMPUTED = {"nothing": {}, "all": {"activation_checkpointing": True}}
+RECOMPUTED["moe"] = RECOMPUTED["all"] | SELECTIVE
+
+
+@pytest.mark.parametrize("recomputed", RECOMPUTED)
 def test_padding_and_filler_change_no_expert_bias(make_worker, monkeypatch, recomputed):
-    recompute = {
-        "activation_checkpointing": recomputed is not None,
-        "recompute_granularity": "full" if recomputed == "full" else "selective",
-        "recompute_modules": ["moe"] if recomputed == "moe" else None,
-    }
     data, biases, counts = random_batch(5), [], []
     update = TopKRouter._apply_expert_bias
 
@@ -70,7 +62,7 @@ def test_padding_and_filler_change_no_expert_bias(make_worker, monkeypatch, reco
 
     monkeypatch.setattr(TopKRouter, "_apply_expert_bias", counted)
     for length in (12, 32):
-        worker = make_worker(padded_to(length, **recompute))
+        worker = make_worker(padded_to(length, **RECOMPUTED[recomputed]))
         bias_experts(worker)
         counts.append(0.0)
         worker.train(data, NLLLoss(), gbs=5, mbs=2)

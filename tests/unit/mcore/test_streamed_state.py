@@ -5,14 +5,12 @@ import re
 
 import pytest
 import torch
-from support.late_copies import LateCopies
 from support.late_streams import LateStream
 from support.phases import checkpoint_entries, checksums, delay_compute, differing, run_steps, save
 from support.ranks import off_and_on, run_ranks, worker_of_rank
 from support.tiny import offloading_activations, random_batch
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.streamed import window
 from nemo_offload_rl.residency.streamed.init_state import has_no_memory
@@ -51,8 +49,7 @@ def test_steps_are_bit_equal_to_those_with_resident_state(make_worker, monkeypat
     assert PinnedArena.live_bytes() == 0
 
 
-def test_activations_may_be_offloaded_beside_it(make_worker, monkeypatch):
-    monkeypatch.setattr(activation_offload, "CudaCopies", lambda device, graphs: LateCopies(0))
+def test_activations_may_be_offloaded_beside_it(make_worker, late):
     plain = run_steps(make_worker(policy_of("bf16", streamed=False)), 2, visit_phases=False)
     worker = make_worker(offloading_activations(policy_of("bf16"), ["qkv_linear", "core_attn", "attn_proj"], gbs=8))
     assert run_steps(worker, 2, visit_phases=True) == plain
@@ -189,9 +186,8 @@ def test_no_verb_goes_on_where_experts_fail_behind_the_others_update(tmp_path, m
     monkeypatch.setenv("SAVE_BELOW", str(tmp_path))
     for said in run_ranks(errors_of_a_chain, 2, num_ports=1):
         assert len(said) == 3
-        assert all(
-            re.search(r"in chunk 1 of \d+ of optimizer 2 of 2 .*the link is down.*half updated", s) for s in said
-        )
+        words = r"in chunk 1 of \d+ of optimizer 2 of 2 .*the link is down.*half updated"
+        assert all(re.search(words, one) for one in said)
 
 
 LAYOUTS = ["bf16", "bf16 moe ep2"]

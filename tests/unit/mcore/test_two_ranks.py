@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks, worker_of_rank
+from support.ranks import rows_of, run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, logprobs_in_transformers, packed_rows, random_batch, tiny_policy
 from support.toy_policy import LocalTransport
 
+from tests.unit.mcore.test_architectures import BIASED, FACTORS
 from tests.unit.mcore.test_hf_weights import Loaded
 
 # Of the logits and of MLPs, which the backward pass computes again; one rank computes them whole.
@@ -17,15 +18,7 @@ CHUNKS = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size":
 OVERLAP = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": False}
 # Tensor parallelism by itself is that of `ODD_VOCABULARY`, and a pipeline by itself has virtual stages.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4, "rope_theta": 100.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8,
-    "rope_theta": 100.0,
-}
-BIASED = {"attention_bias": True}
+LLAMA3 = {"rope_type": "llama3", "original_max_position_embeddings": 8, "rope_theta": 100.0} | FACTORS
 LLAMA = {"model_type": "llama", "num_key_value_heads": 1, "mlp_bias": True, "rope_parameters": LLAMA3} | BIASED
 WINDOW = {"use_sliding_window": True, "sliding_window": 3, "rope_parameters": YARN} | BIASED
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.1}
@@ -83,23 +76,17 @@ def run(model: str, packed: bool, overrides: dict[str, Any], rank: int, world_si
     worker = worker_of_rank(policy, rank, world_size, port, init_reference_model=True)
     torch.set_num_threads(1)
     linear_logprob._COLUMNS = 1  # so that a vocabulary of 14 has several parts, too
-    ranks = worker.parallel_ranks()
-    share = 8 // ranks["dp_size"]
-    mine = slice(ranks["dp_rank"] * share, (ranks["dp_rank"] + 1) * share)
-    steps = []
-    for step in range(2):
-        data = random_batch(8, seed=step)
-        steps.append(worker.train(data.slice(mine.start, mine.stop), NLLLoss(), gbs=8, mbs=2))
-    pairs = random_batch(8, seed=8).in_groups(2).slice(mine.start, mine.stop)
+    rows = rows_of(worker, 8)
+    steps = [worker.train(random_batch(8, seed=step).slice(*rows), NLLLoss(), gbs=8, mbs=2) for step in range(2)]
+    pairs = random_batch(8, seed=8).in_groups(2).slice(*rows)
     reference = worker.get_reference_policy_logprobs(pairs, mbs=1)
     pairs["reference_policy_logprobs"] = reference["reference_logprobs"]
     steps.append(worker.train(pairs, DPOLoss(0.5, 1.0, 0.1, False, False), gbs=4, mbs=1))
-    probe = random_batch(8, seed=9).slice(mine.start, mine.stop)
-    few = random_batch(6, seed=10).slice(mine.start * 6 // 8, mine.stop * 6 // 8)
+    probe, few = random_batch(8, seed=9).slice(*rows), random_batch(6, seed=10).slice(*rows_of(worker, 6))
     out = {
         "losses": [s["loss"] for s in steps],
         "grad_norms": [s["grad_norm"] for s in steps],
-        "rows": (mine.start, mine.stop),
+        "rows": rows,
         "logprobs": worker.get_logprobs(probe, mbs=2)["logprobs"].tolist(),
         "reference": worker.get_reference_policy_logprobs(probe, mbs=2)["reference_logprobs"].tolist(),
         "evaluated": worker.evaluate(probe, NLLLoss(), mbs=2)["loss"],
@@ -142,9 +129,8 @@ def test_two_ranks_compute_what_one_does(alone, together, model, layout):
             assert got[name] == pytest.approx(want[name], rel=1e-4)
         start, stop = got["rows"]
         for field in ("logprobs", "reference", "of_one_micro_batch"):
-            torch.testing.assert_close(
-                torch.tensor(got[field]), torch.tensor(want[field])[start:stop], rtol=1e-4, atol=2e-4
-            )
+            found, wanted = torch.tensor(got[field]), torch.tensor(want[field])[start:stop]
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-4)
         assert set(got["exported"]) == set(want["exported"])
         for name, (shape, total) in want["exported"].items():
             assert got["exported"][name] == (shape, pytest.approx(total, rel=1e-3, abs=2e-3)), name
@@ -160,13 +146,10 @@ def test_flags_count_in_the_rows_that_are_compared(alone):
 def round_trip(rank: int, world_size: int, ports: list[int], folder: Path) -> dict[str, Any]:
     """Refits and exports a model of 15 tokens on ranks that hold 8 each, and reads the export again."""
     torch.set_num_threads(1)
-    policy = tiny_policy(
-        TINY_QWEN3 | {"vocab_size": 15, "tie_word_embeddings": False}, tensor_model_parallel_size=world_size
-    )
-    data, out = random_batch(4), {}
-    for name, model, port in zip(
-        ("first", "again"), ({}, {"hf_config": None, "model_name": str(folder)}), ports, strict=True
-    ):
+    untied = TINY_QWEN3 | {"vocab_size": 15, "tie_word_embeddings": False}
+    policy, data, out = tiny_policy(untied, tensor_model_parallel_size=world_size), random_batch(4), {}
+    models = {"first": {}, "again": {"hf_config": None, "model_name": str(folder)}}
+    for (name, model), port in zip(models.items(), ports, strict=True):
         worker, engine = worker_of_rank(policy | model, rank, world_size, port), Loaded()
         out[f"{name} planned"] = worker.prepare_refit_info(LocalTransport([engine])).tensors
         worker.send_weights()
