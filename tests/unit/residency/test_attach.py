@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import re
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import psutil
@@ -27,6 +28,10 @@ from nemo_offload_rl.residency.target import ResidencyError
 from nemo_offload_rl.residency.transfer import Mover
 
 pytestmark = pytest.mark.usefixtures("no_leak")
+
+
+def num_chunks(offloader, target):
+    return sum(len(backed.range.chunks) for backed in offloader.targets[target].flat_buffer.backed_ranges)
 
 
 def assert_same(offloader, job, plain):
@@ -95,16 +100,13 @@ def test_entering_train_does_not_wait_for_the_optimizer_state(stepped):
     trouble = Trouble()
     _, offloader = stepped(Phase.REFIT, ranges=trouble)
     offloader.residency.wait_until_released()
-    num_chunks = sum(
-        len(backed.range.chunks) for backed in offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges
-    )
     trouble.delay_s = 0.1
     start = time.perf_counter()
     offloader.residency.enter(Phase.TRAIN)
     entered = time.perf_counter() - start
     offloader.residency.require(Target.OPTIMIZER_STATE)
     required = time.perf_counter() - start
-    assert required >= num_chunks * trouble.delay_s
+    assert required >= num_chunks(offloader, Target.OPTIMIZER_STATE) * trouble.delay_s
     assert entered < required / 2
 
 
@@ -159,14 +161,10 @@ def test_optimizer_state_that_finds_no_memory_is_told_at_the_step_and_can_come_l
     run_steps(plain, 2)
     job, trouble = make_job(), Trouble()
     offloader, _ = generating(offloaders, job, trouble)
-    num_param_chunks = sum(
-        len(backed.range.chunks) for backed in offloader.targets[Target.PARAMS].flat_buffer.backed_ranges
-    )
-    trouble.chunks_left = num_param_chunks + 1
+    trouble.chunks_left = num_chunks(offloader, Target.PARAMS) + 1
     offloader.residency.enter(Phase.TRAIN)
-    with pytest.raises(
-        ResidencyError, match=r"^Cannot move optimizer_state to the GPU .* memory for exp_avg(_sq)?\[0\."
-    ):
+    words = r"^Cannot move optimizer_state to the GPU .* memory for exp_avg(_sq)?\[0\."
+    with pytest.raises(ResidencyError, match=words):
         job.step(2)
     assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
     assert offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.mapped_bytes == 0
@@ -184,66 +182,50 @@ def test_optimizer_state_alone_can_be_left_pageable():
     locker = SimpleNamespace(lock=lambda address, nbytes: None, unlock=lambda address: None)
     with PinnedArena(locker=locker) as arena:
         offloader = attach([job.model], job.optimizer, arena, options=Options(pinned_optimizer_state=False))
-        pinned = {
-            name: {backed.host.pinned for backed in offloader.targets[name].flat_buffer.backed_ranges}
-            for name in (Target.PARAMS, Target.OPTIMIZER_STATE)
-        }
-        assert pinned == {Target.PARAMS: {True}, Target.OPTIMIZER_STATE: {False}}
+        for name, is_pinned in ((Target.PARAMS, True), (Target.OPTIMIZER_STATE, False)):
+            backed_ranges = offloader.targets[name].flat_buffer.backed_ranges
+            assert {backed.host.pinned for backed in backed_ranges} == {is_pinned}
         offloader.close()
 
 
-def test_optimizer_state_that_never_leaves_stays_where_it_is():
+def test_optimizer_state_that_never_leaves_stays_where_it_is(offloaders):
     job = make_job(dtype=torch.bfloat16)
     stays = {phase: {**cells, Target.OPTIMIZER_STATE: Placement.GPU} for phase, cells in DEFAULT_TABLE.items()}
-    places = [tensor.data_ptr() for _, tensor in state_tensors(job.optimizer, torch.device("cpu"))]
-    with PinnedArena() as arena:
-        offloader = attach([job.model], job.optimizer, arena, table=stays)
-        nbytes = needed_host_bytes([job.model], job.optimizer, arena)[Target.OPTIMIZER_STATE]
-        assert offloader.nbytes()[Target.OPTIMIZER_STATE] > 0.9 * nbytes > 0
-        assert needed_host_bytes([job.model], job.optimizer, arena, table=stays)[Target.OPTIMIZER_STATE] == 0
-        offloader.residency.enter(Phase.GENERATE)
-        assert [tensor.data_ptr() for _, tensor in state_tensors(job.optimizer, torch.device("cpu"))] == places
-        offloader.close()
+    places = [tensor.data_ptr() for _, tensor in state_tensors(job.optimizer, CPU)]
+    offloader = offloaders(job, table=stays)
+    needed = partial(needed_host_bytes, [job.model], job.optimizer, offloader.context.arena)
+    assert offloader.nbytes()[Target.OPTIMIZER_STATE] > 0.9 * needed()[Target.OPTIMIZER_STATE] > 0
+    assert needed(table=stays)[Target.OPTIMIZER_STATE] == 0
+    offloader.residency.enter(Phase.GENERATE)
+    assert [tensor.data_ptr() for _, tensor in state_tensors(job.optimizer, CPU)] == places
 
 
-def test_state_that_finds_no_host_memory_stays_on_the_gpu_unharmed(monkeypatch):
+@pytest.mark.parametrize("lacks", ["host", "GPU"])
+def test_new_state_that_finds_no_memory_to_move_through_or_to_stays_unharmed_and_moves_later(offloaders, lacks):
     def is_full(owner, nbytes, **_):
         raise HostMemoryError(f"Cannot allocate {nbytes} bytes of host memory for {owner}")
 
-    plain, job, arena = make_job(), make_job(), PinnedArena()
-    offloader = attach([job.model], job.optimizer, arena, ranges=small_chunks)
-    losses = [job.step(0)]
-    with monkeypatch.context() as full:
-        full.setattr(arena, "allocate", is_full)
-        with pytest.raises(ResidencyError, match="Cannot move optimizer_state off the GPU for phase refit"):
-            offloader.residency.enter(Phase.REFIT)
-    assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
-    losses.append(job.step(1))
-    offloader.residency.enter(Phase.GENERATE)
-    offloader.residency.enter(Phase.TRAIN)
-    losses.append(job.step(2))
-    assert losses == run_steps(plain, 3)
-    assert_equal(job.everything(), plain.everything())
-    offloader.close()
-    arena.close()
-
-
-def test_new_state_that_finds_no_gpu_memory_to_move_through_is_kept_and_moves_later(offloaders):
     plain, job, trouble = make_job(), make_job(), Trouble()
     offloader = offloaders(job, ranges=trouble)
-    losses = [job.step(0)]
-    trouble.chunks_left = 2  # some moments fit, and must move out again
-    with pytest.raises(ResidencyError, match=r"Cannot move optimizer_state off .*Cannot allocate the GPU memory"):
-        offloader.residency.enter(Phase.REFIT)
-    assert offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.nbytes == 0
+    state, losses = offloader.targets[Target.OPTIMIZER_STATE], [job.step(0)]
+    with pytest.MonkeyPatch.context() as full:
+        if lacks == "host":
+            full.setattr(offloader.context.arena, "allocate", is_full)
+        else:
+            trouble.chunks_left = 2  # some moments fit, and must move out again
+        words = "for phase refit" if lacks == "host" else "Cannot allocate the GPU memory"
+        with pytest.raises(ResidencyError, match=f"Cannot move optimizer_state off the GPU.*{words}"):
+            offloader.residency.enter(Phase.REFIT)
     trouble.chunks_left = None
+    assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
+    assert state.flat_buffer.nbytes == 0
     losses.append(job.step(1))
-    offloader.residency.enter(Phase.REFIT)
-    assert offloader.targets[Target.OPTIMIZER_STATE].flat_buffer.nbytes > 0
+    offloader.residency.enter(Phase.GENERATE)
+    assert state.flat_buffer.nbytes > 0
     offloader.residency.enter(Phase.TRAIN)
     losses.append(job.step(2))
     assert losses == run_steps(plain, 3)
-    assert_equal(job.everything(), plain.everything())
+    assert_same(offloader, job, plain)
 
 
 @pytest.mark.parametrize("target", [Target.PARAMS, Target.OPTIMIZER_STATE])
@@ -270,7 +252,7 @@ def test_use_in_the_wrong_phase_is_an_error_in_words(offloaders):
 def test_a_state_dict_of_what_is_away_is_refused_and_one_of_what_arrives_waits(stepped, monkeypatch, of):
     job, offloader = stepped()
     offloader.load_all_to_gpu()
-    owner = {"model": job.model, "optimizer": job.optimizer}[of]
+    owner = getattr(job, of)
     saved = copy.deepcopy(owner.state_dict())
     wanted = job.everything()
     delay_moves(monkeypatch, seconds=0.05)
@@ -288,8 +270,10 @@ def test_a_state_dict_of_what_is_away_is_refused_and_one_of_what_arrives_waits(s
     offloader.residency.enter(Phase.GENERATE)
     read = offloader.checkpoint_reader()
     found = owner.state_dict()
-    for key, value in (saved["state"][0] if of == "optimizer" else saved).items():
-        assert torch.equal(read((found["state"][0] if of == "optimizer" else found)[key]), value), key
+    if of == "optimizer":
+        saved, found = saved["state"][0], found["state"][0]
+    for key, value in saved.items():
+        assert torch.equal(read(found[key]), value), key
 
 
 def test_a_view_that_would_not_follow_is_refused():

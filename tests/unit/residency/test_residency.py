@@ -16,7 +16,7 @@ class Arrived:
     is_queued = True
     has_failed = False
 
-    def __init__(self, log, target):
+    def __init__(self, log=None, target=None):
         self.log, self.target = log, target
 
     def wait(self):
@@ -37,9 +37,10 @@ class Shelf:
 
     nbytes = mapped_bytes = 10
 
-    def __init__(self, log, target, placements, lazy_wait=False):
-        self.log, self.target, self.placements, self.lazy_wait = log, target, frozenset(placements), lazy_wait
-        self.full = set()
+    def __init__(self, log, target):
+        self.log, self.target, self.full = log, target, set()
+        self.placements = {Placement.GPU, Placement.DROPPED if target is Target.GRADS else Placement.HOST}
+        self.lazy_wait = target is Target.OPTIMIZER_STATE
 
     def start(self, placement):
         if placement in self.full:
@@ -53,15 +54,9 @@ class Shelf:
 
 def make(*entered, **overrides):
     """Returns the state machine in the last of the phases entered, its targets, and a log of what they do next."""
-    table = {phase: dict(DEFAULT_TABLE[phase]) for phase in Phase}
-    for phase, placements in overrides.items():
-        table[Phase(phase)] |= placements
+    table = {phase: DEFAULT_TABLE[phase] | overrides.get(phase, {}) for phase in Phase}
     log = []
-    targets = {
-        Target.PARAMS: Shelf(log, Target.PARAMS, {Placement.GPU, Placement.HOST}),
-        Target.GRADS: Shelf(log, Target.GRADS, {Placement.GPU, Placement.DROPPED}),
-        Target.OPTIMIZER_STATE: Shelf(log, Target.OPTIMIZER_STATE, {Placement.GPU, Placement.HOST}, lazy_wait=True),
-    }
+    targets = {target: Shelf(log, target) for target in (Target.PARAMS, Target.GRADS, Target.OPTIMIZER_STATE)}
     residency = Residency(targets, table)
     for phase in entered:
         residency.enter(phase)
@@ -77,33 +72,28 @@ def moves(log):
 
 def test_only_what_differs_moves():
     residency, _, log = make()
-    residency.enter(Phase.TRAIN)
-    assert moves(log) == []
-    residency.enter(Phase.LOGPROB)
-    assert moves(log) == [(Target.GRADS, Placement.DROPPED)]
-    residency.enter(Phase.REFIT)
-    assert moves(log) == [(Target.OPTIMIZER_STATE, Placement.HOST)]
-    residency.enter(Phase.GENERATE)
-    assert moves(log) == [(Target.PARAMS, Placement.HOST)]
-    assert residency.where(Target.PARAMS) is Placement.HOST
-    residency.enter(Phase.LOGPROB)
-    assert moves(log) == [(Target.PARAMS, Placement.GPU)]  # targets to be kept stay on the host
+    for phase, *moved in (
+        (Phase.TRAIN,),
+        (Phase.LOGPROB, (Target.GRADS, Placement.DROPPED)),
+        (Phase.REFIT, (Target.OPTIMIZER_STATE, Placement.HOST)),
+        (Phase.GENERATE, (Target.PARAMS, Placement.HOST)),
+        (Phase.LOGPROB, (Target.PARAMS, Placement.GPU)),  # targets to be kept stay on the host
+    ):
+        residency.enter(phase)
+        assert moves(log) == moved
+        assert all(residency.where(target) is placement for target, placement in moved)
     assert residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
 
 
 def test_what_leaves_goes_before_what_comes_back():
     residency, _, log = make(Phase.LOGPROB, refit={Target.PARAMS: Placement.HOST, Target.GRADS: Placement.GPU})
     residency.enter(Phase.REFIT)
-    assert moves(log) == [
-        (Target.PARAMS, Placement.HOST),
-        (Target.OPTIMIZER_STATE, Placement.HOST),
-        (Target.GRADS, Placement.GPU),
-    ]
+    leave = [(target, Placement.HOST) for target in (Target.PARAMS, Target.OPTIMIZER_STATE)]
+    assert moves(log) == [*leave, (Target.GRADS, Placement.GPU)]
 
 
 def test_what_leaves_is_waited_for_where_the_gpu_is_handed_over():
-    residency, _, log = make()
-    residency.enter(Phase.TRAIN)
+    residency, _, log = make(Phase.TRAIN)
     residency.enter(Phase.REFIT)
     assert (Target.OPTIMIZER_STATE, "waited for") not in log
     residency.enter(Phase.GENERATE)
@@ -122,7 +112,7 @@ def test_prefetch_brings_what_the_next_phase_needs_and_does_not_wait():
 def test_a_table_without_a_cell_is_refused():
     table = {phase: {Target.PARAMS: Placement.GPU} for phase in (Phase.TRAIN, Phase.LOGPROB, Phase.REFIT)}
     with pytest.raises(ValueError, match="no placement for params in phase generate"):
-        Residency({Target.PARAMS: Shelf([], Target.PARAMS, {Placement.GPU})}, table)
+        Residency({Target.PARAMS: Shelf([], Target.PARAMS)}, table)
 
 
 def test_an_error_of_cuda_is_said_and_not_repaired():
@@ -132,7 +122,6 @@ def test_an_error_of_cuda_is_said_and_not_repaired():
         raise RuntimeError("CUDA error: an illegal memory access was encountered.")
 
     targets[Target.OPTIMIZER_STATE].start = broken
-    log.clear()
     with pytest.raises(ResidencyError, match=r"Cannot move optimizer_state off the GPU .* illegal .* cannot continue"):
         residency.enter(Phase.REFIT)
     assert moves(log) == []
@@ -165,18 +154,15 @@ def test_what_returns_is_waited_for_at_once_or_when_it_is_required_if_it_waits_i
     assert log[-1] == (Target.OPTIMIZER_STATE, "held for")
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
+def test_a_placement_that_cannot_be_moves_nothing():
+    residency, _, log = make()
+    for target, message in (
         (Target.GRADS, "grads does not support placement host; it supports dropped, gpu, keep"),
         (Target.REFERENCE_WEIGHTS, "Cannot place reference_weights: there is no such target"),
-    ],
-)
-def test_a_placement_that_cannot_be_moves_nothing(target, message):
-    residency, _, log = make()
-    with pytest.raises(ValueError, match=message):
-        residency.place({Target.PARAMS: Placement.HOST, target: Placement.HOST})
-    assert moves(log) == []
+    ):
+        with pytest.raises(ValueError, match=message):
+            residency.place({Target.PARAMS: Placement.HOST, target: Placement.HOST})
+        assert moves(log) == []
 
 
 @pytest.mark.parametrize("leaves_early", [False, True])
@@ -241,16 +227,23 @@ def test_dropped_memory_is_taken_early_where_asked_and_before_what_is_copied():
     assert moves(log) == []
 
 
-class CountingMeter(Meter):
-    num_given_back = 0
+class MeterOfAGpu(Meter):
+    """Counts how often the cache is given back, and says how many bytes are free."""
+
+    def __init__(self, free=None):
+        super().__init__(torch.device("cpu"))
+        self.free, self.num_given_back = free, 0
 
     def give_back_cache(self):
         self.num_given_back += 1
 
+    def memory(self):
+        return dataclasses.replace(super().memory(), gpu_free=self.free)
+
 
 def test_the_cache_is_given_back_before_copies_leave_early_and_not_once_more_while_they_run():
     _, targets, log = make()
-    meter = CountingMeter(torch.device("cpu"))
+    meter = MeterOfAGpu()
     residency = Residency(targets, DEFAULT_TABLE, meter=meter)
     residency.enter(Phase.TRAIN)
     residency.start_leaving(Phase.REFIT)
@@ -270,12 +263,8 @@ def test_the_cache_is_given_back_before_copies_leave_early_and_not_once_more_whi
 
 @pytest.mark.parametrize(("free", "num_given_back"), [(100, 0), (99, 2), (None, 2)])
 def test_the_cache_stays_where_the_generator_finds_enough_free(free, num_given_back):
-    class Gpu(CountingMeter):
-        def memory(self):
-            return dataclasses.replace(super().memory(), gpu_free=free)
-
     _, targets, _ = make()
-    meter = Gpu(torch.device("cpu"))
+    meter = MeterOfAGpu(free)
     residency = Residency(targets, DEFAULT_TABLE, meter=meter, generator_bytes=100)
     residency.enter(Phase.TRAIN)
     residency.start_leaving(Phase.REFIT)
@@ -284,19 +273,12 @@ def test_the_cache_stays_where_the_generator_finds_enough_free(free, num_given_b
     assert meter.num_given_back == num_given_back
 
 
-class MeterOfAGpu(Meter):
-    free = 1
-
-    def memory(self):
-        return MemoryNow(1, 1, gpu_free=self.free * 2**30)
-
-
 def test_the_seconds_of_all_entries_of_a_phase_are_added_up():
     """So are the seconds of its moves: a validation enters the phase once more before the metrics are taken."""
-    meter = MeterOfAGpu(torch.device("cpu"))
+    meter = MeterOfAGpu(free=2**30)
     meter.record_transition(Phase.LOGPROB, 0.5, meter.memory(), {})
     meter.record_transition(Phase.TRAIN, 0.0625, meter.memory(), {})
-    meter.free = 3
+    meter.free = 3 * 2**30
     meter.record_transition(Phase.LOGPROB, 0.25, meter.memory(), {})
     metrics = meter.take_metrics()
     assert metrics["logprob/enter_s"] == pytest.approx(0.75)
@@ -305,23 +287,15 @@ def test_the_seconds_of_all_entries_of_a_phase_are_added_up():
     assert "logprob/enter_s" not in meter.take_metrics()
 
 
-class EndsMeanwhile:
+class EndsMeanwhile(Arrived):
     """Represents a move that the helper thread ends right after it was first asked for."""
 
-    nbytes = 10
-    has_failed = False
     num_asked = 0
 
     @property
     def is_queued(self):
         self.num_asked += 1
         return self.num_asked > 1
-
-    def copy_seconds(self):
-        return 1.0
-
-    def exposed_seconds(self):
-        return 0.0
 
 
 def test_a_move_that_ends_while_records_are_taken_is_in_the_next_ones():

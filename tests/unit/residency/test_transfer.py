@@ -47,6 +47,13 @@ def backed_ranges(arena, trouble):
         arena.release(backed.host)
 
 
+@pytest.fixture
+def flat_buffer(arena):
+    flat_buffer = FlatBuffer("params", CPU, arena, ranges=small_chunks)
+    yield flat_buffer
+    flat_buffer.close()
+
+
 def contents(backed_ranges):
     return [backed.range.tensor.clone() for backed in backed_ranges]
 
@@ -65,7 +72,7 @@ def test_a_round_trip_is_exact_and_gives_the_memory_back_between(mover, backed_r
     out.wait()
     assert mapped(backed_ranges) == 0
     assert out.nbytes == sum(SIZES)
-    assert all(torch.equal(backed.host_tensor(), want) for backed, want in zip(backed_ranges, wanted, strict=True))
+    assert_equal([backed.host_tensor() for backed in backed_ranges], wanted)
     back = mover.back(backed_ranges)
     back.wait_on_current_stream()
     assert mapped(backed_ranges) == sum(SIZES) == back.nbytes
@@ -146,19 +153,19 @@ def entry(name: str, *tensors: torch.Tensor) -> BufferEntry:
     return BufferEntry(name, tensors[0].untyped_storage(), list(tensors))
 
 
-def test_tensors_move_in_as_they_are(arena):
+def test_tensors_move_in_as_they_are(flat_buffer):
     base = torch.randn(64, 8)
     turned, half = base.t(), base.view(-1)[7:200:3]
     small, flags = torch.arange(3, dtype=torch.int64), torch.tensor([True, False])
-    wanted = [t.clone() for t in (base, turned, half, small, flags)]
-    shapes = [(t.shape, t.stride(), t.dtype) for t in (base, turned, half, small, flags)]
-    flat_buffer = FlatBuffer("params", CPU, arena, ranges=small_chunks)
+    tensors = (base, turned, half, small, flags)
+    wanted = [tensor.clone() for tensor in tensors]
+    shapes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
     old = base.untyped_storage()
     flat_buffer.add([entry("base", base, turned, half), entry("small", small), entry("flags", flags)])
     assert old.nbytes() == 0
     memory = flat_buffer.backed_ranges[0].range.tensor
     begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
-    for tensor, want, shape in zip((base, turned, half, small, flags), wanted, shapes, strict=True):
+    for tensor, want, shape in zip(tensors, wanted, shapes, strict=True):
         assert torch.equal(tensor, want)
         assert (tensor.shape, tensor.stride(), tensor.dtype) == shape
         assert begin <= tensor.data_ptr() < end
@@ -166,21 +173,17 @@ def test_tensors_move_in_as_they_are(arena):
     assert turned[0, 0] == 5  # they still share memory
     assert [buffer_slice.offset % ALIGNMENT for buffer_slice in flat_buffer.slices] == [0, 0, 0]
     assert flat_buffer.nbytes == flat_buffer.mapped_bytes == 4 * ALIGNMENT + 2 * ALIGNMENT
-    del memory
-    flat_buffer.close()
 
 
 def test_every_view_of_a_storage_is_found():
-    base, other = torch.randn(10), torch.randn(10)
+    base = torch.randn(10)
     views = {"first": base[:5], "list": [base[5:]], "detached": base.detach()}
     (found,) = tensors_by_storage([base.untyped_storage()]).values()
     assert {id(tensor) for tensor in found} == set(map(id, (base, views["first"], views["list"][0], views["detached"])))
-    assert not any(tensor is other for tensor in found)
 
 
-def test_growth_gets_a_home_of_its_own_and_a_successor_its_predecessors_place(arena):
+def test_growth_gets_a_home_of_its_own_and_a_successor_its_predecessors_place(flat_buffer):
     first, second = torch.randn(300), torch.randn(300)
-    flat_buffer = FlatBuffer("optimizer_state", CPU, arena, ranges=small_chunks)
     flat_buffer.add([entry("exp_avg[0]", first), entry("exp_avg[1]", second)])
     address = second.data_ptr()
     successor, newcomer = torch.randn(300), torch.randn(5)
@@ -193,29 +196,25 @@ def test_growth_gets_a_home_of_its_own_and_a_successor_its_predecessors_place(ar
     larger = torch.randn(301)  # as after a change of the parallel layout
     flat_buffer.add_or_replace([entry("exp_avg[0]", larger)])
     assert len(flat_buffer.backed_ranges) == 3
-    flat_buffer.close()
 
 
-def test_a_chunk_is_named_by_the_tenant_that_it_begins_in(arena):
+def test_a_chunk_is_named_by_the_tenant_that_it_begins_in(flat_buffer):
     tensors = [torch.zeros(3 * MIB, dtype=torch.uint8) for _ in range(3)]
-    flat_buffer = FlatBuffer("params", CPU, arena, ranges=small_chunks)
     flat_buffer.add([entry(f"tensor {number}", tensor) for number, tensor in enumerate(tensors)])
     (backed,) = flat_buffer.backed_ranges
     names = [flat_buffer.name_at(ChunkError(backed, chunk.start, "")) for chunk in backed.range.chunks]
     assert names == ["tensor 0", "tensor 0", "tensor 1", "tensor 2", "tensor 2"]
-    flat_buffer.close()
 
 
-def test_reading_from_the_host_shows_what_left_and_no_neighbours(arena):
+def test_reading_from_the_host_shows_what_left_and_no_neighbours(mover, flat_buffer):
     base = torch.randn(500)
     tensors = [torch.randn(300), base[100:400]]
     wanted = [tensor.clone() for tensor in tensors]
-    flat_buffer, mover = FlatBuffer("params", CPU, arena, ranges=small_chunks), Mover(CPU, arena)
     flat_buffer.add([entry("whole", tensors[0]), entry("part", tensors[1], base)])
     addresses = [tensor.data_ptr() for tensor in tensors]
     mover.out(flat_buffer.backed_ranges).wait()
     views = [flat_buffer.host_view(tensor) for tensor in tensors]
-    assert all(torch.equal(view, want) for view, want in zip(views, wanted, strict=True))
+    assert_equal(views, wanted)
     assert [view.untyped_storage().nbytes() for view in views] == [1200, 1200]
     assert flat_buffer.host_view(torch.zeros(3)) is None
     transposed = flat_buffer.host_view(tensors[0].view(20, 15).t()[2:5])
@@ -223,9 +222,7 @@ def test_reading_from_the_host_shows_what_left_and_no_neighbours(arena):
     assert [tensor.data_ptr() for tensor in tensors] == addresses
     del views, transposed
     mover.back(flat_buffer.backed_ranges).wait()
-    assert all(torch.equal(tensor, want) for tensor, want in zip(tensors, wanted, strict=True))
-    mover.close()
-    flat_buffer.close()
+    assert_equal(tensors, wanted)
 
 
 def test_a_tensor_of_another_storage_at_the_same_address_is_not_taken_for_a_view():

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -104,15 +105,12 @@ def test_ranges_whose_addresses_change_work_alike(streaming):
     assert run_steps(job, 3, offloader) == run_steps(plain, 3)
 
 
-def test_no_memory_for_the_window_is_said_at_the_start_and_later(streaming):
-    trouble = Trouble()
+def test_no_memory_for_the_window_is_said_and_a_window_that_does_not_come_back_harms_nothing(streaming):
+    plain, job, trouble = make_job(), make_job(), Trouble()
     trouble.chunks_left = 0
     with pytest.raises(OutOfGpuMemoryError, match="Cannot allocate"):
         attach([make_job().model], make_job().optimizer, PinnedArena(), table=STREAMED_TABLE, ranges=trouble)
-
-
-def test_a_window_that_does_not_come_back_harms_nothing(streaming):
-    plain, job, trouble = make_job(), make_job(), Trouble()
+    trouble.chunks_left = None
     offloader = streaming(job, ranges=trouble)
     wanted = run_steps(plain, 2)
     assert job.step(0) == wanted[0]
@@ -147,14 +145,10 @@ class FailingStream(LateStream):
 
 
 def assert_refused(job, offloader, why="half updated"):
-    for use in (
-        lambda: job.optimizer.step(),
-        lambda: job.model(torch.zeros(2, WIDTH)),
-        lambda: offloader.residency.enter(Phase.TRAIN),
-        lambda: offloader.checkpoint_reader(),
-        lambda: offloader.residency.enter(Phase.GENERATE),
-        lambda: offloader.streamed_state_on_host().__enter__(),
-    ):
+    enter = offloader.residency.enter
+    of_job = [job.optimizer.step, partial(job.model, torch.zeros(2, WIDTH))]
+    phases = [partial(enter, Phase.TRAIN), partial(enter, Phase.GENERATE)]
+    for use in (*of_job, *phases, offloader.checkpoint_reader, offloader.streamed_state_on_host().__enter__):
         with pytest.raises(HalfUpdatedError, match=why):
             use()
 
@@ -166,13 +160,11 @@ def failing(monkeypatch):
     FailingStream.left = None
 
 
-@pytest.mark.parametrize(
-    ("error", "raised", "words"),
-    [
-        (RuntimeError, HalfUpdatedError, r"in chunk \d+ of \d+ \(RuntimeError: the link is down\).*newest"),
-        (KeyboardInterrupt, KeyboardInterrupt, "the link is down"),
-    ],
-)
+CHUNK_ERROR = r"in chunk \d+ of \d+ \(RuntimeError: the link is down\).*newest"
+ENDS = [(RuntimeError, HalfUpdatedError, CHUNK_ERROR), (KeyboardInterrupt, KeyboardInterrupt, "the link is down")]
+
+
+@pytest.mark.parametrize(("error", "raised", "words"), ENDS)
 def test_a_step_that_fails_in_the_middle_ends_everything(streaming, failing, monkeypatch, error, raised, words):
     job = make_job()
     offloader = streaming(job)
@@ -202,9 +194,7 @@ class Chain:
 
 
 @pytest.mark.parametrize(("make_optimizer", "num_copies"), [(adamw, 2), (Chain, 0)])
-def test_a_step_that_fails_before_it_has_updated_anything_can_be_made_again(
-    streaming, failing, make_optimizer, num_copies
-):
+def test_a_step_that_fails_before_any_update_can_be_made_again(streaming, failing, make_optimizer, num_copies):
     plain, job = make_job(make_optimizer), make_job(make_optimizer)
     offloader = streaming(job)
     wanted = run_steps(plain, 3)
