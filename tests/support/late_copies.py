@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.activation_offload.copies import CopyEngine, CopyHandle, Span
+from nemo_offload_rl.activation_offload.storage import PinnedHostPool
 from nemo_offload_rl.memory.streams import Waits
 
 GARBAGE = 0xFF
@@ -126,6 +127,11 @@ class LateCopies(CopyEngine):
 def host_part(span: Span) -> torch.Tensor:
     """Returns the span's host memory, uint8 [nbytes]."""
     return span.host[span.offset : span.offset + span.nbytes]
+
+
+def assert_empty(host_pool: PinnedHostPool) -> None:
+    host_pool.take_all([])  # collects what was given back
+    assert host_pool.used_bytes == 0
 
 
 class _Weak:

@@ -14,7 +14,6 @@ from support.late_copies import LateCopies
 from nemo_offload_rl.activation_offload.copies import CopyEngine
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
-from nemo_offload_rl.activation_offload.storage import PinnedHostPool
 from nemo_offload_rl.mcore.patches import activation_offload
 
 WIDTH = 16
@@ -73,7 +72,7 @@ def batches(lengths: Sequence[int], seed: int) -> list[torch.Tensor]:
     return [torch.randn(length, WIDTH, generator=generator, requires_grad=True) for length in lengths]
 
 
-def lack_of_memory(_: torch.Tensor) -> None:
+def no_memory(_: torch.Tensor) -> None:
     """Raises an out-of-memory error, as a hook."""
     raise MemoryError
 
@@ -92,11 +91,6 @@ def offloader(
 
 def assert_equal(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-
-
-def assert_empty(host_pool: PinnedHostPool) -> None:
-    host_pool.take_all([])  # collects what was given back
-    assert host_pool.used_bytes == 0
 
 
 @contextmanager

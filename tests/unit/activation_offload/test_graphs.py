@@ -7,19 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
-from support.late_copies import LateCopies
-from support.marked_layers import (
-    LAYERS,
-    MODULES,
-    Layer,
-    Model,
-    assert_empty,
-    assert_equal,
-    batches,
-    lack_of_memory,
-    offloader,
-    suspended,
-)  # fmt: skip
+from support.late_copies import LateCopies, assert_empty
+from support.marked_layers import LAYERS, MODULES, Layer, Model, assert_equal, batches, no_memory, offloader, suspended
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.activation_offload.copies import Span
@@ -189,7 +178,7 @@ def test_what_was_asked_back_and_not_used_is_collected_beside_a_capture(model, m
     """Covers the loss of a failed step, whose last reference is dropped when captures have begun."""
     eager_step(model, [12])
     failed = [model(*batches([12], 1))]
-    broken = model.layers[2].qkv.weight.register_hook(lack_of_memory)
+    broken = model.layers[2].qkv.weight.register_hook(no_memory)
     with pytest.raises(MemoryError):
         failed[0].backward()
     broken.remove()

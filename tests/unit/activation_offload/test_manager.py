@@ -15,19 +15,8 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.tensor_parallel import random as checkpoints
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-from support.late_copies import LateCopies
-from support.marked_layers import (
-    LAYERS,
-    MODULES,
-    WIDTH,
-    Model,
-    assert_empty,
-    assert_equal,
-    batches,
-    lack_of_memory,
-    offloader,
-    suspended,
-)  # fmt: skip
+from support.late_copies import LateCopies, assert_empty
+from support.marked_layers import LAYERS, MODULES, WIDTH, Model, assert_equal, batches, no_memory, offloader, suspended
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.activation_offload.groups import Chunk, Group, GroupListener, PackedTensor
@@ -478,7 +467,7 @@ def test_no_copy_uses_the_host_memory_of_one_that_is_closed(model):
     made = offloader(model, LateCopies(eager_share=0.0))
     one_by_one(model, batches([12], 0))
     loss = model(*batches([12], 1))
-    model.layers[2].qkv.weight.register_hook(lack_of_memory)
+    model.layers[2].qkv.weight.register_hook(no_memory)
     with pytest.raises(MemoryError):
         loss.backward()
     made.reset()

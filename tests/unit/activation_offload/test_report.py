@@ -4,14 +4,8 @@ import re
 
 import pytest
 
-from nemo_offload_rl.activation_offload.report import (
-    ModuleReport,
-    StepReport,
-    gpu_waited,
-    suggested_fraction,
-    table,
-    why_no_effect,
-)
+from nemo_offload_rl.activation_offload import report as reports
+from nemo_offload_rl.activation_offload.report import ModuleReport, StepReport, suggested_fraction, why_no_effect
 from nemo_offload_rl.memory.streams import Waits
 from nemo_offload_rl.memory.units import MIB
 
@@ -51,26 +45,20 @@ def test_a_module_with_one_has_none():
 
 def test_the_table_has_a_line_for_each_module():
     report = StepReport({"core_attn": ModuleReport(moved_bytes=2 * MIB, freed_bytes=MIB)}, 1, 0, 0)
-    head, line = table(report).splitlines()
+    head, line = reports.table(report).splitlines()
     assert head.split()[:3] == ["module", "moved", "freed"]
     assert line.split() == ["core_attn", "2.0", "1.0", "0.0", "0.0", "0.0"]
     assert report.total() == report.modules["core_attn"]
 
 
-@pytest.mark.parametrize(
-    ("fraction", "link_s", "waited_s", "suggested"),
-    [
-        (1.0, 0.182, 0.076, 0.6),  # 0.58, as on an H200
-        (1.0, 0.190, 0.026, 0.85),  # 0.86
-        (0.5, 1.0, 0.5, 0.25),
-        (0.55, 1.0, 0.01, 0.5),  # 0.54, which is nearest to the present fraction
-        (1.0, 1.0, 0.0, 0.95),
-        (1.0, 1.0, 0.98, None),  # 0.02
-        (0.05, 1.0, 0.1, None),
-        (1.0, 0.01, 0.02, None),
-        (1.0, 0.0, 0.0, None),
-    ],
-)
+SUGGESTED = [
+    (1.0, 0.182, 0.076, 0.6), (1.0, 0.190, 0.026, 0.85), (0.5, 1.0, 0.5, 0.25),  # of 0.58, as on an H200, and 0.86
+    (0.55, 1.0, 0.01, 0.5), (1.0, 1.0, 0.0, 0.95),  # of 0.54, which is nearest to the present fraction
+    (1.0, 1.0, 0.98, None), (0.05, 1.0, 0.1, None), (1.0, 0.01, 0.02, None), (1.0, 0.0, 0.0, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fraction", "link_s", "waited_s", "suggested"), SUGGESTED)
 def test_the_fraction_is_what_moved_without_waits(fraction, link_s, waited_s, suggested):
     assert suggested_fraction(fraction, link_s, waited_s) == suggested
 
@@ -89,5 +77,5 @@ REMEDIES = r"; lower \S+_fraction, raise \S+_max_inflight_offloads, or check wha
     ids=["too slow", "speed unknown", "the link is not it", "few in flight"],
 )
 def test_a_link_that_is_too_slow_is_said_with_a_fraction_that_fits(waits, mib, link_speed, max_inflight, words):
-    said = gpu_waited(waits, mib * MIB, link_speed=link_speed, fraction=1.0, max_inflight=max_inflight)
+    said = reports.gpu_waited(waits, mib * MIB, link_speed=link_speed, fraction=1.0, max_inflight=max_inflight)
     assert re.search(words, said), said

@@ -11,8 +11,7 @@ import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.tensor_parallel import random as checkpoints
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from support.late_copies import LateCopies
-from support.marked_layers import assert_empty
+from support.late_copies import LateCopies, assert_empty
 from support.phases import checksums
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 
@@ -30,17 +29,16 @@ MBS = 2
 AGAIN = {"activation_checkpointing": True, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 
 
-def steps(worker: Any, num_steps: int = 3, *, visit_phases: bool = True) -> list[dict[str, Any]]:
+def steps(worker: Any) -> list[dict[str, Any]]:
     """Runs steps whose micro-batches change in number and length, with log-probs between them."""
     chance = random.Random(0)
     out = []
-    for seed in range(num_steps):
+    for seed in range(3):
         rows = MBS * chance.randint(1, 6)
         report = worker.train(random_batch(rows, chance.randint(8, 32), seed), NLLLoss(), gbs=rows, mbs=MBS)
         report["checksums"] = checksums(worker)
-        if visit_phases:
-            worker.offload_before_refit()
-            worker.offload_after_refit()
+        worker.offload_before_refit()
+        worker.offload_after_refit()
         report["logprobs"] = worker.get_logprobs(random_batch(4, seed=seed), mbs=2)["logprobs"].tolist()
         report["num_micro_batches"] = rows // MBS
         out.append(report)

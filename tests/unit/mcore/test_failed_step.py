@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from support.marked_layers import assert_empty
+from support.late_copies import assert_empty
 from support.phases import checksums
 from support.ranks import off_and_on, run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy

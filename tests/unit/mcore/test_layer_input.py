@@ -6,38 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from support.marked_layers import assert_empty
+from support import tiny
+from support.late_copies import assert_empty
 from support.phases import checksums
-from support.tiny import (
-    TINY_QWEN3,
-    TINY_QWEN3_MOE,
-    batch_of_lengths,
-    offloading_activations,
-    packed_rows,
-    random_batch,
-    tiny_policy,
-)  # fmt: skip
+from support.tiny import TINY_QWEN3, batch_of_lengths, offloading_activations, packed_rows, random_batch, tiny_policy
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.patches import layer_input
 from nemo_offload_rl.memory.pinned import PinnedArena
+from tests.unit.mcore.test_activations import steps
 
 pytestmark = pytest.mark.usefixtures("late")
 
 FULL = {"activation_checkpointing": True, "recompute_granularity": "full", "recompute_method": "uniform"}
 INPUT, BOTH = ["layer_input"], ["layer_input", "core_attn"]
-
-
-def steps(worker: Any) -> list[dict[str, Any]]:
-    """Runs steps whose micro-batches change in number and length, with log-probs between them."""
-    out = []
-    for seed, (rows, length) in enumerate(((4, 9), (8, 32), (6, 12))):
-        report = worker.train(random_batch(rows, length, seed), NLLLoss(), gbs=rows, mbs=2)
-        report["checksums"] = checksums(worker)
-        report["logprobs"] = worker.get_logprobs(random_batch(4, seed=seed), mbs=2)["logprobs"].tolist()
-        out.append(report)
-    return out
 
 
 def worker_of(make_worker: Any, modules: list[str], num_layers: int, **megatron: Any) -> Any:
@@ -50,19 +33,18 @@ def plain() -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize(
-    ("config", "modules", "num_layers", "megatron"),
-    [
-        (TINY_QWEN3, INPUT, 1, {}),
-        (TINY_QWEN3, INPUT, 3, {}),
-        (TINY_QWEN3, BOTH, 1, {}),
-        (TINY_QWEN3, BOTH, 2, {"activation_offload_fraction": 0.5}),
-        (TINY_QWEN3, BOTH, 1, {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
-        (TINY_QWEN3, BOTH, 2, {"mlp_tile_tokens": 7}),
-        (TINY_QWEN3_MOE, INPUT, 2, {"fine_grained_offloading_max_inflight_offloads": 0}),
-        (TINY_QWEN3_MOE, BOTH, 1, {}),
-    ],
-)
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+CASES = [
+    *((TINY_QWEN3, modules, num_layers, {}) for modules, num_layers in ((INPUT, 1), (INPUT, 3), (BOTH, 1))),
+    (TINY_QWEN3, BOTH, 2, {"activation_offload_fraction": 0.5}),
+    (TINY_QWEN3, BOTH, 1, DROPOUT),
+    (TINY_QWEN3, BOTH, 2, {"mlp_tile_tokens": 7}),
+    (tiny.TINY_QWEN3_MOE, INPUT, 2, {"fine_grained_offloading_max_inflight_offloads": 0}),
+    (tiny.TINY_QWEN3_MOE, BOTH, 1, {}),
+]
+
+
+@pytest.mark.parametrize(("config", "modules", "num_layers", "megatron"), CASES)
 def test_numbers_are_those_of_plain_recomputation(make_worker, plain, config, modules, num_layers, megatron):
     model = {name: value for name, value in megatron.items() if name.endswith(("dropout", "tile_tokens"))}
     kind = f"{config['model_type']} {model}"

@@ -6,41 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+from support import tiny
 from support.losses import PLAIN
-from support.tiny import (
-    TINY_QWEN3,
-    TINY_QWEN3_MOE,
-    batch_of_lengths,
-    packed_rows,
-    random_batch,
-    tiny_policy,
-    with_plain_sgd,
-)  # fmt: skip
+from support.tiny import TINY_QWEN3, batch_of_lengths, packed_rows, random_batch, tiny_policy, with_plain_sgd
 
 from nemo_offload_rl.algorithms.losses import DPOLoss, NLLLoss
 from nemo_offload_rl.data.batch import LOGPROB_COLUMNS, BatchedData
-from nemo_offload_rl.mcore.batches import (
-    modified_first_fit_decreasing,
-    pack_bins,
-    packed_microbatches,
-    padded_length,
-    padded_microbatches,
-    unpack,
-    with_filler,
-    with_length,
-)  # fmt: skip
+from nemo_offload_rl.mcore import batches as micro
 
 
 def test_bins_are_split_until_every_rank_has_as_many():
-    assert pack_bins([12, 3, 4], 10) == [[0], [1, 2]]
-    assert pack_bins([8, 8, 3, 4], 10, group_size=2) == [[0, 1], [2, 3]]
-    bins = pack_bins([1, 1, 1, 1], 10, min_bins=3)
+    assert micro.pack_bins([12, 3, 4], 10) == [[0], [1, 2]]
+    assert micro.pack_bins([8, 8, 3, 4], 10, group_size=2) == [[0, 1], [2, 3]]
+    bins = micro.pack_bins([1, 1, 1, 1], 10, min_bins=3)
     assert len(bins) == 3
     assert sorted(i for items in bins for i in items) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="2 samples cannot fill 3 packed micro-batches"):
-        pack_bins([1, 1], 10, min_bins=3)
+        micro.pack_bins([1, 1], 10, min_bins=3)
     with pytest.raises(ValueError, match="2 groups of 2 samples cannot fill 3 packed"):
-        pack_bins([1, 1, 1, 1], 10, min_bins=3, group_size=2)
+        micro.pack_bins([1, 1, 1, 1], 10, min_bins=3, group_size=2)
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -51,10 +35,10 @@ def test_neither_packing_nor_padding_splits_a_group(seed):
     data["row"] = torch.arange(data.size)
     lengths = data["input_lengths"].tolist()
     min_bins = rng.randint(1, num_groups)
-    bins = pack_bins(lengths, rng.randint(1, 60), min_bins=min_bins, group_size=group_size)
+    bins = micro.pack_bins(lengths, rng.randint(1, 60), min_bins=min_bins, group_size=group_size)
     assert len(bins) >= min_bins
-    packed = packed_microbatches(data, bins, divisible_by=2, row_divisible_by=8)
-    padded = padded_microbatches(data, group_size * rng.randint(1, 4))
+    packed = micro.packed_microbatches(data, bins, divisible_by=2, row_divisible_by=8)
+    padded = micro.padded_microbatches(data, group_size * rng.randint(1, 4))
     for batches in (packed, padded):
         seen = [batch.data["row"].view(-1, group_size) for batch in batches]
         for rows in seen:
@@ -68,42 +52,42 @@ def test_neither_packing_nor_padding_splits_a_group(seed):
 def test_packed_rows_come_back_as_padded_rows():
     data = random_batch(6, longest=12)
     lengths = data["input_lengths"].tolist()
-    for batch in packed_microbatches(data, pack_bins(lengths, 24), divisible_by=2, row_divisible_by=8):
+    for batch in micro.packed_microbatches(data, micro.pack_bins(lengths, 24), divisible_by=2, row_divisible_by=8):
         assert batch.tokens.shape == batch.positions.shape
         assert batch.tokens.shape[1] % 8 == 0
         assert batch.cu_seqlens[-1] == batch.tokens.shape[1]
         starts = batch.cu_seqlens[:-1].long()
         assert batch.positions[0, starts].abs().sum() == 0
         width = batch.data["input_ids"].shape[1]
-        rows = unpack(batch.tokens[0].float(), batch.cu_seqlens, batch.data["input_lengths"], width)
+        rows = micro.unpack(batch.tokens[0].float(), batch.cu_seqlens, batch.data["input_lengths"], width)
         torch.testing.assert_close(rows, batch.data["input_ids"].float())
 
 
 def test_the_last_padded_micro_batch_is_filled_with_rows_that_count_for_nothing():
-    batches = padded_microbatches(random_batch(5), 2)
+    batches = micro.padded_microbatches(random_batch(5), 2)
     assert [batch.tokens.shape for batch in batches] == [(2, 12)] * 3
     assert batches[-1].data["sample_mask"].tolist() == [1.0, 0.0]
 
 
 def test_filler_micro_batches_are_the_shortest_and_count_for_nothing():
     data = random_batch(4).in_groups(2)
-    batches = packed_microbatches(data, [[0, 1], [2, 3]], divisible_by=2, row_divisible_by=2)
+    batches = micro.packed_microbatches(data, [[0, 1], [2, 3]], divisible_by=2, row_divisible_by=2)
     shortest = min(batches, key=lambda batch: batch.tokens.shape[1])
-    filled = with_filler(batches, 4)
+    filled = micro.with_filler(batches, 4)
     assert filled[:2] == batches
     for filler in filled[2:]:
         assert torch.equal(filler.tokens, shortest.tokens)
         assert (filler.data.group_size, filler.data["sample_mask"].tolist()) == (2, [0.0, 0.0])
     assert [batch.data["sample_mask"].tolist() for batch in batches] == [[1.0, 1.0]] * 2
     del data["sample_mask"]  # log-prob passes may lack it
-    assert len(with_filler(padded_microbatches(data, 4), 2)) == 2
+    assert len(micro.with_filler(micro.padded_microbatches(data, 4), 2)) == 2
 
 
 def test_lengths_are_rounded_up_and_limited():
-    assert padded_length(9, 4, 16) == 12
+    assert micro.padded_length(9, 4, 16) == 12
     with pytest.raises(ValueError, match=r"17 tokens, more than policy\.max_total_sequence_length 16"):
-        padded_length(17, 4, 16)
-    assert with_length(random_batch(2, longest=12), 16)["token_mask"].shape == (2, 16)
+        micro.padded_length(17, 4, 16)
+    assert micro.with_length(random_batch(2, longest=12), 16)["token_mask"].shape == (2, 16)
 
 
 def first_fit_decreasing(sizes, capacity):
@@ -131,7 +115,7 @@ def sizes_of(bins, sizes):
     ],
 )
 def test_each_phase_does_its_part(sizes, bins):
-    assert sizes_of(modified_first_fit_decreasing(sizes, 100), sizes) == bins
+    assert sizes_of(micro.modified_first_fit_decreasing(sizes, 100), sizes) == bins
 
 
 def test_every_item_is_in_one_bin_and_none_overflows():
@@ -139,13 +123,13 @@ def test_every_item_is_in_one_bin_and_none_overflows():
         rng = random.Random(seed)
         capacity = rng.randint(1, 100)
         sizes = [rng.randint(1, 2 * capacity if seed % 3 == 0 else capacity) for _ in range(rng.randint(0, 80))]
-        bins = modified_first_fit_decreasing(sizes, capacity)
+        bins = micro.modified_first_fit_decreasing(sizes, capacity)
         assert sorted(index for items in bins for index in items) == list(range(len(sizes)))
         for items in sizes_of(bins, sizes):
             assert sum(items) <= capacity or len(items) == 1
         least = sum(min(size, capacity) for size in sizes) / capacity
         assert len(bins) <= 71 / 60 * max(least, first_fit_decreasing(sizes, capacity)) + 1
-        assert bins == modified_first_fit_decreasing(sizes, capacity)
+        assert bins == micro.modified_first_fit_decreasing(sizes, capacity)
 
 
 WINDOWED = TINY_QWEN3 | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
@@ -154,7 +138,7 @@ RECOMPUTED = {"activation_checkpointing": True}
 OF_ATTENTION = RECOMPUTED | {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "windows, attention recomputed, logits in chunks": (WINDOWED, CHUNKS | OF_ATTENTION),
-    "experts, recomputed": (TINY_QWEN3_MOE, RECOMPUTED),
+    "experts, recomputed": (tiny.TINY_QWEN3_MOE, RECOMPUTED),
 }
 # A prompt has 2 tokens, so the second row's answer is empty. A row of 300 tokens has no room for the first pair.
 LENGTHS = [300, 2, 17, 120, 3, 64]

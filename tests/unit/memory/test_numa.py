@@ -11,15 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_offload_rl.memory import numa
-from nemo_offload_rl.memory.numa import (
-    bind_process,
-    format_cpu_list,
-    gpu_numa_node,
-    normalize_pci_bus_id,
-    numa_nodes,
-    parse_cpu_list,
-    prefer_node,
-)
+from nemo_offload_rl.memory.numa import bind_process, format_cpu_list, gpu_numa_node, numa_nodes, prefer_node
 
 GPU = "0000:65:00.0"
 
@@ -43,12 +35,8 @@ def make_sysfs(root: Path, nodes: dict[int, tuple[str, str]], devices: dict[str,
 
 TWO_SOCKETS = {0: ("0-3,8-11", "10 21"), 1: ("4-7,12-15", "21 10")}
 # Grace CPUs on nodes 0 and 1; each GPU's memory is a node without CPUs, with spare nodes between them.
-GB200 = {
-    0: ("0-71", "10 40 80 120"),
-    1: ("72-143", "40 10 120 80"),
-    2: ("", "80 120 10 160"),
-    10: ("", "120 80 160 10"),
-}
+GB200 = {0: ("0-71", "10 40 80 120"), 1: ("72-143", "40 10 120 80"), 2: ("", "80 120 10 160")}
+GB200[10] = ("", "120 80 160 10")
 
 
 def test_nodes_are_read_with_their_cpus_and_distances(tmp_path):
@@ -74,12 +62,9 @@ CLUSTERS = {0: ("0-3", "10 12 21 21"), 1: ("4-7", "12 10 21 21"), 2: ("8-11", ""
     ("nodes", "files", "node"),
     [
         (TWO_SOCKETS, {"numa_node": "1", "local_cpulist": "0-3"}, 1),
-        (TWO_SOCKETS, {"numa_node": "-1", "local_cpulist": "4-7,12-15"}, 1),
-        (TWO_SOCKETS, {"numa_node": "7", "local_cpulist": "4-7,12-15"}, 1),  # there is no such node
+        *((TWO_SOCKETS, {"numa_node": node, "local_cpulist": "4-7,12-15"}, 1) for node in ("-1", "7")),  # 7 is no node
         (CLUSTERS, {"numa_node": "-1", "local_cpulist": "2-7"}, 1),  # which has most of these CPUs
-        (TWO_SOCKETS, {"numa_node": "-1", "local_cpulist": "0-15"}, None),
-        (TWO_SOCKETS, {}, None),
-        (TWO_SOCKETS, None, None),  # the GPU is not in sysfs
+        *((TWO_SOCKETS, files, None) for files in ({"numa_node": "-1", "local_cpulist": "0-15"}, {}, None)),
         (GB200, {"numa_node": "2"}, 0),  # the nearest node with CPUs
         ({0: ("0-3", ""), 1: ("4-7", ""), 2: ("", "")}, {"numa_node": "2"}, 0),
     ],
@@ -91,11 +76,11 @@ def test_a_gpus_node_is_the_kernels_or_that_of_its_local_cpus(tmp_path, nodes, f
 def test_an_address_is_found_however_it_is_spelled(tmp_path):
     sysfs = make_sysfs(tmp_path, TWO_SOCKETS, {GPU: {"numa_node": "1"}})
     assert {gpu_numa_node(spelling, sysfs) for spelling in (GPU, "00000000:65:00.0", "65:00.0")} == {1}
-    assert normalize_pci_bus_id("00000000:A1:0F.1") == "0000:a1:0f.1"
-    assert normalize_pci_bus_id("00010000:06:00.0") == "10000:06:00.0"
+    assert numa.normalize_pci_bus_id("00000000:A1:0F.1") == "0000:a1:0f.1"
+    assert numa.normalize_pci_bus_id("00010000:06:00.0") == "10000:06:00.0"
     for text in ["", "GPU-1", "0000:65:00", "0000:65:00.9"]:
         with pytest.raises(ValueError, match="is not a PCI address"):
-            normalize_pci_bus_id(text)
+            numa.normalize_pci_bus_id(text)
 
 
 def test_one_socket(tmp_path):
@@ -108,21 +93,18 @@ def test_one_socket(tmp_path):
 
 
 def test_cpu_lists_are_read_and_written():
-    assert parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert parse_cpu_list("") == frozenset()
+    assert numa.parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert numa.parse_cpu_list("") == frozenset()
     for text in ["", "5", "0-3,8,10-11", "0,2,4"]:
-        assert format_cpu_list(parse_cpu_list(text)) == text
+        assert format_cpu_list(numa.parse_cpu_list(text)) == text
 
 
 def test_nothing_is_bound_that_need_not_be(tmp_path):
     sysfs = make_sysfs(tmp_path, TWO_SOCKETS, {GPU: {"numa_node": "-1", "local_cpulist": "0-15"}})
     before = os.sched_getaffinity(0)
-    for setting, gpu, words in (
-        ("none", GPU, "policy.numa is none"),
-        ("auto", None, "this process has no GPU"),
-        ("auto", GPU, f"the kernel reports no NUMA node for GPU {GPU}"),
-    ):
-        assert words in bind_process(setting, gpu, sysfs).note
+    assert "policy.numa is none" in bind_process("none", GPU, sysfs).note
+    assert "this process has no GPU" in bind_process("auto", None, sysfs).note
+    assert f"the kernel reports no NUMA node for GPU {GPU}" in bind_process("auto", GPU, sysfs).note
     assert os.sched_getaffinity(0) == before
 
 
@@ -186,14 +168,11 @@ def test_a_mapping_is_preferred_on_its_node_and_a_node_that_is_not_there_is_a_wa
     took = prefer_node(address, 1 << 20, 0)
     mapping[:] = bytes(1 << 20)
     maps = Path("/proc/self/numa_maps")
-    lines = (
-        [line for line in maps.read_text().splitlines() if int(line.split()[0], 16) == address] if maps.exists() else []
-    )
+    lines = maps.read_text().splitlines() if maps.exists() else []
     assert not any(prefer_node(address, 1 << 20, 900) for _ in range(3))
     assert caplog.text.count("mbind failed: ") == (1 if took else 2)
-    for line in lines if took else []:
-        assert " prefer:0 " in line
-        assert " N0=256" in line
+    for line in (line for line in lines if took and int(line.split()[0], 16) == address):
+        assert " prefer:0 " in line and " N0=256" in line
 
 
 @pytest.fixture
@@ -214,26 +193,20 @@ def denied(monkeypatch):
     return deny
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (errno.EPERM, "Operation not permitted (in a container, --cap-add SYS_NICE allows it)"),
-        (errno.ENOSYS, "Function not implemented"),
-    ],
-)
+DENIED = "Operation not permitted (in a container, --cap-add SYS_NICE allows it)"
+
+
+@pytest.mark.parametrize(("error", "words"), [(errno.EPERM, DENIED), (errno.ENOSYS, "Function not implemented")])
 def test_what_a_container_denies_is_a_warning(tmp_path, denied, caplog, error, words):
     denied(error)
     binding = bind_process("auto", GPU, two_halves(tmp_path)[0])
     assert not prefer_node(0, 4096, 0)
     assert (binding.node, set(binding.cpus), binding.memory_preferred) == (0, os.sched_getaffinity(0), False)
     assert f"CPUs unchanged, sched_setaffinity failed: {words}" in binding.note
-    for message in (
-        "NUMA node 0: CPUs unchanged",
-        f"NUMA node 0: set_mempolicy failed: {words}",
-        f"mbind failed: {words}",
-    ):
-        assert message in caplog.text
-    assert len(caplog.records) == 3
+    cpus, memory, mapping = caplog.messages
+    assert cpus.startswith("NUMA node 0: CPUs unchanged")
+    assert memory.startswith(f"NUMA node 0: set_mempolicy failed: {words}")
+    assert mapping.startswith(f"mbind failed: {words}")
 
 
 def test_a_node_whose_cpus_are_not_this_process_s_keeps_the_cpus_and_says_so(tmp_path, denied, caplog):
