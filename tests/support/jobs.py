@@ -84,9 +84,13 @@ def run_steps(job: Job, num_steps: int, offloader: Offloader | None = None) -> l
     for step in range(num_steps):
         losses.append(job.step(step))
         if offloader is not None:
-            for phase in CYCLE:
-                offloader.residency.enter(phase)
+            visit(offloader, *CYCLE)
     return losses
+
+
+def visit(offloader: Offloader, *phases: Phase) -> None:
+    for phase in phases:
+        offloader.residency.enter(phase)
 
 
 def enter_and_require(offloader: Offloader) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs import Job, make_job, run_steps
+from support.jobs import Job, make_job, run_steps, visit
 from support.ranges import small_chunks
 
 from nemo_offload_rl.memory.pinned import PinnedArena
@@ -52,8 +52,7 @@ def stepped(offloaders) -> Callable[..., tuple[Job, Offloader]]:
         job = make_job()
         offloader = offloaders(job, ranges=ranges, **options)
         run_steps(job, num_steps, offloader)
-        for phase in phases:
-            offloader.residency.enter(phase)
+        visit(offloader, *phases)
         return job, offloader
 
     return make

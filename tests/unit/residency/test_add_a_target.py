@@ -18,13 +18,9 @@ def copy(tmp_path_factory) -> Path:
 
 def test_the_page_has_a_mechanism_a_test_and_changes_to_the_files_that_it_lists():
     paths = {path for path, _, _ in blocks(PAGE)}
-    assert paths == {
-        "nemo_offload_rl/residency/table.py",
-        "nemo_offload_rl/residency/my_average.py",
-        "nemo_offload_rl/residency/targets.py",
-        "nemo_offload_rl/config/schema/residency.py",
-        "tests/unit/residency/test_my_average.py",
-    }
+    of_package = {f"nemo_offload_rl/residency/{name}.py" for name in ("table", "my_average", "targets")}
+    schema, test = "nemo_offload_rl/config/schema/residency.py", "tests/unit/residency/test_my_average.py"
+    assert paths == {*of_package, schema, test}
 
 
 def test_the_test_of_the_page_passes_in_a_changed_copy_of_the_package(copy):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from support.jobs import CPU, assert_equal, enter_and_require, make_job, run_steps
+from support.jobs import CPU, assert_equal, enter_and_require, make_job, run_steps, visit
 from support.phases import delay_moves
 from support.ranges import CHUNK_BYTES, Trouble, small_chunks
 from torch import nn
@@ -137,8 +137,7 @@ def test_a_tensor_that_a_new_buffer_replaces_keeps_its_contents_while_it_is_used
     sizes = []
     for number in (2.0, 3.0, 4.0):
         layer.register_buffer("freq", torch.full((10,), number))
-        offloader.residency.enter(Phase.GENERATE)
-        offloader.residency.enter(Phase.TRAIN)
+        visit(offloader, Phase.GENERATE, Phase.TRAIN)
         assert layer.original.tolist() == [1.0] * 10
         assert layer.freq.tolist() == [number] * 10
         sizes.append(offloader.targets[Target.PARAMS].nbytes)
@@ -231,8 +230,7 @@ def test_a_prefetch_that_failed_is_no_measurement_and_no_error_where_it_is_not_n
             offloader.residency._last[Target.OPTIMIZER_STATE].move.wait()
         assert "train/optimizer_state/gb" not in offloader.meter.take_metrics()
     else:
-        offloader.residency.enter(Phase.TRAIN)
-        offloader.residency.enter(Phase.REFIT)
+        visit(offloader, Phase.TRAIN, Phase.REFIT)
         assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
     trouble.chunks_left = None
     enter_and_require(offloader)
@@ -302,8 +300,7 @@ def test_a_checkpoint_after_a_prefetch_reads_the_gpu_or_the_host_if_memory_was_m
     offloader.residency.require(Target.OPTIMIZER_STATE)
     moment = job.optimizer.state[job.model[0].weight]["exp_avg"]
     wanted = moment.clone()
-    offloader.residency.enter(Phase.GENERATE)
-    offloader.residency.enter(Phase.LOGPROB)
+    visit(offloader, Phase.GENERATE, Phase.LOGPROB)
     trouble.chunks_left = chunks_left
     offloader.residency.prefetch(Phase.TRAIN)
     read = offloader.checkpoint_reader()

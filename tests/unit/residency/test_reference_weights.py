@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.jobs import CPU, assert_equal, make_job, run_steps
+from support.jobs import CPU, assert_equal, make_job, run_steps, visit
 from support.ranges import CHUNK_BYTES, small_chunks
 
 from nemo_offload_rl.memory.pinned import PinnedArena
@@ -85,8 +85,7 @@ def assert_all_works(offloader, job, first, own):
     with offloader.reference.swapped_in():
         assert_equal(weights(job), first)
     assert_equal(weights(job), own)
-    offloader.residency.enter(Phase.GENERATE)
-    offloader.residency.enter(Phase.LOGPROB)
+    visit(offloader, Phase.GENERATE, Phase.LOGPROB)
     assert_equal(weights(job), own)
 
 

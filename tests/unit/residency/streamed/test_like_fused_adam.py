@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.jobs import visit
 from support.ranges import small_chunks
 from torch import nn
 
@@ -21,14 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_leak", "late_copies")
 class RemainderAdam(torch.optim.Optimizer):
     """Implements AdamW for bf16 parameters."""
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        store_param_remainders: bool,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        capturable: bool = False,
-    ) -> None:
+    def __init__(self, params, *, store_param_remainders, exp_avg_dtype=torch.float32, capturable=False) -> None:
         super().__init__(params, {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1})
         self.capturable = capturable
         if capturable:
@@ -95,17 +89,16 @@ def train(model: nn.Module, optimizer: RemainderAdam, steps: range, offloader: O
             parameter.decoupled_grad, parameter.grad = parameter.grad, None
         optimizer.step()
         losses.append(loss.item())
-        for phase in () if offloader is None else (Phase.REFIT, Phase.GENERATE, Phase.TRAIN):
-            offloader.residency.enter(phase)
+        if offloader is not None:
+            visit(offloader, Phase.REFIT, Phase.GENERATE, Phase.TRAIN)
     return losses
 
 
 @pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
 @pytest.mark.parametrize("store_param_remainders", [True, False], ids=["remainders", "whole masters"])
 def test_numbers_are_those_of_resident_state(store_param_remainders, capturable):
-    (plain, plain_optimizer), (model, optimizer) = (
-        make(store_param_remainders=store_param_remainders, capturable=capturable) for _ in range(2)
-    )
+    keys = {"store_param_remainders": store_param_remainders, "capturable": capturable}
+    (plain, plain_optimizer), (model, optimizer) = make(**keys), make(**keys)
     wanted = train(plain, plain_optimizer, range(5))
     assert wanted[-1] < wanted[0]
     options = Options(stream_window_bytes=4 * 100_000, verify=True)

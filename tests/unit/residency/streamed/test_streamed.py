@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.jobs import WIDTH, Job, adamw, amsgrad, assert_equal, make_job, run_steps, sgd
+from support.jobs import WIDTH, Job, adamw, amsgrad, assert_equal, make_job, run_steps, sgd, visit
 from support.late_streams import LateEvent, LateStream
 from support.ranges import Trouble
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state
 from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError, TorchRange
 from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.memory.streams import CopyStream
 from nemo_offload_rl.residency.attach import attach
 from nemo_offload_rl.residency.flat_buffer import CorruptedTransferError
 from nemo_offload_rl.residency.streamed import window
@@ -34,16 +35,32 @@ def assert_same(offloader, job, plain):
         assert_equal(job.everything(), plain.everything())
 
 
-@pytest.mark.parametrize("window_bytes", [4 * 100_000, 4 * 1_000_000, 64_000_000], ids=["many", "some", "one chunk"])
-@pytest.mark.parametrize("make_optimizer", [adamw, amsgrad])
-def test_numbers_are_those_of_resident_state(streaming, late_copies, make_optimizer, window_bytes):
+def changing_addresses(nbytes, device, chunk_bytes):
+    return TorchRange(nbytes, device)
+
+
+KINDS = {
+    "many chunks": (adamw, {"stream_window_bytes": 4 * 100_000}),
+    "many chunks of amsgrad": (amsgrad, {"stream_window_bytes": 4 * 100_000}),
+    "some": (amsgrad, {"stream_window_bytes": 4 * 1_000_000}),
+    "one chunk": (adamw, {"stream_window_bytes": 64_000_000}),
+    "ranges whose addresses change": (adamw, {"ranges": changing_addresses}),
+    "staging buffers": (adamw, {"pinned_optimizer_state": False, "verify": True}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_those_of_resident_state(streaming, late_copies, monkeypatch, kind):
+    make_optimizer, options = KINDS[kind]
+    if kind == "staging buffers":  # as on a GPU whose host memory could not be page-locked
+        monkeypatch.setattr(window, "CopyStream", CopyStream)
+        monkeypatch.setattr(window.HostCopies, "_is_staged", lambda self, segment: True)
     plain, job = make_job(make_optimizer), make_job(make_optimizer)
     wanted = run_steps(plain, 4)
-    offloader = streaming(job, stream_window_bytes=window_bytes)
+    offloader = streaming(job, **options)
     assert run_steps(job, 2) == wanted[:2]  # consecutive steps
     assert [job.step(2)] == wanted[2:3]
-    offloader.residency.enter(Phase.GENERATE)
-    offloader.residency.enter(Phase.TRAIN)
+    visit(offloader, Phase.GENERATE, Phase.TRAIN)
     assert [job.step(3)] == wanted[3:]
     assert_same(offloader, job, plain)
 
@@ -99,12 +116,6 @@ def test_state_that_is_there_already_is_taken_over(streaming, late_copies):
     assert_same(offloader, job, plain)
 
 
-def test_ranges_whose_addresses_change_work_alike(streaming):
-    plain, job = make_job(), make_job()
-    offloader = streaming(job, ranges=lambda nbytes, device, _: TorchRange(nbytes, device))
-    assert run_steps(job, 3, offloader) == run_steps(plain, 3)
-
-
 def test_no_memory_for_the_window_is_said_and_a_window_that_does_not_come_back_harms_nothing(streaming):
     plain, job, trouble = make_job(), make_job(), Trouble()
     trouble.chunks_left = 0
@@ -122,15 +133,6 @@ def test_no_memory_for_the_window_is_said_and_a_window_that_does_not_come_back_h
     trouble.chunks_left = None
     offloader.residency.enter(Phase.TRAIN)
     assert job.step(1) == wanted[1]
-
-
-def test_copies_through_staging_buffers_give_the_same_numbers(streaming, monkeypatch):
-    """Copies as on a GPU whose host memory could not be page-locked."""
-    monkeypatch.setattr(window.HostCopies, "_is_staged", lambda self, segment: True)
-    plain, job = make_job(), make_job()
-    offloader = streaming(job, pinned_optimizer_state=False, verify=True)
-    assert run_steps(job, 2, offloader) == run_steps(plain, 2)
-    assert_same(offloader, job, plain)
 
 
 class FailingStream(LateStream):
