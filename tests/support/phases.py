@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from nemo_offload_rl.activation_offload.copies import Span, SpanCopyStream
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.memory.gpu_range import HostRange
+from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.memory.streams import CopyStream
 from nemo_offload_rl.refit.graphs import _RecordedExport
 from nemo_offload_rl.refit.loads import ExportedTensors
@@ -130,6 +131,12 @@ def delay_compute(monkeypatch: Any, seconds: float = 0.01) -> Counter[str]:
 
 
 each_delay = pytest.mark.parametrize("delay", [delay_moves, delay_compute], ids=["late copies", "late compute"])
+
+
+def assert_ends(worker: MegatronPolicyWorker) -> None:
+    """Ends a worker, which must leave no page-locked memory."""
+    worker.shutdown()
+    assert PinnedArena.live_bytes() == 0
 
 
 def save(worker: MegatronPolicyWorker, folder: Path) -> None:

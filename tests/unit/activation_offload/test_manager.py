@@ -60,6 +60,12 @@ def in_group(compute: Callable, x: torch.Tensor, module: str = "mlp", *, is_on: 
     return group.group_offload(y, **options)
 
 
+def in_pass(compute: Callable, x: torch.Tensor, module: str = "mlp", **options) -> torch.Tensor:
+    """Runs the first group of a pass."""
+    begin_pass()
+    return in_group(compute, x, module, **options)
+
+
 def ones() -> torch.Tensor:
     return torch.ones(2, WIDTH, requires_grad=True)
 
@@ -322,8 +328,7 @@ def test_parameters_and_small_storages_stay(model):
     assert total.small_bytes > total.distinct_bytes == made.copies.num_out == 0
     whole = torch.nn.Parameter(torch.ones(WIDTH, WIDTH))
     made = offloader(torch.nn.ParameterList([whole]))
-    begin_pass()
-    in_group(lambda x: x @ whole.detach().t(), ones()).sum().backward()  # saves a view of `whole`
+    in_pass(lambda x: x @ whole.detach().t(), ones()).sum().backward()  # saves a view of `whole`
     assert made.copies.num_out == 0
 
 
@@ -349,8 +354,7 @@ def test_a_leaf_that_autograd_keeps_is_emptied_if_no_other_code_knows_it(is_alia
         with saving():
             return SavesALeaf.apply(y, [leaf, leaf])
 
-    begin_pass()
-    y = in_group(save, ones())
+    y = in_pass(save, ones())
     made.drain()
     assert leaf.untyped_storage().nbytes() == (0 if is_alias else 4 * 2 * WIDTH)
     y.sum().backward()
@@ -394,8 +398,7 @@ def test_leaves_saved_behind_what_is_to_be_recomputed_stay_as_they_are():
             raise MemoryError
         return SavesALeaf.apply(y, leaves[1:])
 
-    begin_pass()
-    y = in_group(save, ones())
+    y = in_pass(save, ones())
     made.drain()
     assert all(torch.equal(leaf.detach(), torch.ones(2, WIDTH)) for leaf in leaves)
     y.sum().backward()
@@ -485,9 +488,8 @@ def test_a_change_in_place_is_refused():
 
 def saved_by_a_group(is_on: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a tensor of ones [2, WIDTH] and its exponential, which a group's backward pass needs."""
-    begin_pass()
     x = ones()
-    return x, in_group(torch.exp, x, is_on=is_on)
+    return x, in_pass(torch.exp, x, is_on=is_on)
 
 
 @pytest.mark.parametrize("options", [{"fraction": 0.0}, {"min_elements": 1 << 20}, {"nbytes": 0}], ids=str)
@@ -624,8 +626,7 @@ def test_a_replay_that_fails_delays_no_commit_of_later_steps():
     made = offloader()
     Interface.enter_replay()  # its layer fails before it calls `exit_replay`
     made.reset()
-    begin_pass()
-    in_group(torch.exp, ones(), "moe_act", delay_offload=True)
+    in_pass(torch.exp, ones(), "moe_act", delay_offload=True)
     assert made.copies.num_out > 0
     made.reset()
 
@@ -693,6 +694,5 @@ def test_the_end_of_a_group_adds_nothing_to_the_graph(several):
 
 def test_an_output_that_needs_no_gradient_ends_its_group():
     made = offloader()
-    begin_pass()
-    in_group(torch.square, torch.ones(2, WIDTH))
+    in_pass(torch.square, torch.ones(2, WIDTH))
     assert made.cur_forward_chunk().open == []

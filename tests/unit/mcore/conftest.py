@@ -1,11 +1,14 @@
 import gc
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import support.prepared  # noqa: F401  (before a test's first worker imports it, so that its objects are frozen once)
 import torch
+from megatron.core.tensor_parallel import random as checkpoints
 from support.late_copies import LateCopies
 from support.ranks import free_port, worker_of_rank
 from support.tiny import tiny_policy
@@ -38,6 +41,23 @@ def make_worker() -> Iterator[Callable[..., MegatronPolicyWorker]]:
 def late(monkeypatch) -> None:
     """Makes every copy of activations as late as the waits for it allow, without a GPU."""
     monkeypatch.setattr(activation_offload, "CudaCopies", lambda device, graphs: LateCopies(eager_share=0.1))
+
+
+def fill_again(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Refills an emptied tensor; megatron-core's C++ extension, built only for CUDA, does this without a copy."""
+    storage, full = output.untyped_storage(), recomputed.untyped_storage()
+    storage.resize_(full.nbytes())
+    storage.copy_(full)
+
+
+@pytest.fixture
+def recomputing(monkeypatch):
+    """Lets megatron-core discard and recompute outputs without Transformer Engine, which it asks about fp8."""
+    no_fp8 = SimpleNamespace(is_fp8_enabled=lambda: False)
+    monkeypatch.setattr(checkpoints, "FP8GlobalStateManager", no_fp8, raising=False)
+    monkeypatch.setattr(checkpoints, "activation_recompute_forward", lambda **_: nullcontext(), raising=False)
+    monkeypatch.setattr(checkpoints, "fp8_autocast", lambda **_: nullcontext(), raising=False)
+    monkeypatch.setattr(checkpoints, "_get_share_storage", lambda: fill_again)
 
 
 @pytest.fixture

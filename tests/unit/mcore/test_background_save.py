@@ -11,7 +11,7 @@ import torch
 from support.gpu import NEEDS_TE, gpu_policy
 from support.late_streams import LateStream
 from support.limits import files_of_at_most
-from support.phases import delay_moves
+from support.phases import assert_ends, delay_moves
 from support.ranks import run_ranks, worker_of_rank
 from support.tiny import random_batch, tiny_policy
 
@@ -25,6 +25,7 @@ from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import read_manifest, write_manifest
 from tests.unit.mcore.test_checkpoint import CONSTANT, logprobs, train
 from tests.unit.mcore.test_checkpoint_hyperparameters import policy_of
+from tests.unit.mcore.test_residency import GENERATION
 
 
 @pytest.fixture
@@ -94,8 +95,6 @@ def test_every_checkpoint_has_the_state_of_its_own_step(make_worker, tmp_path, g
 
 GPU = pytest.param(lambda: gpu_policy(""), id="gpu", marks=NEEDS_TE)
 on_both = pytest.mark.parametrize("make_policy", [pytest.param(tiny_policy, id="cpu"), GPU])
-GENERATION = {"backend": "transformers", "temperature": 1.0, "colocated": {"enabled": True}}
-"""With it a refit follows each training: state leaves from the end of each."""
 
 
 def with_state(policy, kind):
@@ -185,8 +184,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_under_way(make_worker, tmp_path,
     start(worker, tmp_path / "policy")
     train(worker, [1])
     assert_holds(worker, tmp_path / "policy", want)
-    worker.shutdown()
-    assert PinnedArena.live_bytes() == 0
+    assert_ends(worker)
 
 
 def test_state_leaves_behind_a_step_again_once_the_checkpoint_is_finished(make_worker, tmp_path):
@@ -260,8 +258,7 @@ def test_optimizer_state_is_read_from_its_own_host_memory_and_all_else_is_copied
     params = sum(parameter.nbytes for parameter in worker.state.model[0].parameters())
     assert 2 * params <= taken[0] < 2.5 * params  # weights of model and optimizer; Adam's state would be as much again
     assert taken[1] == taken[0]  # kept for the next checkpoint
-    worker.shutdown()
-    assert PinnedArena.live_bytes() == 0
+    assert_ends(worker)
 
 
 def test_a_checkpoint_in_the_phase_of_generation(make_worker, tmp_path, gate):
@@ -306,8 +303,7 @@ def test_a_worker_that_ends_waits_for_its_writer(make_worker, tmp_path, gate):
     worker, _ = trained(make_worker)
     start(worker, tmp_path)
     threading.Timer(0.2, gate.set).start()
-    worker.shutdown()
-    assert PinnedArena.live_bytes() == 0
+    assert_ends(worker)
     assert not (tmp_path / "layout.json").exists()  # it is not a checkpoint
 
 

@@ -44,18 +44,15 @@ def saved_state(folder):
     return {name: data for name, data in checkpoint_entries(folder).items() if "shard_0_1" not in name}
 
 
-@pytest.mark.parametrize(
-    ("source", "kind", "ways"),
-    [
-        ("streamed", "bfloat16", ["resident", 0.5, 1.0]),
-        (0.3, "bfloat16", ["streamed", 1.0]),
-        ("resident", "bfloat16", [0.5, 1.0, "on the GPU"]),
-        (0.5, "bfloat16", ["resident", "on the GPU"]),
-        (0.5, "moe bfloat16", ["streamed"]),
-        (0.5, "float32", ["streamed"]),
-        (1.0, "bfloat16", ["streamed", "resident", 0.5]),
-    ],
-)
+PAIRS = [
+    ("streamed", "bfloat16", ["resident", 0.5, 1.0]), ("resident", "bfloat16", [0.5, 1.0, "on the GPU"]),
+    (0.3, "bfloat16", ["streamed", 1.0]), (0.5, "bfloat16", ["resident", "on the GPU"]),
+    (1.0, "bfloat16", ["streamed", "resident", 0.5]), (0.5, "moe bfloat16", ["streamed"]),
+    (0.5, "float32", ["streamed"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "kind", "ways"), PAIRS)
 def test_a_checkpoint_of_one_way_is_trained_on_in_the_others(make_worker, tmp_path, source, kind, ways):
     worker = make_worker(policy_of(source, kind))
     run_steps(worker, 2, visit_phases=True)
@@ -75,10 +72,10 @@ def test_a_checkpoint_of_one_way_is_trained_on_in_the_others(make_worker, tmp_pa
         assert [one["loss"] for one in got] == pytest.approx([one["loss"] for one in want], abs=1e-3), way
 
 
-@pytest.mark.parametrize(
-    ("fraction", "kind", "here"),
-    [(0.5, "moe bfloat16", PAGEABLE), (0.5, "float32", PAGEABLE), (1.0, "bfloat16", PINNED)],
-)
+SHARES = [(0.5, "moe bfloat16", PAGEABLE), (0.5, "float32", PAGEABLE), (1.0, "bfloat16", PINNED)]
+
+
+@pytest.mark.parametrize(("fraction", "kind", "here"), SHARES)
 def test_the_cpu_optimizer_resumes_bit_for_bit_from_every_phase_wherever_its_gpu_share_goes(
     make_worker, tmp_path, fraction, kind, here
 ):
@@ -195,9 +192,8 @@ def test_another_learning_rate_and_other_hyperparameters_apply(make_worker, tmp_
         run_steps(worker, 1, visit_phases=True)
     assert rates == pytest.approx([5e-3, 4e-3, 3e-3])
     groups = worker.state.optimizer.param_groups
-    assert {(group["max_lr"], group["min_lr"], *group["betas"], group["eps"]) for group in groups} == {
-        (5e-3, 1e-3, 0.5, 0.7, 1e-3)
-    }
+    ((*found,),) = {(group["max_lr"], group["min_lr"], *group["betas"], group["eps"]) for group in groups}
+    assert found == [5e-3, 1e-3, 0.5, 0.7, 1e-3]
     assert {group["weight_decay"] for group in groups} == {0.3, 0.0}  # none for one-dimensional parameters
 
 
@@ -266,18 +262,12 @@ def test_what_megatron_core_asserts_is_refused_by_key_unless_overridden(change, 
 def test_another_schedule_and_other_groups_of_parameters_are_refused_in_a_sentence(make_worker, tmp_path):
     saved_after_two_steps(make_worker, policy_of("resident"), tmp_path)
     strict = {"override_opt_param_scheduler": False}
-    for policy, words in (
-        (
-            changed(policy_of("resident"), strict, lr=5e-3),
-            r"optimizer\.lr is 0\.005 \(there 0\.001\); set that to true",
-        ),
-        (
-            changed(policy_of("resident"), decoupled_lr=1e-2),
-            "cannot be resumed: its optimizer has other groups .*decoupled_lr",
-        ),
+    for schedule, optimizer, words in (
+        (strict, {"lr": 5e-3}, r"optimizer\.lr is 0\.005 \(there 0\.001\); set that to true"),
+        ({}, {"decoupled_lr": 1e-2}, "cannot be resumed: its optimizer has other groups .*decoupled_lr"),
     ):
         with pytest.raises(ValueError, match=words) as caught:
-            make_worker(policy).load_checkpoint(str(tmp_path))
+            make_worker(changed(policy_of("resident"), schedule, **optimizer)).load_checkpoint(str(tmp_path))
         assert "\n" not in str(caught.value)
     worker = make_worker(changed(policy_of("resident"), strict), seed=99)
     worker.load_checkpoint(str(tmp_path))

@@ -8,7 +8,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 from safetensors.torch import load_file
 from support.metrics_page import undocumented
-from support.phases import run_steps
+from support.phases import assert_ends, run_steps
 from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
@@ -136,8 +136,7 @@ def test_phases_move_the_gpus_share_alone(make_worker, fraction, aware):
     worker.offload_after_refit()
     assert worker.offloader.mapped_bytes == 0
     assert places() == before
-    worker.shutdown()
-    assert PinnedArena.live_bytes() == 0
+    assert_ends(worker)
 
 
 def test_sgd_is_stepped_there_too(make_worker):

@@ -71,13 +71,8 @@ def graphed(make_worker, install):
         for module in worker.state.model[0].modules():
             if isinstance(module, GraphableMegatronModule):  # as the layer does when it is built with graphs
                 module.cuda_graphs, module.cuda_graph_manual_hooks = [], []
-        return worker, CudaGraphs(
-            worker.state.model,
-            config,
-            worker.state.optimizer,
-            warmup_steps=WARMUP_STEPS,
-            settle=worker.offloader.load_all_to_gpu,
-        )
+        options = {"warmup_steps": WARMUP_STEPS, "settle": worker.offloader.load_all_to_gpu}
+        return worker, CudaGraphs(worker.state.model, config, worker.state.optimizer, **options)
 
     return make
 
@@ -87,16 +82,20 @@ def train(worker, graphs, rows, *, seed=0, mbs=2):
     data = random_batch(rows, seed=seed)
     counts = step.global_counts(data, worker.device)
     batches, _ = worker.batcher.cut(data, mbs, "train_mb_tokens", fixed_shapes=True)
+    of = {"of": worker._passes.train, "device": worker.device}
     with graphs.step(batches):
-        return step.train_step(
-            worker.state, batches, counts, NLLLoss(), of=worker._passes.train, device=worker.device
-        ), len(batches)
+        return step.train_step(worker.state, batches, counts, NLLLoss(), **of), len(batches)
+
+
+def run_steps(worker, graphs, num_steps=WARMUP_STEPS + 1, rows=4):
+    """Trains until the graphs are captured and replayed once."""
+    for seed in range(num_steps):
+        train(worker, graphs, rows, seed=seed)
 
 
 def replaying(graphed, *arguments, **options):
     worker, graphs = graphed(*arguments, **options)
-    for seed in range(WARMUP_STEPS + 1):
-        train(worker, graphs, 4, seed=seed)
+    run_steps(worker, graphs)
     return worker, graphs
 
 
@@ -125,8 +124,7 @@ def test_changing_micro_batches_replay_one_capture_and_change_no_number(make_wor
 def test_the_helper_learns_the_number_of_micro_batches_for_the_time_of_the_capture(graphed, captures):
     worker, graphs = graphed()
     worker.state.config.cuda_graph_warmup_steps = WARMUP_STEPS
-    for _ in range(WARMUP_STEPS + 1):
-        train(worker, graphs, 6)
+    run_steps(worker, graphs, rows=6)
     # A layer has ten warm-up passes; two steps of three micro-batches have made six of them.
     assert captures[0]["options"]["num_warmup_iters"] == 4
     assert mcore_graphs.get_num_microbatches() == 1
@@ -134,14 +132,10 @@ def test_the_helper_learns_the_number_of_micro_batches_for_the_time_of_the_captu
 
 def test_a_dispatcher_gets_the_captured_shapes_back():
     """Of the results of a captured preparation, replays set only the tensors."""
-    dispatcher = types.SimpleNamespace(
-        cudagraph_attrs=["hidden_shape", "num_out_tokens", "probs", "shared_experts.gate_score"],
-        valid_cudagraph_attrs=["probs"],
-        hidden_shape=torch.Size([128, 2, 64]),
-        hidden_shape_before_permute=torch.Size([256, 64]),  # not in the list
-        num_out_tokens=512,
-        probs="of the last replay",
-    )
+    names = ["hidden_shape", "num_out_tokens", "probs", "shared_experts.gate_score"]
+    dispatcher = types.SimpleNamespace(cudagraph_attrs=names, valid_cudagraph_attrs=["probs"])
+    dispatcher.hidden_shape, dispatcher.num_out_tokens = torch.Size([128, 2, 64]), 512
+    dispatcher.hidden_shape_before_permute = torch.Size([256, 64])  # not in the list
     eager = types.SimpleNamespace(cudagraph_attrs=["hidden_shape"], valid_cudagraph_attrs=None, hidden_shape=1)
     layers = [types.SimpleNamespace(mlp=types.SimpleNamespace(token_dispatcher=one)) for one in (dispatcher, eager)]
     frozen = FrozenShapes([*layers, types.SimpleNamespace(mlp=types.SimpleNamespace())])
@@ -169,8 +163,7 @@ def test_slower_replays_than_eager_steps_are_said_once(graphed, caplog):
     worker, graphs = graphed()
     # The second eager step and the second to fifth replays are timed from begin to end; other steps are not timed.
     graphs._speed_check._mark = iter([At(seconds) for seconds in (0, 1.0, 2, 4.0, 5, 6.5, 7, 9.0, 10, 12.0)]).__next__
-    for _ in range(WARMUP_STEPS + 1 + 4 + 2):
-        train(worker, graphs, 4)
+    run_steps(worker, graphs, WARMUP_STEPS + 1 + 4 + 2)
     assert caplog.messages.count(slower_than_eager(1.5, 1.0, ["attn", "mlp"], copies_inside=False)) == 1
 
 
@@ -189,8 +182,7 @@ def test_who_copies_inside_of_graphs_is_told_of_captures_replays_and_deletion(gr
         if isinstance(module, transformer_layer.TransformerLayer):
             module.offload_module_in_cuda_graph = module.layer_number == 1
             module.off_interface = NoRecords
-    for _ in range(WARMUP_STEPS + 1):
-        train(worker, graphs, 4)
+    run_steps(worker, graphs)
     assert told == ["prepare", *["input"] * LAYERS, "replay", "replay"]  # one such layer, two micro-batches
     graphs.delete()
     assert told[-1] == "forget"
@@ -219,8 +211,7 @@ def test_a_capture_that_fails_half_way_leaves_no_capture_under_way(graphed, monk
 
     with monkeypatch.context() as failing:
         failing.setattr(mcore_graphs, "make_graphed_callables", fail)
-        for _ in range(WARMUP_STEPS):
-            train(worker, graphs, 4)
+        run_steps(worker, graphs, WARMUP_STEPS)
         frozen = gc.get_freeze_count()
         with pytest.raises(RuntimeError, match="out of memory"):
             train(worker, graphs, 4)
@@ -289,10 +280,8 @@ def test_an_error_in_a_step_takes_the_graphs_off(graphed):
 
 def test_a_step_that_replays_nothing_is_an_error(graphed):
     worker, graphs = replaying(graphed)
-    none_of_them = pytest.raises(
-        RuntimeError, match="graphs of 4 layers are captured, but a training step replayed none"
-    )
-    with none_of_them, step.eval_mode(worker.state.model):
+    words = "graphs of 4 layers are captured, but a training step replayed none"
+    with pytest.raises(RuntimeError, match=words), step.eval_mode(worker.state.model):
         train(worker, graphs, 4)
 
 
@@ -305,22 +294,17 @@ def test_moved_parameters_are_an_error(graphed):
 
 
 def test_a_model_without_such_layers_is_refused_with_the_reason(graphed):
-    worker, graphs = graphed(modules=["moe_router"])
-    for _ in range(WARMUP_STEPS):
-        train(worker, graphs, 4)
-    with pytest.raises(
-        RuntimeError, match=r"none of the 4 layers here \(0 of them MoE\).*\['moe_router'\] names; choose"
-    ):
-        train(worker, graphs, 4)
+    words = r"none of the 4 layers here \(0 of them MoE\).*\['moe_router'\] names; choose"
+    with pytest.raises(RuntimeError, match=words):
+        replaying(graphed, ["moe_router"])
 
 
 def test_hooks_of_overlapped_gather_are_off_for_the_capture_and_called_by_replays(graphed, captures):
-    overlap = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     worker, graphs = graphed(distributed_data_parallel_config=overlap)
     chunk = worker.state.model[0]
     chunk.enable_forward_pre_hook()
-    for _ in range(WARMUP_STEPS + 1):
-        train(worker, graphs, 4)
+    run_steps(worker, graphs)
     assert len(captures) == 1
     assert chunk.remove_forward_pre_hook_handles
     assert all(layer.cuda_graph_manual_hooks for layer in graphs._captured.layers)
@@ -413,18 +397,15 @@ def test_steps_are_compared_with_eager_ones_of_their_shape(training, caplog, run
     assert caplog.messages == ([] if said is None else [slower_than_eager(*said, ["attn", "mlp"], copies_inside=False)])
 
 
-@pytest.mark.parametrize(
-    ("modules", "remedy"),
-    [
-        (["attn"], "slower: set policy.megatron_cfg.cuda_graph_impl to none."),
-        (["mlp"], "slower: set policy.megatron_cfg.cuda_graph_impl to none."),
-        (["attn", "moe_router"], "slower: remove modules from it, or set"),
-        (["attn", "mlp", "moe_router"], "slower: remove 'mlp' from it, or set"),
-    ],
-)
-def test_what_is_left_must_name_something(modules, remedy):
+SWITCH_OFF = "set policy.megatron_cfg.cuda_graph_impl to none."
+REMEDIES = {"attn": SWITCH_OFF, "mlp": SWITCH_OFF, "attn moe_router": "remove modules from it, or set"}
+REMEDIES["attn mlp moe_router"] = "remove 'mlp' from it, or set"
+
+
+@pytest.mark.parametrize("modules", REMEDIES)
+def test_what_is_left_must_name_something(modules):
     for copies_inside in (False, True):
-        said = slower_than_eager(0.2345, 0.2, modules, copies_inside=copies_inside)
+        said = slower_than_eager(0.2345, 0.2, modules.split(), copies_inside=copies_inside)
         assert "takes 234.5 ms, 17% longer than the 200.0 ms" in said
-        assert remedy in said
+        assert f"slower: {REMEDIES[modules]}" in said
         assert ("copies of activations inside it" in said) == copies_inside

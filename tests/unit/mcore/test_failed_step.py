@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.patches.layer_state import clear_saved_state_on_failure
+from tests.unit.mcore.test_activations import AGAIN, ATTENTION
 from tests.unit.mcore.test_router_losses import bias_experts
 
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
@@ -56,8 +57,9 @@ def undisturbed() -> dict[str, Any]:
 
 
 CONFIGS = {"dense": (TINY_QWEN3, {}), "experts": (TINY_QWEN3_MOE, {}), "all-gather": (TINY_QWEN3_MOE, ALL_GATHER)}
+CONFIGS["recomputed norms"] = (TINY_QWEN3, AGAIN)
 OFFLOADING = [("dense", "mlp"), ("dense", "backward"), ("experts", "loss"), ("experts", "mlp"), ("experts", "experts")]
-OFFLOADING += [("all-gather", "experts")]
+OFFLOADING += [("all-gather", "experts"), ("recomputed norms", "mlp")]
 # Without offloading only Megatron's own saved tensors could stay: each place of a failure once.
 PLAIN = [("dense", "attention"), ("all-gather", "mlp"), ("all-gather", "loss")]
 PLAIN += [("experts", "experts"), ("experts", "backward")]
@@ -66,14 +68,15 @@ PLAIN += [("experts", "experts"), ("experts", "backward")]
 @pytest.mark.parametrize(
     ("kind", "where", "offloads"), [*((*of, True) for of in OFFLOADING), *((*of, False) for of in PLAIN)]
 )
-def test_a_failed_step_leaves_no_activation_alive(make_worker, late, undisturbed, kind, where, offloads):
+@pytest.mark.usefixtures("late", "recomputing")
+def test_a_failed_step_leaves_no_activation_alive(make_worker, undisturbed, kind, where, offloads):
     config, megatron = CONFIGS[kind]
     if kind not in undisturbed:
         want = make_worker(tiny_policy(config, **megatron))
         undisturbed[kind] = [want.train(random_batch(4), NLLLoss(), gbs=4, mbs=2) for _ in range(2)]
     reports = undisturbed[kind]
     policy = tiny_policy(config, **megatron)
-    worker = make_worker(offloading_activations(policy, ["core_attn", "attn_proj"]) if offloads else policy)
+    worker = make_worker(offloading_activations(policy, ATTENTION) if offloads else policy)
     assert worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2) == reports[0]
     seen: list[StorageWeakRef] = []
 
@@ -90,6 +93,7 @@ def test_a_failed_step_leaves_no_activation_alive(make_worker, late, undisturbed
     assert len(seen) > 8
     assert not [storage for storage in seen if not storage.expired()]
     if offloads:
+        assert worker.activations.offloader.report.total().moved_bytes > 0
         assert_empty(worker.activations.offloader.host_pool)
     assert worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2) == reports[1]
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 from support import tiny
 from support.late_copies import assert_empty
-from support.phases import checksums
+from support.phases import assert_ends, checksums
 from support.tiny import TINY_QWEN3, batch_of_lengths, offloading_activations, packed_rows, random_batch, tiny_policy
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.patches import layer_input
-from nemo_offload_rl.memory.pinned import PinnedArena
 from tests.unit.mcore.test_activations import steps
 
 pytestmark = pytest.mark.usefixtures("late")
@@ -57,8 +56,7 @@ def test_numbers_are_those_of_plain_recomputation(make_worker, plain, config, mo
     assert set(report.modules) == set(modules)
     assert all(module.moved_bytes > 0 for module in report.modules.values())
     assert report.modules["layer_input"].freed_bytes == report.modules["layer_input"].moved_bytes
-    worker.shutdown()
-    assert PinnedArena.live_bytes() == 0
+    assert_ends(worker)
 
 
 @pytest.mark.parametrize("modules", [INPUT, BOTH], ids=str)

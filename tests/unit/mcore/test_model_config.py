@@ -12,7 +12,7 @@ from nemo_offload_rl.mcore.model import model_config
 
 WINDOWS = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
 MEGATRON = r"policy\.megatron_cfg"
-DENSE, EXPERTS = TINY_QWEN3, TINY_QWEN3_MOE
+DENSE, EXPERTS, MIXED = TINY_QWEN3, TINY_QWEN3_MOE, TINY_QWEN3_MOE | {"mlp_only_layers": [0]}
 
 
 def bridge_of(policy):
@@ -21,6 +21,11 @@ def bridge_of(policy):
 
 def provider_of(policy):
     return model_config.make_provider(policy, bridge_of(policy))
+
+
+def refused(message):
+    """Expects an error that matches, or none for None."""
+    return pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
 
 
 def overrides_of(*, packed=False, **megatron):
@@ -71,21 +76,23 @@ def test_experts_gather_no_packed_rows_of_different_lengths(sizes, stated, monke
     assert model_config.make_provider(packed, bridge).moe_token_dispatcher_type == "allgather"
 
 
+ONE_HEAD = {"num_key_value_heads": 1}
+
+
 @pytest.mark.parametrize(
-    ("model", "kind", "wanted"),
+    ("model", "kind", "message"),
     [
         ({}, "p2p", None),
-        ({"num_key_value_heads": 1}, "a2a", "is a2a, but the model has key and value heads .* to p2p or all_gather"),
+        (ONE_HEAD, "a2a", "is a2a, but the model has key and value heads .* to p2p or all_gather"),
         (WINDOWS, None, "is p2p, but the model has sliding windows, .* to a2a or all_gather"),
         (WINDOWS, "all_gather", None),
-        (WINDOWS | {"num_key_value_heads": 1}, "p2p", "heads .* and sliding windows, .* to all_gather"),
+        (WINDOWS | ONE_HEAD, "p2p", "heads .* and sliding windows, .* to all_gather"),
     ],
 )
-def test_what_attention_does_not_compute_over_ranks_is_refused(model, kind, wanted):
+def test_what_attention_does_not_compute_over_ranks_is_refused(model, kind, message):
     policy = tiny_policy(TINY_QWEN3 | model, context_parallel_size=2, cp_comm_type=kind)
-    bridge = bridge_of(policy)
-    with pytest.raises(ValueError, match=wanted) if wanted else contextlib.nullcontext():
-        assert model_config.make_provider(policy, bridge).cp_comm_type == kind
+    with refused(message):
+        assert provider_of(policy).cp_comm_type == kind
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -146,20 +153,22 @@ def test_the_recipe_is_left_as_it_is():
     assert fields == before
 
 
+def nvte_variables():
+    return {name: value for name, value in os.environ.items() if "NVTE" in name}
+
+
 def test_the_next_model_of_a_process_may_have_another_attention_backend(make_worker, monkeypatch):
     """megatron-core sets the backend in the environment, and refuses a model of another one."""
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")  # the user's own
-    before = dict(os.environ)
+    before = nvte_variables()
     for name, variables in (("unfused", "001"), ("auto", "111")):
         worker = make_worker(tiny_policy(attention_backend=name))
         assert worker.state.config.attention_backend is AttnBackend[name]
         assert "".join(os.environ[f"NVTE_{kind}_ATTN"] for kind in ("FLASH", "FUSED", "UNFUSED")) == variables
     worker.shutdown()
-    assert {item for item in os.environ.items() if "NVTE" in item[0]} == {
-        item for item in before.items() if "NVTE" in item[0]
-    }
+    assert nvte_variables() == before
 
 
 def test_what_a_build_cannot_have_is_refused_by_its_key():
@@ -170,10 +179,8 @@ def test_what_a_build_cannot_have_is_refused_by_its_key():
     ):
         with pytest.raises(ValueError, match=words):
             overrides_of(**megatron)
-    policy = tiny_policy()
-    policy["megatron_cfg"]["optimizer"]["bf16"] = True
     with pytest.raises(ValueError, match=r"policy\.precision is float32; set bf16 to false"):
-        model_config.make_optimizer_config(policy)
+        model_config.make_optimizer_config(tiny_policy(optimizer={"bf16": True}))
 
 
 # Checks that need the model or the machine, which a recipe alone does not describe.
@@ -209,18 +216,14 @@ def test_latent_attention_needs_transformer_engine(monkeypatch):
         (capturing(EXPERTS, "mlp", moe_layer_freq=1), "names 'mlp', which is captured in dense layers"),
         (capturing(EXPERTS, "moe_router"), None),
         (capturing(DENSE, "mlp"), None),
-        (capturing(EXPERTS | {"mlp_only_layers": [0]}, "mlp", "moe_router", moe_layer_freq=[0, 1, 1, 1]), None),
-        (capturing(EXPERTS | {"mlp_only_layers": [0]}, "mlp", "moe_router"), None),
+        (capturing(MIXED, "mlp", "moe_router", moe_layer_freq=[0, 1, 1, 1]), None),
+        (capturing(MIXED, "mlp", "moe_router"), None),
     ],
 )
 def test_graphs_of_layers_that_the_model_lacks_are_refused(policy, message):
-    with (
-        pytest.raises(ValueError, match=rf"{MEGATRON}\.cuda_graph_modules: {message}")
-        if message
-        else contextlib.nullcontext()
-    ):
-        provider = provider_of(policy)
-        assert [module.name for module in provider.cuda_graph_modules] == policy["megatron_cfg"]["cuda_graph_modules"]
+    with refused(message and rf"{MEGATRON}\.cuda_graph_modules: {message}"):
+        modules = provider_of(policy).cuda_graph_modules
+        assert [module.name for module in modules] == policy["megatron_cfg"]["cuda_graph_modules"]
 
 
 def test_what_is_off_is_not_asked_for():
@@ -228,17 +231,12 @@ def test_what_is_off_is_not_asked_for():
     assert provider_of(policy).num_moe_experts is None
 
 
-@pytest.mark.parametrize(
-    ("policy", "key"),
-    [
-        (offloading(DENSE, "core_attn"), r"fine_grained_activation_offloading is true, .* to false"),
-        (capturing(EXPERTS, "moe_router"), "cuda_graph_impl is transformer_engine, .* to none"),
-    ],
-    ids=["offloading", "graphs"],
-)
-def test_a_gpu_without_transformer_engine_is_refused_what_needs_it(policy, key, monkeypatch):
-    bridge = bridge_of(policy)
+def test_a_gpu_without_transformer_engine_is_refused_what_needs_it(monkeypatch):
+    offloads, captures = offloading(DENSE, "core_attn"), capturing(EXPERTS, "moe_router")
+    bridges = [bridge_of(policy) for policy in (offloads, captures)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(model_config, "have_transformer_engine", lambda: False)
-    with pytest.raises(ValueError, match=rf"{MEGATRON}\.{key}"):
-        model_config.make_provider(policy, bridge)
+    with refused(rf"{MEGATRON}\.fine_grained_activation_offloading is true, .* to false"):
+        model_config.make_provider(offloads, bridges[0])
+    with refused(rf"{MEGATRON}\.cuda_graph_impl is transformer_engine, .* to none"):
+        model_config.make_provider(captures, bridges[1])

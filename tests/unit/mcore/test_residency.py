@@ -2,6 +2,7 @@
 
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import psutil
 import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
-from support.phases import checksums, delay_compute, delay_moves, differing, run_steps, saved_between_steps
+from support.phases import assert_ends, checksums, delay_compute, delay_moves, differing, run_steps, saved_between_steps
 from support.ranks import fork_context, free_port, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 from support.toy_policy import LocalTransport
@@ -21,11 +22,14 @@ from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.residency.target import ResidencyError
 
+GENERATION = {"backend": "transformers", "temperature": 1.0, "colocated": {"enabled": True}}
+"""With it a refit follows each training: state leaves from the end of each."""
 
-def offloading(policy, *, pinned=True, verify=True, **residency):
+
+def offloading(policy, *, pinned=True, refits=False, **residency):
     policy["use_pinned_optimizer_offload"] = pinned
-    policy["residency"] |= {"verify": verify, "huge_pages": False} | residency
-    return policy
+    policy["residency"] |= {"verify": True, "huge_pages": False} | residency
+    return policy | ({"generation": GENERATION} if refits else {})
 
 
 def policy_of(kind):
@@ -40,8 +44,6 @@ KINDS = ["bf16", "fp32", "bf16 undistributed sgd", "bf16 moe"]
 
 
 NUM_STEPS = 4  # the last begins after a prefetch
-GENERATION = {"backend": "transformers", "temperature": 1.0, "colocated": {"enabled": True}}
-"""Of a policy that a refit follows each training of."""
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +80,7 @@ def test_late_compute_precedes_every_update_and_move(make_worker, monkeypatch, p
 
 def test_state_that_leaves_with_the_end_of_training_changes_no_number(make_worker, monkeypatch, plain_bf16):
     delay_moves(monkeypatch, seconds=0.003)
-    policy = offloading(policy_of("bf16"))
-    policy["generation"] = GENERATION
+    policy = offloading(policy_of("bf16"), refits=True)
     worker = make_worker(policy)
     assert run_steps(worker, NUM_STEPS, visit_phases=True) == plain_bf16
     worker.prepare_for_training()
@@ -92,16 +93,13 @@ def test_state_that_leaves_with_the_end_of_training_changes_no_number(make_worke
 
 
 def test_a_copy_that_fails_beside_other_work_is_an_error_of_the_next_phase(make_worker, monkeypatch):
-    policy = offloading(policy_of("bf16"), verify=False)
-    policy["generation"] = GENERATION
-    worker = make_worker(policy)
-    mover = worker.offloader.context.mover
+    worker = make_worker(offloading(policy_of("bf16"), verify=False, refits=True))
 
     def fail(backed, chunk):
         monkeypatch.undo()
         raise RuntimeError("the link is gone")
 
-    monkeypatch.setattr(mover, "_copy_out", fail)
+    monkeypatch.setattr(worker.offloader.context.mover, "_copy_out", fail)
     worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)  # its results are complete before the move fails
     worker.offload_before_refit()
     with pytest.raises(ResidencyError, match=r"Cannot move optimizer_state off the GPU for phase refit: the link is"):
@@ -172,12 +170,9 @@ def verbs(worker, folder):
         lambda: worker.evaluate(data, NLLLoss(), mbs=2),
         lambda: worker.train(data, NLLLoss(), gbs=8, mbs=2),
         lambda: worker.save_checkpoint(str(folder / "policy"), save_optimizer=True),
-        lambda: worker.load_checkpoint(str(folder / "policy")),
-        lambda: worker.export_hf(str(folder / "hf")),
-        lambda: worker.prepare_refit_info(LocalTransport([])),
-        worker.offload_before_refit,
-        worker.offload_after_refit,
-    ]
+        partial(worker.load_checkpoint, str(folder / "policy")), partial(worker.export_hf, str(folder / "hf")),
+        partial(worker.prepare_refit_info, LocalTransport([])), worker.offload_before_refit, worker.offload_after_refit,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["in", "back"])  # the params have one chunk
@@ -200,16 +195,14 @@ def test_weights_that_a_swap_has_lost_are_refused_by_every_verb(make_worker, mon
         with pytest.raises(ResidencyError, match=r"weights are lost.*restart the worker from the last checkpoint"):
             verb()
     worker.residency_metrics()
-    worker.shutdown()
-    assert PinnedArena.live_bytes() == 0
+    assert_ends(worker)
 
 
 def test_a_worker_that_used_staging_buffers_may_be_shut_down_twice(make_worker):
     worker = make_worker(offloading(policy_of("bf16")))
     with worker.offloader.context.mover._ring(worker.offloader.context.mover._out):
         pass
-    worker.shutdown()
-    assert PinnedArena.live_bytes() == 0
+    assert_ends(worker)
     worker.shutdown()
 
 

@@ -6,12 +6,11 @@ import re
 import pytest
 import torch
 from support.late_streams import LateStream
-from support.phases import checkpoint_entries, checksums, delay_compute, differing, run_steps, save
+from support.phases import assert_ends, checkpoint_entries, checksums, delay_compute, differing, run_steps, save
 from support.ranks import off_and_on, run_ranks, worker_of_rank
 from support.tiny import offloading_activations, random_batch
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.streamed import window
 from nemo_offload_rl.residency.streamed.init_state import has_no_memory
 from nemo_offload_rl.residency.streamed.step import HalfUpdatedError
@@ -45,8 +44,7 @@ def test_steps_are_bit_equal_to_those_with_resident_state(make_worker, monkeypat
     num_sleeps.clear()
     assert run_steps(worker, 3, visit_phases=True) == plain
     assert num_sleeps["Window.store"] == 3 * num_chunks
-    worker.shutdown()
-    assert PinnedArena.live_bytes() == 0
+    assert_ends(worker)
 
 
 def test_activations_may_be_offloaded_beside_it(make_worker, late):
@@ -151,8 +149,7 @@ def test_after_a_step_that_failed_in_the_middle_every_verb_is_refused(make_worke
         with pytest.raises(HalfUpdatedError, match=r"half updated.*restart from the newest checkpoint"):
             verb()
     worker.residency_metrics()
-    worker.shutdown()
-    assert PinnedArena.live_bytes() == 0
+    assert_ends(worker)
 
 
 def errors_of_a_chain(rank, world_size, ports):

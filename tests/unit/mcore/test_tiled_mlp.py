@@ -56,9 +56,7 @@ def inputs(rows: int, length: int = LENGTH, dtype: torch.dtype = torch.float32) 
     return both[0].requires_grad_(), both[1]
 
 
-def run(
-    layer: TransformerLayer, hidden: torch.Tensor, grad: torch.Tensor, *, again: bool = False
-) -> dict[str, torch.Tensor]:
+def run(layer: Any, hidden: torch.Tensor, grad: torch.Tensor, *, again: bool = False) -> dict[str, torch.Tensor]:
     """Returns an MLP's output, with its bias, and all gradients; `again` recomputes it in the backward pass."""
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
@@ -71,11 +69,11 @@ def run(
     return {"output": output.detach(), "hidden": hidden.grad, **gradients}
 
 
+CASES = [(1, 1, False), (1, 7, False), (1, 8, True), (2, 10, False), (2, 7, True), (1, 24, False), (2, 1000, False)]
+
+
 @pytest.mark.parametrize("kind", [GATED, BIASED], ids=["gated", "biases"])
-@pytest.mark.parametrize(
-    ("rows", "tile_tokens", "again"),
-    [(1, 1, False), (1, 7, False), (1, 8, True), (2, 10, False), (2, 7, True), (1, 24, False), (2, 1000, False)],
-)
+@pytest.mark.parametrize(("rows", "tile_tokens", "again"), CASES)
 def test_tiles_compute_what_the_whole_does(rank, kind, rows, tile_tokens, again):
     want = run(layer_of(None, **kind), *inputs(rows))
     got = run(layer_of(tile_tokens, **kind), *inputs(rows), again=again)
@@ -95,8 +93,7 @@ def test_names_of_parameters_and_what_they_are_stay(rank):
 def test_only_the_input_is_saved_and_no_tile_is_larger_than_asked(rank, rows, tiles):
     """These bytes are what the plan counts (`plan.training_memory`)."""
     layer, (hidden, grad) = layer_of(7), inputs(rows)
-    saved: list[int] = []
-    lengths: list[int] = []
+    saved, lengths = [], []
     layer.mlp.linear_fc1.register_forward_pre_hook(lambda _, args: lengths.append(len(args[0])))
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,10 +119,9 @@ def test_the_ranks_of_a_sequence_parallel_group_share_a_tile(rank):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_gradient_arrives_once_a_call_after_the_last_tile(rank, again):
-    layer, seen = layer_of(5), []
+    layer, seen, tiles = layer_of(5), [], []
     for name, parameter in layer.mlp.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: seen.append((name, len(tiles))))
-    tiles: list[int] = []
     layer.mlp.linear_fc1.register_full_backward_hook(lambda *_: tiles.append(0))
     run(layer, *inputs(1), again=again)
     assert sorted(seen) == [("linear_fc1.weight", 5), ("linear_fc2.weight", 5)]
@@ -185,16 +181,13 @@ BIASED_LLAMA = TINY_QWEN3 | {"model_type": "llama", "mlp_bias": True}
 FULL = {"activation_checkpointing": True}
 
 
-@pytest.mark.parametrize(
-    ("config", "megatron", "packed"),
-    [(TINY_QWEN3, {}, False), (TINY_QWEN3, FULL, True), (BIASED_LLAMA, {}, True), (BIASED_LLAMA, FULL, False)],
-    ids=["padded", "packed, recomputed", "packed, biases", "padded, biases, recomputed"],
-)
-def test_training_changes_no_number(make_worker, config, megatron, packed):
+@pytest.mark.parametrize("kind", ["padded", "packed, recomputed", "packed, biases", "padded, biases, recomputed"])
+def test_training_changes_no_number(make_worker, kind):
+    config, megatron = BIASED_LLAMA if "biases" in kind else TINY_QWEN3, FULL if "recomputed" in kind else {}
     found = []
     for tile_tokens in (None, 7):
         policy = with_plain_sgd(tiny_policy(config, **megatron, mlp_tile_tokens=tile_tokens), rate=0.1)
-        if packed:
+        if "packed" in kind:
             policy["sequence_packing"] = packed_rows(32)
         found.append(numbers(make_worker(policy)))
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)

@@ -21,20 +21,25 @@ def settle(tensor):
 
 
 def add_one(pipe):
-    """Runs as the second process: adds 1 to every byte of a range, and returns the address it was mapped at."""
+    """Runs as the second process: adds 1 to every byte of a range or buffer; returns size and address."""
     peer = None
     while (handle := pipe.recv()) is not None:
         if handle == "close":
-            peer.close()
-            peer = None
-            pipe.send(None)
-            continue
-        peer = peer or handle.make_peer()
-        peer.map(handle)
-        peer.tensor.add_(1)
-        settle(peer.tensor)
-        pipe.send((peer.tensor.data_ptr(), peer.tensor.numel()))
-        peer.unmap()
+            peer = pipe.send(peer.close())
+        elif hasattr(handle, "opened"):
+            try:
+                with handle.opened() as tensor:
+                    tensor.add_(1)
+                pipe.send(tensor.numel())
+            except SharedBufferError as error:
+                pipe.send(str(error))
+        else:
+            peer = peer or handle.make_peer()
+            peer.map(handle)
+            peer.tensor.add_(1)
+            settle(peer.tensor)
+            pipe.send((peer.tensor.data_ptr(), peer.tensor.numel()))
+            peer.unmap()
 
 
 @pytest.fixture(scope="module")
@@ -125,31 +130,13 @@ def test_a_descriptor_that_cannot_be_offered_is_closed(tmp_path, monkeypatch):
 BUFFER_BYTES = 300_000
 
 
-def add_one_to_buffers(pipe):
-    """Runs as the second process: adds 1 to every byte of each buffer whose handle it receives."""
-    while (handle := pipe.recv()) is not None:
-        try:
-            with handle.opened() as tensor:
-                tensor.add_(1)
-            pipe.send(tensor.numel())
-        except SharedBufferError as error:
-            pipe.send(str(error))
-
-
-@pytest.fixture(scope="module")
-def process_of_buffers():
-    with process_that_answers(add_one_to_buffers) as ask:
-        yield ask
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_both_processes_see_one_buffer(process_of_buffers, device):
+def test_both_processes_see_one_buffer(other_process, device):
     buffer = make_shared_buffer(BUFFER_BYTES, torch.device(device))
     for value in (3, 40):  # a buffer may be opened repeatedly
         buffer.tensor.fill_(value)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        assert process_of_buffers(buffer.handle) == BUFFER_BYTES
+        settle(buffer.tensor)
+        assert other_process(buffer.handle) == BUFFER_BYTES
         assert buffer.tensor.eq(value + 1).all()
     buffer.close()
 
@@ -164,10 +151,10 @@ def test_host_memory_of_a_buffer_is_given_back_and_leaves_no_name():
     assert num_open_buffers() == before
 
 
-def test_a_process_that_has_gone_and_another_node_are_said(process_of_buffers, monkeypatch):
+def test_a_process_that_has_gone_and_another_node_are_said(other_process, monkeypatch):
     buffer = make_shared_buffer(BUFFER_BYTES, torch.device("cpu"))
     gone = dataclasses.replace(buffer.handle, pid=2**22 + 1)  # larger than every process id
-    assert "that process must be alive and of the same user" in process_of_buffers(gone)
+    assert "that process must be alive and of the same user" in other_process(gone)
     monkeypatch.setattr(shared_buffer, "_node", lambda: "elsewhere")
     with pytest.raises(SharedBufferError, match=r"cannot be opened on elsewhere: .* one node"), buffer.handle.opened():
         pass
