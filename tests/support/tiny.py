@@ -35,35 +35,16 @@ def tiny_policy(hf_config: dict[str, Any] | None = None, precision: str = "float
     """Returns a policy section; `megatron` overrides keys of megatron_cfg, and single keys of its three sections."""
     cfg: dict[str, Any] = {
         "enabled": True,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": 1,
-        "sequence_parallel": False,
-        "activation_checkpointing": False,
-        "recompute_granularity": "full",
-        "recompute_modules": None,
-        "freeze_moe_router": False,
-        "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
-        "apply_rope_fusion": False,
-        "cuda_graph_impl": "none",
-        "empty_unused_memory_level": 0,
+        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
+        "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1, "sequence_parallel": False,
+        "activation_checkpointing": False, "recompute_granularity": "full", "recompute_modules": None,
+        "freeze_moe_router": False, "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall",
+        "apply_rope_fusion": False, "cuda_graph_impl": "none", "empty_unused_memory_level": 0,
         "optimizer": {
-            "optimizer": "adam",
-            "lr": 1e-3,
-            "min_lr": 1e-3,
-            "weight_decay": 0.01,
-            "bf16": precision == "bfloat16",
-            "fp16": False,
-            "params_dtype": "float32",
-            "adam_beta1": 0.9,
-            "adam_beta2": 0.999,
-            "adam_eps": 1e-8,
-            "use_distributed_optimizer": True,
-            "use_precision_aware_optimizer": False,
-            "clip_grad": 1.0,
+            "optimizer": "adam", "lr": 1e-3, "min_lr": 1e-3, "weight_decay": 0.01, "clip_grad": 1.0,
+            "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8,
+            "bf16": precision == "bfloat16", "fp16": False, "params_dtype": "float32",
+            "use_distributed_optimizer": True, "use_precision_aware_optimizer": False,
         },
         "scheduler": {
             "lr_warmup_init": 1e-4, "override_opt_param_scheduler": True, "lr_warmup_iters": 2, "lr_decay_iters": 100,
@@ -71,9 +52,7 @@ def tiny_policy(hf_config: dict[str, Any] | None = None, precision: str = "float
             "weight_decay_incr_style": "constant",
         },
         "distributed_data_parallel_config": {
-            "grad_reduce_in_fp32": False,
-            "overlap_grad_reduce": False,
-            "overlap_param_gather": False,
+            "grad_reduce_in_fp32": False, "overlap_grad_reduce": False, "overlap_param_gather": False,
         },
     }  # fmt: skip
     sections = ("optimizer", "scheduler", "distributed_data_parallel_config")
@@ -88,6 +67,19 @@ def tiny_policy(hf_config: dict[str, Any] | None = None, precision: str = "float
     }
     resolve_absent_keys({"policy": policy})
     return policy
+
+
+LAYOUT_WORDS = {
+    "tp2": {"tensor_model_parallel_size": 2}, "sp": {"sequence_parallel": True}, "cp2": {"context_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2}, "vpp2": {"virtual_pipeline_model_parallel_size": 2},
+    "ep2": {"expert_model_parallel_size": 2}, "recomputed": {"activation_checkpointing": True},
+}  # fmt: skip
+
+
+def layout_of(name: str, **words: dict[str, Any]) -> dict[str, Any]:
+    """Returns megatron_cfg's keys of a layout like `pp2 vpp2`; `words` adds others, and unknown ones have no keys."""
+    known = LAYOUT_WORDS | words
+    return {key: value for word in name.split() for key, value in known.get(word, {}).items()}
 
 
 def policy_without_model(**keys: Any) -> dict[str, Any]:

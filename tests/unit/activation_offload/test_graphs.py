@@ -1,7 +1,7 @@
 """Tests activations that are offloaded inside CUDA graphs: which streams each layer's capture may wait for."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -59,9 +59,7 @@ def capturing(made: ActivationOffloader, *, forward: bool) -> Iterator[None]:
     made.copies.end()
 
 
-def capture(
-    made: ActivationOffloader, model: Model, x: torch.Tensor, prepared: Callable[[], None] = lambda: None
-) -> list[torch.Tensor]:
+def capture(made: ActivationOffloader, model: Model, x: torch.Tensor, prepared=lambda: None) -> list[torch.Tensor]:
     """Runs forward passes layer by layer, then backward passes from the last one; returns output and all gradients."""
     inputs, outputs = [], []
     made.prepare_capture()

@@ -224,9 +224,7 @@ ASKS = {("qkv_linear", 0), ("core_attn", 0), ("core_attn", 1), ("moe_act", 0)}
         (["qkv_linear"], 1.0, True, 1, None),  # nothing is offloaded
     ],
 )
-def test_copies_may_lag_two_layers_and_ask_at_their_own_ends_where_not_all_leave_alike(
-    names, fraction, has_margin, lead, asks
-):
+def test_copies_may_lag_two_layers_where_not_all_leave_alike(names, fraction, has_margin, lead, asks):
     profile = Profile(committed(names).groups, fraction, has_margin=has_margin)
     assert profile.lead == lead
     assert asks is None or profile.asks == asks

@@ -37,6 +37,19 @@ def make_worker() -> Iterator[Callable[..., MegatronPolicyWorker]]:
         gc.collect()  # models are reference cycles; each holds 60 gloo threads until collected
 
 
+@pytest.fixture(scope="module")
+def once() -> Callable[[Any, Callable[[], Any]], Any]:
+    """Computes what several tests of a module compare with, once a key."""
+    found: dict[Any, Any] = {}
+
+    def get(key: Any, compute: Callable[[], Any]) -> Any:
+        if key not in found:
+            found[key] = compute()
+        return found[key]
+
+    return get
+
+
 @pytest.fixture
 def late(monkeypatch) -> None:
     """Makes every copy of activations as late as the waits for it allow, without a GPU."""

@@ -45,16 +45,8 @@ def steps(worker: Any) -> list[dict[str, Any]]:
     return out
 
 
-@pytest.fixture(scope="module")
-def plain() -> dict[str, list[dict[str, Any]]]:
-    return {}
-
-
-def plain_steps(make_worker: Any, plain: dict[str, Any], config: dict[str, Any], **megatron: Any) -> Any:
-    kind = f"{config['model_type']} {megatron}"
-    if kind not in plain:
-        plain[kind] = steps(make_worker(tiny_policy(config, **megatron)))
-    return plain[kind]
+def plain_steps(make_worker: Any, once: Any, config: dict[str, Any], **megatron: Any) -> Any:
+    return once(f"{config['model_type']} {megatron}", lambda: steps(make_worker(tiny_policy(config, **megatron))))
 
 
 KINDS = {
@@ -67,9 +59,9 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_are_those_of_a_plain_run(make_worker, late, plain, kind):
+def test_numbers_are_those_of_a_plain_run(make_worker, late, once, kind):
     config, modules, megatron = KINDS[kind]
-    want = plain_steps(make_worker, plain, config)
+    want = plain_steps(make_worker, once, config)
     policy = offloading_activations(tiny_policy(config), modules, **megatron)
     worker = make_worker(with_room(policy) if modules is DENSE else policy)
     assert steps(worker) == want
@@ -94,9 +86,9 @@ def test_beside_selective_recomputation(make_worker, late, recomputed):
 
 
 @pytest.mark.parametrize("modules", [["qkv_linear"], ["qkv_linear", "mlp_norm"], DENSE], ids=str)
-def test_a_norm_of_its_own_may_be_recomputed(make_worker, late, recomputing, plain, modules):
+def test_a_norm_of_its_own_may_be_recomputed(make_worker, late, recomputing, once, modules):
     """`qkv_linear` saves the norm's output, which is emptied before the layer's copies are requested, and refilled."""
-    want = plain_steps(make_worker, plain, TINY_QWEN3, **AGAIN)
+    want = plain_steps(make_worker, once, TINY_QWEN3, **AGAIN)
     worker = make_worker(with_room(offloading_activations(tiny_policy(), modules, **AGAIN)))
     assert steps(worker) == want
     report = worker.activations.offloader.report.modules
@@ -105,9 +97,9 @@ def test_a_norm_of_its_own_may_be_recomputed(make_worker, late, recomputing, pla
     assert all(norm.freed_bytes == norm.moved_bytes > 0 for norm in norms)
 
 
-def test_beside_mlps_in_tiles_whose_norm_is_recomputed(make_worker, late, recomputing, plain):
+def test_beside_mlps_in_tiles_whose_norm_is_recomputed(make_worker, late, recomputing, once):
     """An MLP in tiles saves the output of the norm, which is emptied, and refilled before the backward pass."""
-    whole = plain_steps(make_worker, plain, TINY_QWEN3)
+    whole = plain_steps(make_worker, once, TINY_QWEN3)
     want = steps(make_worker(tiny_policy(mlp_tile_tokens=9, **AGAIN)))
     worker = make_worker(with_room(offloading_activations(tiny_policy(mlp_tile_tokens=9), DENSE, **AGAIN)))
     assert steps(worker) == want
@@ -121,13 +113,13 @@ def with_room(policy: dict[str, Any], nbytes: int = 2**22) -> dict[str, Any]:
     return policy
 
 
-def test_a_limit_of_the_host_memory_is_kept(make_worker, late, plain):
+def test_a_limit_of_the_host_memory_is_kept(make_worker, late, once):
     worker = make_worker(with_room(offloading_activations(tiny_policy(), ATTENTION), 2**15))
     got = steps(worker)
     report = worker.activations.offloader.report
     assert report.host_bytes == 2**15
     assert report.total().refused_bytes > 0
-    assert got == plain_steps(make_worker, plain, TINY_QWEN3)
+    assert got == plain_steps(make_worker, once, TINY_QWEN3)
     worker.shutdown()
     assert worker.activations.offloader is None  # the worker closes it
 

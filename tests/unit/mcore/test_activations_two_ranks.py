@@ -5,20 +5,14 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import off_and_on, run_ranks, worker_of_rank
-from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, layout_of, offloading_activations, random_batch, tiny_policy
 
 ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {},
-    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "pp2, a stage keeps more": {"pipeline_model_parallel_size": 2, "delta_offload_bytes_across_pp_ranks": 30_000},
-    "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-    "moe_ep2": {"expert_model_parallel_size": 2},
-}
+LAYOUTS = ["dp2", "tp2 sp", "pp2", "pp2 uneven", "pp2 vpp2", "moe ep2"]
+UNEVEN = {"delta_offload_bytes_across_pp_ranks": 30_000}
+"""With it a stage keeps more."""
 FULL = {"activation_checkpointing": True, "recompute_granularity": "full", "recompute_num_layers": 2}
-RECOMPUTED = {f"{name}, recomputed": LAYOUTS[name] for name in ("tp2", "pp2_vpp2", "moe_ep2")}
-RECOMPUTED["cp2, recomputed"] = {"context_parallel_size": 2}
+RECOMPUTED = [f"{layout}, again" for layout in ("tp2 sp", "cp2", "pp2 vpp2", "moe ep2")]
 """Layouts in which whole layers are recomputed from what is offloaded; the plain run recomputes nothing."""
 ROWS = (8, 12, 4)
 """Of a data-parallel rank, step by step; two make a micro-batch."""
@@ -33,7 +27,7 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
     from nemo_offload_rl.mcore.patches import activation_offload
 
     config = TINY_QWEN3_MOE if layout.startswith("moe") else TINY_QWEN3
-    policy = tiny_policy(config, **(LAYOUTS | RECOMPUTED)[layout])
+    policy = tiny_policy(config, **layout_of(layout.removesuffix(", again"), uneven=UNEVEN))
     if offload:
         modules, again = (["layer_input", "core_attn"], FULL) if layout in RECOMPUTED else (ATTENTION, {})
         policy = offloading_activations(policy, modules, gbs=max(ROWS), **again)
@@ -56,7 +50,7 @@ def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, tuple
     plain: dict[str, Any] = {}  # recomputation is not part of a plain run
 
     def run_once(layout: str, port: int, on: bool) -> tuple[list[dict[str, Any]], int]:
-        parallel = layout.removesuffix(", recomputed")
+        parallel = layout.removesuffix(", again")
         if not on and parallel in plain:
             return plain[parallel]
         found = run(layout, rank, world_size, port, offload=on)
@@ -81,5 +75,5 @@ def test_numbers_are_those_of_a_plain_run(both, layout):
         assert offloaded == plain, f"rank {rank}"
         moved.append(nbytes)
     assert min(moved) > 0
-    if layout == "pp2, a stage keeps more":  # so the second stage moves less
+    if layout == "pp2 uneven":  # so the second stage moves less
         assert moved[1] < both[1]["pp2"][1][1]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from support.ranks import rows_of, run_ranks, worker_of_rank
-from support.tiny import TINY_QWEN3_MOE, batch_of_lengths, random_batch, tiny_policy
+from support.tiny import TINY_QWEN3_MOE, batch_of_lengths, layout_of, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 
@@ -100,14 +100,7 @@ def test_losses_that_the_model_does_not_have_are_not_logged(make_worker: Any, lo
     assert of_experts(worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)) == {}
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {},
-    "global_dp2": {},
-    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-}
-
-
+LAYOUTS = ["dp2", "global dp2", "tp2 sp", "pp2 vpp2"]
 ROWS = batch_of_lengths([12] * 8)
 
 
@@ -117,7 +110,7 @@ def of_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, Any]:
     for name, port in zip(LAYOUTS, ports, strict=True):
         # The micro-batches are those of one rank, but the loss of all ranks' tokens takes two of them together.
         losses, mbs = (GLOBAL, 4) if name.startswith("global") else (THREE, 2)
-        policy = policy_with(losses, moe_per_layer_logging=True, **LAYOUTS[name])
+        policy = policy_with(losses, moe_per_layer_logging=True, **layout_of(name))
         worker = worker_of_rank(policy, rank, world_size, port)
         mine = ROWS.slice(*rows_of(worker, 8))
         out[name] = of_experts(worker.train(mine, NLLLoss(), gbs=8, mbs=mbs))

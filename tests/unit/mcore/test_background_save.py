@@ -137,9 +137,7 @@ KINDS = ["resident", "leaves", "leaves replicated"]
 @on_both
 @pytest.mark.parametrize("late_s", [(0.5, 0.0), (0.0, 0.5)], ids=["snapshot", "state"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_once_all_copies_are_made_however_late_they_are(
-    make_worker, make_policy, tmp_path, monkeypatch, kind, late_s
-):
+def test_training_goes_on_once_all_late_copies_are_made(make_worker, make_policy, tmp_path, monkeypatch, kind, late_s):
     worker = make_worker(with_state(make_policy(), kind))
     late_copies(monkeypatch, *late_s)
     train(worker, [0])

@@ -29,9 +29,10 @@ def logprobs(worker):
     return worker.get_logprobs(random_batch(3), mbs=3)["logprobs"]
 
 
-@pytest.mark.parametrize(
-    ("precision", "distributed"), [("bfloat16", True), ("bfloat16", False), ("float32", False)]
-)  # each class of optimizer once
+OPTIMIZERS = [("bfloat16", True), ("bfloat16", False), ("float32", False)]  # each class once
+
+
+@pytest.mark.parametrize(("precision", "distributed"), OPTIMIZERS)
 def test_a_resumed_run_continues_bit_for_bit(make_worker, tmp_path, precision, distributed):
     policy = tiny_policy(precision=precision, optimizer={"use_distributed_optimizer": distributed})
     worker = make_worker(policy)
@@ -165,9 +166,7 @@ def test_nothing_is_written_where_the_disk_has_too_little_space(make_worker, tmp
     assert not list((tmp_path / "policy").iterdir())
 
 
-def test_a_reused_plan_writes_the_state_of_its_own_step_and_another_structure_is_planned_anew(
-    make_worker, tmp_path, monkeypatch
-):
+def test_a_reused_plan_writes_its_own_step_and_another_structure_is_planned_anew(make_worker, tmp_path, monkeypatch):
     calls, gather = [], _DistWrapper.gather_object
     monkeypatch.setattr(_DistWrapper, "gather_object", lambda self, value: calls.append(value) or gather(self, value))
     worker = make_worker(tiny_policy(**CONSTANT))

@@ -76,9 +76,7 @@ SHARES = [(0.5, "moe bfloat16", PAGEABLE), (0.5, "float32", PAGEABLE), (1.0, "bf
 
 
 @pytest.mark.parametrize(("fraction", "kind", "here"), SHARES)
-def test_the_cpu_optimizer_resumes_bit_for_bit_from_every_phase_wherever_its_gpu_share_goes(
-    make_worker, tmp_path, fraction, kind, here
-):
+def test_the_cpu_optimizer_resumes_bit_for_bit_from_every_phase(make_worker, tmp_path, fraction, kind, here):
     worker = make_worker(policy_of(fraction, kind) | here)
     run_steps(worker, 2, visit_phases=True)
     for phase in Phase:

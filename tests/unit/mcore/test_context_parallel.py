@@ -10,20 +10,21 @@ import numpy
 import pytest
 import torch
 from support.ranks import rows_of, run_ranks, worker_of_rank
-from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, batch_of_lengths, packed_rows, tiny_policy, with_plain_sgd
+from support.tiny import (
+    TINY_QWEN3,
+    TINY_QWEN3_MOE,
+    batch_of_lengths,
+    layout_of,
+    packed_rows,
+    tiny_policy,
+    with_plain_sgd,
+)
 
 from nemo_offload_rl.mcore.context_parallel import positions_of_ranks
 
 CHUNKS = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 5}
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
-STAGES = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "cp4": {},
-    "cp2_dp2, chunks": CHUNKS,
-    "cp2_tp2, sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "cp2_pp2_vpp2, recomputed": STAGES | {"activation_checkpointing": True},
-    "moe, cp2_dp2_ep2": {"expert_model_parallel_size": 2},
-}
+LAYOUTS = ["cp4", "cp2 dp2 chunks", "cp2 tp2 sp", "cp2 pp2 vpp2 recomputed", "moe cp2 dp2 ep2"]
 LENGTHS = ([300, 1, 17, 120], [3, 64, 2, 200], [5, 4, 3, 2], [33, 1, 1, 7], [16, 16, 16, 16], [299, 298, 1, 90])
 """Of the rows of each of six steps; they are uneven over data-parallel ranks, too."""
 
@@ -33,8 +34,8 @@ def policy_of(layout: str, *, packed: bool, context: int) -> dict[str, Any]:
     moe = layout.startswith("moe")
     overrides = dict(AUX) if moe and not packed else {}  # these losses are of a micro-batch; packed, others share it
     if context > 1:
-        overrides |= LAYOUTS[layout]
-    policy = tiny_policy(TINY_QWEN3_MOE if moe else TINY_QWEN3, context_parallel_size=context, **overrides)
+        overrides |= layout_of(layout, chunks=CHUNKS)
+    policy = tiny_policy(TINY_QWEN3_MOE if moe else TINY_QWEN3, **overrides | {"context_parallel_size": context})
     if packed:
         policy["sequence_packing"] = packed_rows(300)
     lengths = {"max_total_sequence_length": 300, "make_sequence_length_divisible_by": 8}
@@ -75,7 +76,7 @@ def run(layout: str, packed: bool, rank: int, world_size: int, port: int, *, con
     return out
 
 
-CASES = [(layout, "pp2" not in layout) for layout in LAYOUTS] + [("moe, cp2_dp2_ep2", False)]
+CASES = [(layout, "pp2" not in layout) for layout in LAYOUTS] + [("moe cp2 dp2 ep2", False)]
 """A layout, and whether its rows are packed."""
 
 

@@ -53,9 +53,10 @@ def test_the_largest_parameters_that_fit_make_up_the_fraction():
     assert largest_within([10, 60, 30], 0.05) == set()
 
 
-@pytest.mark.parametrize(
-    ("fraction", "kind"), [(0.3, "bfloat16"), (0.5, "float32"), (0.5, "moe bfloat16"), (1.0, "bfloat16")]
-)
+SHARES = [(0.3, "bfloat16"), (0.5, "float32"), (0.5, "moe bfloat16"), (1.0, "bfloat16")]
+
+
+@pytest.mark.parametrize(("fraction", "kind"), SHARES)
 def test_every_master_equals_the_model_from_the_start_and_after_each_step(make_worker, fraction, kind):
     worker = make_worker(policy_of(fraction, kind))
     for _ in range(2):

@@ -51,11 +51,6 @@ def fail(worker: Any, where: str) -> None:
             worker.train(random_batch(4), loss, gbs=4, mbs=2)
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> dict[str, Any]:
-    return {}
-
-
 CONFIGS = {"dense": (TINY_QWEN3, {}), "experts": (TINY_QWEN3_MOE, {}), "all-gather": (TINY_QWEN3_MOE, ALL_GATHER)}
 CONFIGS["recomputed norms"] = (TINY_QWEN3, AGAIN)
 OFFLOADING = [("dense", "mlp"), ("dense", "backward"), ("experts", "loss"), ("experts", "mlp"), ("experts", "experts")]
@@ -69,13 +64,14 @@ PLAIN += [("experts", "experts"), ("experts", "backward")]
     ("kind", "where", "offloads"), [*((*of, True) for of in OFFLOADING), *((*of, False) for of in PLAIN)]
 )
 @pytest.mark.usefixtures("late", "recomputing")
-def test_a_failed_step_leaves_no_activation_alive(make_worker, undisturbed, kind, where, offloads):
+def test_a_failed_step_leaves_no_activation_alive(make_worker, once, kind, where, offloads):
     config, megatron = CONFIGS[kind]
-    if kind not in undisturbed:
-        want = make_worker(tiny_policy(config, **megatron))
-        undisturbed[kind] = [want.train(random_batch(4), NLLLoss(), gbs=4, mbs=2) for _ in range(2)]
-    reports = undisturbed[kind]
     policy = tiny_policy(config, **megatron)
+
+    def steps(worker: Any) -> list[Any]:
+        return [worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2) for _ in range(2)]
+
+    reports = once(kind, lambda: steps(make_worker(policy)))
     worker = make_worker(offloading_activations(policy, ATTENTION) if offloads else policy)
     assert worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2) == reports[0]
     seen: list[StorageWeakRef] = []
@@ -165,7 +161,7 @@ def skip(worker: Any) -> None:
 
 @pytest.mark.parametrize("spoiled_by", ["skipping", "loss", "experts"])
 @pytest.mark.parametrize("by", ["expert bias", "quantiles"])
-def test_routers_biases_are_those_of_a_run_without_it(make_worker, undisturbed, by, spoiled_by):
+def test_routers_biases_are_those_of_a_run_without_it(make_worker, once, by, spoiled_by):
     def two_steps(between: Callable[[Any], None]) -> tuple[Any, ...]:
         schedule = {"lr_warmup_iters": 0}  # a skipped step moves the schedule, too
         worker = make_worker(tiny_policy(TINY_QWEN3_MOE, "bfloat16", scheduler=schedule) | {"max_skipped_steps": 1})
@@ -182,9 +178,8 @@ def test_routers_biases_are_those_of_a_run_without_it(make_worker, undisturbed, 
         assert after != before
         return first, second, checksums(worker), after
 
-    if by not in undisturbed:
-        undisturbed[by] = two_steps(lambda _: None)
-    assert two_steps(skip if spoiled_by == "skipping" else partial(fail, where=spoiled_by)) == undisturbed[by]
+    want = once(by, lambda: two_steps(lambda _: None))
+    assert two_steps(skip if spoiled_by == "skipping" else partial(fail, where=spoiled_by)) == want
 
 
 TIMEOUT_S = 60

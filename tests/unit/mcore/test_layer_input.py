@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.patches import layer_input
-from tests.unit.mcore.test_activations import steps
+from tests.unit.mcore.test_activations import plain_steps, steps
 
 pytestmark = pytest.mark.usefixtures("late")
 
@@ -25,11 +25,6 @@ INPUT, BOTH = ["layer_input"], ["layer_input", "core_attn"]
 def worker_of(make_worker: Any, modules: list[str], num_layers: int, **megatron: Any) -> Any:
     again = FULL | {"recompute_num_layers": num_layers}
     return make_worker(offloading_activations(tiny_policy(**megatron), modules, **again))
-
-
-@pytest.fixture(scope="module")
-def plain() -> dict[str, Any]:
-    return {}
 
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -44,14 +39,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("config", "modules", "num_layers", "megatron"), CASES)
-def test_numbers_are_those_of_plain_recomputation(make_worker, plain, config, modules, num_layers, megatron):
+def test_numbers_are_those_of_plain_recomputation(make_worker, once, config, modules, num_layers, megatron):
     model = {name: value for name, value in megatron.items() if name.endswith(("dropout", "tile_tokens"))}
-    kind = f"{config['model_type']} {model}"
-    if kind not in plain:
-        plain[kind] = steps(make_worker(tiny_policy(config, **FULL, recompute_num_layers=1, **model)))
+    want = plain_steps(make_worker, once, config, **FULL, recompute_num_layers=1, **model)
     again = FULL | {"recompute_num_layers": num_layers}
     worker = make_worker(offloading_activations(tiny_policy(config), modules, **again, **megatron))
-    assert steps(worker) == plain[kind]
+    assert steps(worker) == want
     report = worker.activations.offloader.report
     assert set(report.modules) == set(modules)
     assert all(module.moved_bytes > 0 for module in report.modules.values())

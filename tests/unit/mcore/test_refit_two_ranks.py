@@ -16,7 +16,7 @@ import torch
 from support.ranks import run_ranks, worker_of_rank
 from support.recorded_ops import OpsRecorder
 from support.refit_sides import Counting, look, start_engine
-from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, layout_of, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
@@ -32,11 +32,7 @@ from tests.unit.mcore.test_hf_weights import QWEN2
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
 needs_te = pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)")
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "moe_ep2": {"expert_model_parallel_size": 2},
-}
+LAYOUTS = ["tp2 sp", "pp2", "moe ep2"]
 
 
 class Buckets:
@@ -57,7 +53,8 @@ def replay_all(device: str, rank: int, world_size: int, ports: list[int]) -> dic
 
 def replay(layout: str, device: str, rank: int, world_size: int, port: int) -> list[tuple[list[str], int]]:
     """In each of three steps, which tensors of a replayed export differ from a fresh one; and how many there are."""
-    policy = tiny_policy(TINY_QWEN3_MOE if layout.startswith("moe") else TINY_QWEN3, "bfloat16", **LAYOUTS[layout])
+    model = TINY_QWEN3_MOE if layout.startswith("moe") else TINY_QWEN3
+    policy = tiny_policy(model, "bfloat16", **layout_of(layout))
     worker = worker_of_rank(policy, rank, world_size, port)
     export = worker._weight_export
     plan = export.connect(CudaIpcTransport([], verify=False))

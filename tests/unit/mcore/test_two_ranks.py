@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from support import tiny
 from support.ranks import rows_of, run_ranks, worker_of_rank
-from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, logprobs_in_transformers, packed_rows, random_batch, tiny_policy
+from support.tiny import TINY_QWEN3, layout_of, logprobs_in_transformers, packed_rows, random_batch, tiny_policy
 from support.toy_policy import LocalTransport
 
 from tests.unit.mcore.test_architectures import BIASED, FACTORS
@@ -15,8 +16,6 @@ from tests.unit.mcore.test_hf_weights import Loaded
 
 # Of the logits and of MLPs, which the backward pass computes again; one rank computes them whole.
 CHUNKS = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 5, "mlp_tile_tokens": 5}
-OVERLAP = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": False}
-# Tensor parallelism by itself is that of `ODD_VOCABULARY`, and a pipeline by itself has virtual stages.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4, "rope_theta": 100.0}
 LLAMA3 = {"rope_type": "llama3", "original_max_position_embeddings": 8, "rope_theta": 100.0} | FACTORS
 LLAMA = {"model_type": "llama", "num_key_value_heads": 1, "mlp_bias": True, "rope_parameters": LLAMA3} | BIASED
@@ -26,52 +25,39 @@ AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5, 
 # does, and a vocabulary of 15 is padded for two.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": (TINY_QWEN3, {}),
-    "moe": (TINY_QWEN3_MOE, {}),
+    "moe": (tiny.TINY_QWEN3_MOE, {}),
     "odd": (TINY_QWEN3 | {"vocab_size": 15}, {}),
     "llama": (TINY_QWEN3 | LLAMA, {}),
     "windows": (TINY_QWEN3 | WINDOW | {"max_window_layers": 1}, {}),
-    "dense layers": (TINY_QWEN3_MOE | WINDOW | {"mlp_only_layers": [0, 2]}, AUX),
+    "dense layers": (tiny.TINY_QWEN3_MOE | WINDOW | {"mlp_only_layers": [0, 2]}, AUX),
 }
-SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-STAGES = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-CONTEXT = {"context_parallel_size": 2}
-GATHERED = CONTEXT | {"cp_comm_type": "all_gather"}  # attention of Transformer Engine does not compute windows with p2p
-EXPERTS = {"expert_model_parallel_size": 2}
-RECOMPUTED = {"activation_checkpointing": True}
-# The model, whether its rows are packed, and the layout. Packed rows are compared with padded rows on one rank; tensor
-# parallelism by itself is that of the odd vocabulary, and a pipeline by itself has virtual stages.
-LAYOUTS: dict[tuple[str, str], tuple[bool, dict[str, Any]]] = {
-    ("dense", "dp2"): (False, {}),
-    ("dense", "tp2_sequence_parallel"): (False, SPLIT),
-    ("dense", "pp2_vpp2"): (False, STAGES),
-    ("dense", "chunks_dp2_overlapped"): (False, CHUNKS | RECOMPUTED | {"distributed_data_parallel_config": OVERLAP}),
-    ("dense", "chunks_tp2"): (False, CHUNKS | {"tensor_model_parallel_size": 2}),
-    ("dense", "chunks_pp2"): (False, CHUNKS | {"pipeline_model_parallel_size": 2}),
-    ("dense", "packed_chunks_tp2_sequence_parallel"): (True, CHUNKS | SPLIT),
-    ("moe", "dp2"): (False, {}),
-    ("moe", "ep2"): (False, EXPERTS),
-    ("moe", "packed_dp2_ep2"): (True, EXPERTS),
-    ("moe", "packed_pp2_vpp2_recomputed"): (True, STAGES | RECOMPUTED),
-    ("odd", "tp2"): (False, {"tensor_model_parallel_size": 2}),
-    ("llama", "cp2"): (False, CONTEXT),
-    ("llama", "tp2_sequence_parallel"): (False, SPLIT),
-    ("windows", "cp2"): (False, GATHERED),
-    ("windows", "pp2_vpp2"): (False, STAGES),
-    ("dense layers", "cp2"): (False, GATHERED),
-    ("dense layers", "tp2_sequence_parallel"): (False, SPLIT),
-    ("dense layers", "pp2_vpp2_recomputed"): (False, STAGES | RECOMPUTED),
-    ("dense layers", "ep2"): (False, EXPERTS),
+WORDS: dict[str, dict[str, Any]] = {
+    "chunks": CHUNKS,
+    "overlapped": {"distributed_data_parallel_config": {"overlap_grad_reduce": True}},
+    "gathered": {"cp_comm_type": "all_gather"},  # attention of Transformer Engine does not compute windows with p2p
 }
+# Packed rows are compared with padded rows on one rank; tensor parallelism by itself is that of the odd vocabulary, and
+# a pipeline by itself has virtual stages.
+LAYOUTS: dict[str, list[str]] = {
+    "dense": ["dp2", "tp2 sp", "pp2 vpp2", "chunks tp2", "chunks pp2", "packed chunks tp2 sp"],
+    "moe": ["dp2", "ep2", "packed dp2 ep2", "packed pp2 vpp2 recomputed"],
+    "odd": ["tp2"],
+    "llama": ["cp2", "tp2 sp"],
+    "windows": ["cp2 gathered", "pp2 vpp2"],
+    "dense layers": ["cp2 gathered", "tp2 sp", "pp2 vpp2 recomputed", "ep2"],
+}
+CASES = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
+CASES += [("dense", "chunks dp2 overlapped recomputed")]
 
 
-def run(model: str, packed: bool, overrides: dict[str, Any], rank: int, world_size: int, port: int) -> dict[str, Any]:
+def run(model: str, layout: str, rank: int, world_size: int, port: int) -> dict[str, Any]:
     """Runs three steps, the last on pairs, then log-probs; each rank has all rows except those of another DP rank."""
     from nemo_offload_rl.algorithms.losses import DPOLoss, NLLLoss
     from nemo_offload_rl.mcore.logprob import linear_logprob
 
     hf_config, megatron = MODELS[model]
-    policy = tiny_policy(hf_config, **megatron, **overrides)
-    if packed:
+    policy = tiny_policy(hf_config, **megatron, **layout_of(layout, **WORDS))
+    if "packed" in layout:
         policy["sequence_packing"] = packed_rows(20)  # some pairs are longer
     worker = worker_of_rank(policy, rank, world_size, port, init_reference_model=True)
     torch.set_num_threads(1)
@@ -99,12 +85,11 @@ def run(model: str, packed: bool, overrides: dict[str, Any], rank: int, world_si
 
 
 def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[tuple[str, str], dict[str, Any]]:
-    named = zip(LAYOUTS.items(), ports, strict=True)
-    return {name: run(name[0], *layout, rank, world_size, port) for (name, layout), port in named}
+    return {case: run(*case, rank, world_size, port) for case, port in zip(CASES, ports, strict=True)}
 
 
 def one_rank(rank: int, world_size: int, ports: list[int]) -> dict[str, dict[str, Any]]:
-    return {name: run(name, False, {}, rank, world_size, port) for name, port in zip(MODELS, ports, strict=True)}
+    return {name: run(name, "", rank, world_size, port) for name, port in zip(MODELS, ports, strict=True)}
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +99,11 @@ def alone() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def together() -> list[dict[tuple[str, str], dict[str, Any]]]:
-    return run_ranks(all_layouts, 2, num_ports=len(LAYOUTS), timeout_s=300)
+    return run_ranks(all_layouts, 2, num_ports=len(CASES), timeout_s=300)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_two_ranks_compute_what_one_does(alone, together, model, layout):
     want = alone[model]
     for rank in range(2):

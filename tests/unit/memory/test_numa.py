@@ -108,9 +108,10 @@ def test_nothing_is_bound_that_need_not_be(tmp_path):
     assert os.sched_getaffinity(0) == before
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"), [(3, "with CPUs; .* has: 0, 1"), (-1, ""), ("Auto", ""), (2, "without CPUs")]
-)
+NO_NODES = [(3, "with CPUs; .* has: 0, 1"), (-1, ""), ("Auto", ""), (2, "without CPUs")]
+
+
+@pytest.mark.parametrize(("setting", "words"), NO_NODES)
 def test_a_setting_that_is_no_node_is_an_error(tmp_path, setting, words):
     with pytest.raises(ValueError, match=rf"policy\.numa is {setting!r}.*{words}"):
         bind_process(setting, GPU, make_sysfs(tmp_path, GB200))

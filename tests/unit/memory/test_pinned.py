@@ -221,11 +221,9 @@ def test_an_error_inside_the_arenas_scope_is_not_hidden_by_the_leak_that_it_made
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("ledger", "status"), [(Ledger(), -signal.SIGSEGV), (Ledger(refuse_only=0), 0)], ids=["pinned", "not pinned"]
-)
-def test_a_forked_child_inherits_plain_segments_only(ledger, status):
-    with segment_of(PAGE, ledger) as (_, segment, _):
+@pytest.mark.parametrize(("refuse_only", "status"), [(None, -signal.SIGSEGV), (0, 0)], ids=["pinned", "not pinned"])
+def test_a_forked_child_inherits_plain_segments_only(refuse_only, status):
+    with segment_of(PAGE, Ledger(refuse_only=refuse_only)) as (_, segment, _):
         segment.tensor.fill_(9)
         child = os.fork()
         if child == 0:

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from support.jobs import CPU, WIDTH, Job, adamw, amsgrad, assert_equal, enter_and_require, make_job, run_steps, sgd
+from support.jobs import CPU, WIDTH, adamw, amsgrad, assert_equal, enter_and_require, make_job, run_steps, sgd
 from support.phases import delay_moves
 from support.ranges import Trouble, small_chunks
 
 from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
-from nemo_offload_rl.residency.attach import Offloader, attach, needed_host_bytes
+from nemo_offload_rl.residency.attach import attach, needed_host_bytes
 from nemo_offload_rl.residency.context import Options
 from nemo_offload_rl.residency.flat_buffer import BufferEntry, CorruptedTransferError, FlatBuffer, FlatBufferTarget
 from nemo_offload_rl.residency.metrics import Meter
@@ -62,9 +62,8 @@ def test_what_a_target_has_left_is_given_back_before_the_next_one_moves(offloade
     assert calls[-1] == "give back"
 
 
-def test_objects_and_addresses_stay(offloaders):
-    job = make_job()
-    offloader = offloaders(job)
+def test_objects_and_addresses_stay(stepped):
+    job, offloader = stepped(num_steps=0)
     parameters = {name: place for name, place in job.places().items() if name in dict(job.model.named_parameters())}
     run_steps(job, 1, offloader)  # the step created its moments, which moved into a range when they were offloaded
     places = job.places()
@@ -121,20 +120,13 @@ def test_memory_is_really_given_back_in_generate_and_the_host_side_is_as_large_a
     assert offloader.mapped_bytes == nbytes
 
 
-def generating(offloaders, job: Job, trouble: Trouble) -> tuple[Offloader, dict[str, torch.Tensor]]:
-    """Returns an offloader in GENERATE after a step, and copies of everything from before."""
-    offloader = offloaders(job, ranges=trouble)
-    run_steps(job, 2, offloader)
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_params_that_find_no_memory_leave_everything_where_it_was(stepped, chunk):
+    trouble = Trouble()
+    job, offloader = stepped(num_steps=2, ranges=trouble)
     offloader.residency.require(Target.OPTIMIZER_STATE)
     wanted = job.everything()
     offloader.residency.enter(Phase.GENERATE)
-    return offloader, wanted
-
-
-@pytest.mark.parametrize("chunk", [0, 1])
-def test_params_that_find_no_memory_leave_everything_where_it_was(offloaders, chunk):
-    job, trouble = make_job(), Trouble()
-    offloader, wanted = generating(offloaders, job, trouble)
     trouble.chunks_left = chunk
     with pytest.raises(ResidencyError, match=r"^Cannot move params to the GPU for phase train: out of mem") as raised:
         offloader.residency.enter(Phase.TRAIN)
@@ -148,11 +140,12 @@ def test_params_that_find_no_memory_leave_everything_where_it_was(offloaders, ch
     assert_equal(job.everything(), wanted)
 
 
-def test_optimizer_state_that_finds_no_memory_is_told_at_the_step_and_can_come_later(offloaders):
-    plain = make_job()
+def test_optimizer_state_that_finds_no_memory_is_told_at_the_step_and_can_come_later(stepped):
+    plain, trouble = make_job(), Trouble()
     run_steps(plain, 2)
-    job, trouble = make_job(), Trouble()
-    offloader, _ = generating(offloaders, job, trouble)
+    job, offloader = stepped(num_steps=2, ranges=trouble)
+    offloader.residency.require(Target.OPTIMIZER_STATE)
+    offloader.residency.enter(Phase.GENERATE)
     trouble.chunks_left = num_chunks(offloader, Target.PARAMS) + 1
     offloader.residency.enter(Phase.TRAIN)
     words = r"^Cannot move optimizer_state to the GPU .* memory for exp_avg(_sq)?\[0\."
@@ -229,10 +222,8 @@ def test_verify_finds_a_flipped_bit(stepped, target):
         enter_and_require(offloader)
 
 
-def test_use_in_the_wrong_phase_is_an_error_in_words(offloaders):
-    job = make_job()
-    offloader = offloaders(job)
-    offloader.residency.enter(Phase.GENERATE)
+def test_use_in_the_wrong_phase_is_an_error_in_words(stepped):
+    job, offloader = stepped(Phase.GENERATE, num_steps=0)
     with pytest.raises(ResidencyError, match="params is needed on the GPU, but it is host in phase generate; enter"):
         job.step(0)
     offloader.residency.enter(Phase.REFIT)

@@ -62,10 +62,8 @@ def test_moments_in_fewer_bits_come_back_before_they_are_saved(stepped):
     assert offloader.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
 
 
-def test_reference_weights_are_not_swapped_into_params_that_are_away(offloaders):
-    job = make_job()
-    offloader = offloaders(job, with_reference=True)
-    job.step(0)
+def test_reference_weights_are_not_swapped_into_params_that_are_away(stepped):
+    job, offloader = stepped(with_reference=True)
     want = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
     offloader.residency.enter(Phase.GENERATE)
     with pytest.raises(ResidencyError, match="params is needed on the GPU"), offloader.reference.swapped_in():
@@ -144,9 +142,8 @@ def test_a_tensor_that_a_new_buffer_replaces_keeps_its_contents_while_it_is_used
     assert len(set(sizes)) == 1  # the second and third take the first one's place
 
 
-def test_a_range_that_something_still_views_stays_as_it_is(offloaders):
-    job = make_job()
-    offloader = offloaders(job)
+def test_a_range_that_something_still_views_stays_as_it_is(stepped):
+    job, offloader = stepped(num_steps=0)
     job.model.register_buffer("cos", torch.ones(100))
     run_steps(job, 1, offloader)
     old = job.model.cos
@@ -157,9 +154,8 @@ def test_a_range_that_something_still_views_stays_as_it_is(offloaders):
     assert offloader.targets[Target.PARAMS].flat_buffer.holds(old)
 
 
-def test_a_reader_keeps_the_host_memory_of_a_range_that_is_dropped(offloaders):
-    job = make_job()
-    offloader = offloaders(job)
+def test_a_reader_keeps_the_host_memory_of_a_range_that_is_dropped(stepped):
+    job, offloader = stepped(num_steps=0)
     job.model.register_buffer("cos", torch.ones(100))
     offloader.residency.enter(Phase.GENERATE)
     view = offloader.checkpoint_reader()(job.model.cos)
@@ -245,10 +241,9 @@ def test_a_table_that_cannot_be_takes_no_memory():
     arena.close()  # raises if anything is left behind
 
 
-def test_tensors_without_memory_of_their_own_may_be_about(offloaders):
+def test_tensors_without_memory_of_their_own_may_be_about(stepped):
     held = [nn.LazyLinear(3), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)]
-    job = make_job()
-    run_steps(job, 1, offloaders(job))
+    stepped()
     assert len(held) == 2
 
 

@@ -126,9 +126,7 @@ def test_a_swap_in_that_fails_once_leaves_the_policy_as_it_was(offloaders, monke
 
 
 @pytest.mark.parametrize(("number", "is_late", "error"), each_pair(SWAP_IN))
-def test_a_swap_in_after_which_no_copy_works_leaves_the_policy_as_it_was_or_refuses(
-    offloaders, monkeypatch, number, is_late, error
-):
+def test_a_swap_in_after_which_no_copy_works_is_undone_or_refused(offloaders, monkeypatch, number, is_late, error):
     offloader, job, first, own, copies = trained(offloaders, monkeypatch, error)
     copies.arm(number, lasts=True, is_late=is_late)
     with pytest.raises((error, ResidencyError)), offloader.reference.swapped_in():
