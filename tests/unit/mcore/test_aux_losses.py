@@ -49,9 +49,7 @@ def by_definition(logits: torch.Tensor, real: torch.Tensor) -> dict[str, torch.T
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_they_are_means_over_layers_and_the_micro_batches_of_all_optimizer_steps(
-    make_worker: Any, recomputed: bool
-) -> None:
+def test_they_are_means_over_layers_and_the_micro_batches_of_all_steps(make_worker: Any, recomputed: bool) -> None:
     """The expected values are worked out from the routers' inputs and weights in each pass with a gradient."""
     policy = policy_with(THREE, moe_per_layer_logging=True, activation_checkpointing=recomputed)
     worker = make_worker(policy | {"make_sequence_length_divisible_by": 16})
@@ -92,9 +90,10 @@ def test_steps_of_unequal_numbers_of_micro_batches_count_by_these(make_worker: A
     assert losses.metrics() == {"moe/global_load_balancing_loss": 14.0 / 4 / NUM_LAYERS}
 
 
-@pytest.mark.parametrize(
-    "losses", [{"moe_aux_loss_coeff": 0.0}, {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1}]
-)
+ABSENT = [{"moe_aux_loss_coeff": 0.0}, {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1}]
+
+
+@pytest.mark.parametrize("losses", ABSENT)
 def test_losses_that_the_model_does_not_have_are_not_logged(make_worker: Any, losses: dict[str, Any]) -> None:
     worker = make_worker(policy_with(losses | {"moe_z_loss_coeff": 0.0}, moe_per_layer_logging=True))
     assert of_experts(worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)) == {}

@@ -60,9 +60,10 @@ PLAIN = [("dense", "attention"), ("all-gather", "mlp"), ("all-gather", "loss")]
 PLAIN += [("experts", "experts"), ("experts", "backward")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "where", "offloads"), [*((*of, True) for of in OFFLOADING), *((*of, False) for of in PLAIN)]
-)
+CASES = [*((*of, True) for of in OFFLOADING), *((*of, False) for of in PLAIN)]
+
+
+@pytest.mark.parametrize(("kind", "where", "offloads"), CASES)
 @pytest.mark.usefixtures("late", "recomputing")
 def test_a_failed_step_leaves_no_activation_alive(make_worker, once, kind, where, offloads):
     config, megatron = CONFIGS[kind]

@@ -13,10 +13,8 @@ ON_TWO = [*TWO_RANKS]
 
 def parts(kinds, rank, world_size, ports, **steps) -> dict[str, Part]:
     below = Path(os.environ["SAVE_BELOW"])
-    return {
-        kind: run_part(kind, rank, world_size, port, below / kind, **steps)
-        for kind, port in zip(kinds, ports, strict=True)
-    }
+    named = zip(kinds, ports, strict=True)
+    return {kind: run_part(kind, rank, world_size, port, below / kind, **steps) for kind, port in named}
 
 
 def one_rank(rank, world_size, ports):
@@ -57,9 +55,8 @@ def test_a_run_goes_on_with_other_ranks(tmp_path, monkeypatch):
     on_four = run_ranks(four_ranks, 4, num_ports=len(ON_TWO))
     assert min(on_one[0]["resident"].num_buckets) > 3
     for kind in ON_ONE:
-        (_, first, want), (got, second, third), (at_last, _, fourth) = (
-            of_kind(ranks, kind) for ranks in (on_one, on_two, again)
-        )
+        (_, first, want), (got, second, third) = of_kind(on_one, kind), of_kind(on_two, kind)
+        at_last, _, fourth = of_kind(again, kind)
         assert differing(first, got) == differing(second, at_last) == [], kind
         assert third + fourth == pytest.approx(want[2:], abs=1e-3), kind
     for ranks, more, kind in ((on_one, on_three, "resident"), (on_two, on_four, *ON_TWO)):
