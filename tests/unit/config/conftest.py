@@ -4,14 +4,13 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from nemo_offload_rl.config import Recipe, RecipeError, ValidatedRecipe, load
-from nemo_offload_rl.config.rules import RULES
+from nemo_offload_rl.config.installed import declared_fields
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 DATA = Path(__file__).parent / "data"
@@ -19,25 +18,23 @@ MEGATRON = "policy.megatron_cfg"
 
 MESSAGES = DATA / "messages.json"
 WRITES = "WRITE_MESSAGES" in os.environ
+VLLM_SOURCE = """
+class EngineArgs:
+    async_scheduling: bool | None = None
+    enable_chunked_prefill: bool | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    moe_backend: MoEBackend = "auto"
+"""
+
+GOLDEN: dict[str, dict[str, str]] = json.loads(MESSAGES.read_text())
+"""What users read of wrong recipes: by rule or kind of mistake, and then by recipe and overrides, the message.
+
+A new case gets `null`, and `make messages` the message. Groups named for tests have what those tests ask `error_of`.
+"""
 
 ErrorOf = Callable[..., str]
 Installed = Callable[..., None]
-
-
-def each_of(broken: Mapping[str, Sequence[str]]) -> pytest.MarkDecorator:
-    """Parametrizes by the `overrides` that break rules; `broken` has those of each rule, with spaces between them."""
-    cases = [
-        pytest.param(overrides.split(), id=f"{rule}-{number}")
-        for rule, of in broken.items()
-        for number, overrides in enumerate(of)
-    ]
-    return pytest.mark.parametrize("overrides", cases)
-
-
-def names_of(topic: ModuleType) -> set[str]:
-    """Returns the names of a topic's rules."""
-    functions = [rule.check for rule in RULES if hasattr(rule.check, "__name__")]
-    return {check.__name__ for check in functions if check.__module__ == topic.__name__}
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -83,17 +80,26 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
     return pretend
 
 
+@pytest.fixture
+def installed_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the installed vLLM, if there is one, by a source with a few arguments."""
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "arg_utils.py").write_text(VLLM_SOURCE)
+    monkeypatch.setattr(declared_fields, "source_folder", lambda: tmp_path)
+
+
 @pytest.fixture(scope="session")
-def messages() -> Iterator[dict[str, str]]:
-    """The golden file: what users read, by test, recipe and overrides. `make messages` writes it anew."""
-    golden: dict[str, str] = {} if WRITES else json.loads(MESSAGES.read_text())
+def messages() -> Iterator[dict[str, dict[str, str]]]:
+    """The golden file; `make messages` writes it anew."""
+    golden = {group: {} if WRITES and group.startswith("test_") else cases for group, cases in GOLDEN.items()}
     yield golden
     if WRITES:
-        MESSAGES.write_text(json.dumps(golden, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+        used = {group: cases for group, cases in golden.items() if cases}
+        MESSAGES.write_text(json.dumps(used, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 @pytest.fixture
-def error_of(request: pytest.FixtureRequest, tmp_path: Path, messages: dict[str, str]) -> ErrorOf:
+def error_of(request: pytest.FixtureRequest, tmp_path: Path, messages: dict[str, dict[str, str]]) -> ErrorOf:
     """What the user reads of a recipe, by default the tiny GRPO one, with overrides; the golden file has it, too."""
 
     seen: Counter[str] = Counter()
@@ -101,17 +107,18 @@ def error_of(request: pytest.FixtureRequest, tmp_path: Path, messages: dict[str,
     def shown(text: str) -> str:
         return text.replace(str(tmp_path), "TMP").replace(f"{CONFIGS}/", "").replace("examples/configs/", "")
 
-    def read(*overrides: str, recipe: Path = CONFIGS / "grpo_tiny_cpu.yaml") -> str:
+    def read(*overrides: str, recipe: Path = CONFIGS / "grpo_tiny_cpu.yaml", group: str | None = None) -> str:
         with pytest.raises(RecipeError) as caught:
             load(recipe, overrides)
         error = str(caught.value)
-        key = shown(" ".join([request.node.name.partition("[")[0] + ":", str(recipe), *overrides]))
+        key = shown(" ".join([str(recipe), *overrides]))
         seen[key] += 1
         if seen[key] > 1:  # of a file that the test has changed meanwhile
             key += f" ({seen[key]})"
+        cases = messages.setdefault(group or request.node.name.partition("[")[0], {})
         if WRITES:
-            messages[key] = shown(error)
-        assert shown(error) == messages.get(key), f"not the text in {MESSAGES.name}; see CONTRIBUTING.md"
+            cases[key] = shown(error)
+        assert shown(error) == cases.get(key), f"not the text in {MESSAGES.name}; see CONTRIBUTING.md"
         return error
 
     return read

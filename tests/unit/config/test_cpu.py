@@ -6,7 +6,7 @@ import torch
 
 from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.mcore.model.model_config import make_optimizer_config
-from tests.unit.config.conftest import CONFIGS, each_of
+from tests.unit.config.conftest import CONFIGS
 from tests.unit.config.test_module_rules import BF16, EXPERTS
 from tests.unit.config.test_upstream import MEGATRON_RECIPE, OUR_SECTIONS
 
@@ -102,23 +102,6 @@ ON = f"{OPTIMIZER}.optimizer_cpu_offload=true"
 HALF = f"{ON} {OPTIMIZER}.optimizer_offload_fraction=0.5 {OPTIMIZER}.use_precision_aware_optimizer=true"
 SGD = f"{OPTIMIZER}.optimizer=sgd {OPTIMIZER}.use_precision_aware_optimizer=false"
 TINY = CONFIGS / "grpo_tiny_cpu.yaml"
-BROKEN = {
-    "cpu_optimizer": [
-        ON,
-        f"{ON} ~{OPTIMIZER}.optimizer_offload_fraction",
-        f"{ON} {OPTIMIZER}.optimizer_offload_fraction=1.5",
-        f"{HALF} {SGD} {OPTIMIZER}.use_distributed_optimizer=false",
-        f"{HALF} +{OPTIMIZER}.decoupled_weight_decay=false",
-        f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true",
-        f"{HALF} +{OPTIMIZER}.exp_avg_sq_dtype=bfloat16",
-        f"+{OPTIMIZER}.use_torch_optimizer_for_cpu_offload=true",
-    ]
-}
-
-
-@each_of(BROKEN)
-def test_what_cannot_be_is_refused_with_its_remedy(overrides, error_of):
-    error_of(*overrides)
 
 
 def test_it_takes_adam_and_sgd_and_nemo_rls_keys():

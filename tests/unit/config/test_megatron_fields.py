@@ -97,7 +97,6 @@ def test_every_annotation_is_understood():
 
 TINY = CONFIGS / "sft_tiny_cpu.yaml"
 ROOT = CONFIGS.parents[1]
-DDP_NAME = DDP.rpartition(".")[2]
 # Fields that a config's own `__post_init__` puts into effect, most of them by setting other fields.
 READ_IN_POST_INIT = {"moe_enable_deepep", "moe_hybridep_num_sms"}
 

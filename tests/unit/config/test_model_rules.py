@@ -8,39 +8,12 @@ from nemo_offload_rl.config import load
 from nemo_offload_rl.config.installed.declared_fields import bridged_architectures
 from nemo_offload_rl.config.installed.transformers_source import causal_models
 from nemo_offload_rl.config.model.families import check_model
-from nemo_offload_rl.config.rules import model
-from tests.unit.config.conftest import CONFIGS, MEGATRON, each_of, names_of
+from tests.unit.config.conftest import CONFIGS
 from tests.unit.config.test_module_rules import EXPERTS
 
 HF, OVERRIDES = "policy.hf_config", "policy.hf_config_overrides"
 ALONE = "~warm_start"
-VISION = "{model_type:gemma3,architectures:[Gemma3ForConditionalGeneration],vision_config:{},text_config:{}}"
 ONE_EXPERT = f"+{HF}.num_experts_per_tok=1"
-
-BROKEN = {
-    "model_sizes": [f"{ALONE} {HF}.num_key_value_heads=3", f"{EXPERTS} +{HF}.num_experts_per_tok=9"],
-    "model_bridge": [f"{ALONE} {HF}.model_type=mixtral", f"{ALONE} +{HF}.architectures=[Qwen3ForCausalLn]"],
-    "model_freeze_config": [
-        f"{ALONE} ~policy.hf_config +{HF}={VISION} ++{MEGATRON}.freeze_config={{freeze_vision_model:true}}"
-    ],
-    "model_computed_as_transformers": [
-        f"{ALONE} {HF}.model_type=gemma2",
-        f"{ALONE} +{HF}.rope_parameters={{rope_type:dynamic,factor:2.0}}",
-        f"{ALONE} +{OVERRIDES}={{rope_scaling:{{type:dynamic,factor:2.0}}}}",
-        f"{ALONE} +{HF}.rope_parameters={{rope_type:linear,factor:2.0,partial_rotary_factor:0.5}}",
-        f"{EXPERTS} {ONE_EXPERT} +{HF}.norm_topk_prob=true",
-        f"{ALONE} {HF}.model_type=qwen3_moe +{HF}.num_experts=0",
-    ],
-}
-
-
-def test_every_rule_has_a_recipe_that_breaks_it():
-    assert set(BROKEN) == names_of(model)
-
-
-@each_of(BROKEN)
-def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(overrides, error_of):
-    error_of(*overrides)
 
 
 def test_the_config_of_a_folder_is_read(tmp_path, error_of):

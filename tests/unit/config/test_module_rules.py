@@ -1,4 +1,4 @@
-"""Modules that are offloaded, captured or recomputed: for each rule a recipe that breaks it, and those that pass."""
+"""Modules that are offloaded, captured or recomputed: what passes, and what Megatron itself refuses."""
 
 import json
 
@@ -15,8 +15,7 @@ from nemo_offload_rl.config.megatron import (
     check_modules_fit_model,
 )
 from nemo_offload_rl.config.model.families import model_kind
-from nemo_offload_rl.config.rules import modules
-from tests.unit.config.conftest import CONFIGS, MEGATRON, each_of, names_of
+from tests.unit.config.conftest import CONFIGS, MEGATRON
 
 OFFLOADED, CAPTURED = f"{MEGATRON}.offload_modules", f"{MEGATRON}.cuda_graph_modules"
 OFFLOADING = f"{MEGATRON}.fine_grained_activation_offloading"
@@ -45,61 +44,6 @@ def capture(*names, length=128):
 
 def recompute(*names):
     return f"{SELECTIVE} {MEGATRON}.recompute_modules=[{','.join(names)}]"
-
-
-BROKEN = {
-    "offload_modules_names": [f"{OFFLOADING}=true", offload("core_atn")],
-    "cuda_graph_modules_names": [capture(), f"{EXPERTS} {capture('moe')}"],
-    "recompute_modules_names": [recompute("attn"), f"{FULL} {MEGATRON}.recompute_granularity=null"],
-    "offload_modules_recomputed": [
-        f"{offload('core_attn')} {FULL}",
-        f"{offload('core_attn')} {SELECTIVE}",
-        f"{offload('core_attn')} {recompute('mla_up_proj')}",
-        f"{EXPERTS} {offload('moe_act', 'expert_fc1')} {recompute('moe')}",
-        offload("layer_input"),
-        f"{offload('layer_input', 'core_attn', 'attn_proj')} {FULL}",
-    ],
-    "recompute_num_layers": [f"{FULL} +{MEGATRON}.recompute_num_layers={number}" for number in (0, -1)],
-    "recompute_method_layer_input": [f"{offload('layer_input')} {FULL} +{MEGATRON}.recompute_method=block"],
-    "cuda_graph_modules_recomputed": [
-        f"{capture('attn')} {FULL}",
-        f"{EXPERTS} {capture('moe_router')} {recompute('moe')}",
-    ],
-    "recompute_modules_fused_residual": [f"{recompute('layernorm')} +{MEGATRON}.fused_residual_rmsnorm=true"],
-    "mlp_tiles_recomputed": [f"{TILES}=auto {recompute('layernorm', 'mlp')}"],
-    "mlp_tiles_captured": [f"{TILES}=64 {capture('attn', 'mlp')}"],
-    "offload_modules_attn_proj": [offload("attn_proj")],
-    "offloading_env_vars": [f"{offload('core_attn')} {MEGATRON}.env_vars={{NVTE_CPU_OFFLOAD_V1:'0'}}"],
-    "cuda_graph_modules_packing": [f"{capture('attn', 'mlp')} {PACKED}"],
-    "cuda_graph_attn_length": [
-        capture("attn", length=1000),
-        f"{EXPERTS} {capture('attn', 'moe_router', length=192)}",
-        f"{capture('attn', length=120)} {DIVISOR}=50",
-        f"{capture('attn', length=384)} {MEGATRON}.context_parallel_size=2 cluster.gpus_per_node=2",
-    ],
-    "cuda_graph_pipeline_packing": [f"{EXPERTS} {capture('moe_router')} {PACKED} {PIPELINE}"],
-    "cuda_graph_offload_pipeline": [
-        f"{capture('attn')} {offload('qkv_linear', 'core_attn')} {PIPELINE} {ALONE}",
-        f"{capture('attn', 'mlp')} {offload('mlp_norm')} {PIPELINE} {ALONE}",
-    ],
-    "fields that would go round the rules": [
-        f"+{MEGATRON}.transformer_impl=local {offload('core_attn')}",
-        f"{capture('attn')} +policy.dynamic_batching.enabled=true",
-        f"{EXPERTS} +{MEGATRON}.moe_layer_recompute=true",
-        f"{EXPERTS} +{MEGATRON}.moe_router_padding_for_quantization=true",
-        f"{EXPERTS} +{MEGATRON}.moe_expert_rank_capacity_factor=1.0",
-        f"{EXPERTS} +{MEGATRON}.overlap_dispatch_backward_with_experts_wgrad=true",
-    ],
-}
-
-
-def test_each_rule_of_modules_has_a_recipe_that_breaks_it():
-    assert names_of(modules) <= {*BROKEN, "offloading_megatron_core_version"}
-
-
-@each_of(BROKEN)
-def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(overrides, error_of):
-    error_of(*overrides)
 
 
 def test_another_megatron_core_is_refused(installed, error_of):

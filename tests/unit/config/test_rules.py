@@ -1,4 +1,4 @@
-"""What must hold between keys: for each rule a recipe that breaks it, through overrides of an exemplar."""
+"""What must hold between keys: recipes that no rule refuses, notes, and what is adapted."""
 
 import json
 import math
@@ -15,12 +15,11 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.declared_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.keys.schema_problems import value_at
 from nemo_offload_rl.config.keys.tree import find_key
-from nemo_offload_rl.config.rules import NOTES, RULES, model, modules, pairs, vllm
+from nemo_offload_rl.config.rules import NOTES, RULES, pairs
 from nemo_offload_rl.config.rules import parallel as batches
 from nemo_offload_rl.config.rules.base import SECTION, SPEC
 from nemo_offload_rl.config.upstream import duration_s
-from tests.unit.config.conftest import CONFIGS, MEGATRON, each_of
-from tests.unit.config.test_module_rules import CAPACITY, EXPERTS, capture, offload
+from tests.unit.config.conftest import CONFIGS, MEGATRON
 
 TINY = CONFIGS / "grpo_tiny_cpu.yaml"
 OPTIMIZER, DDP = f"{MEGATRON}.optimizer", f"{MEGATRON}.distributed_data_parallel_config"
@@ -30,18 +29,10 @@ EP = f"{MEGATRON}.expert_model_parallel_size"
 TWO = "cluster.gpus_per_node=2"
 VIRTUAL_STAGES = f"~warm_start {PP}=2 {TWO} +{MEGATRON}.virtual_pipeline_model_parallel_size=2"
 PACKED = "policy.sequence_packing.enabled=true"
-CAPTURED_AND_PACKED = (
-    f"{PACKED} policy.precision=bfloat16 {OPTIMIZER}.bf16=true {MEGATRON}.cuda_graph_impl=transformer_engine "
-    f"{MEGATRON}.cuda_graph_modules=[moe_router] ~warm_start policy.hf_config.model_type=qwen3_moe "
-    "+policy.hf_config.num_experts=4 +policy.hf_config.num_experts_per_tok=2"
-)
 SPLIT = f"{TP}=2 {TWO} {MEGATRON}.sequence_parallel=true"
 TENSOR_PARALLEL = f"{SPLIT} policy.make_sequence_length_divisible_by=2"
-TIS = "loss_fn.truncated_importance_sampling"
 CORRECTED = "loss_fn.use_importance_sampling_correction=true"
 TABLE = "policy.residency.table"
-STREAMED = f"++{TABLE}.train.optimizer_state=streamed"
-AHEAD = "grpo.async_grpo={enabled:true,max_trajectory_age_steps:0}"
 
 GROUPS_OF_3 = f"+{MEGATRON}.microbatch_group_size_per_vp_stage=3"
 
@@ -52,148 +43,8 @@ def step_of(number, mbs=1):
     return f"grpo.num_prompts_per_step=1 grpo.num_generations_per_prompt={number} {batch}"
 
 
-# Of each rule what breaks it. Overrides of a key of SFT or DPO are for a recipe of that algorithm.
-BROKEN = {
-    "logprob_chunk_size": ["sft.seed=1 ++policy.logprob_chunk_size=64"],
-    "parallel_world_size": [f"{TP}=2"],
-    "cluster_segment_size": ["cluster.num_nodes=4 ++cluster.segment_size=3"],
-    "virtual_pipeline_micro_batches": [
-        f"{VIRTUAL_STAGES} policy.train_micro_batch_size=512",
-        f"~warm_start {PP}=2 {TWO} +{MEGATRON}.virtual_pipeline_model_parallel_size=1",
-        f"{VIRTUAL_STAGES} {step_of(6, mbs=2)}",
-        f"{VIRTUAL_STAGES} {PACKED} {step_of(5)}",
-        f"{VIRTUAL_STAGES} {GROUPS_OF_3} {step_of(4)}",
-    ],
-    "pipeline_layers": [f"{PP}=3 cluster.gpus_per_node=3"],
-    "tensor_parallel_heads": [f"{TP}=8 cluster.gpus_per_node=8"],
-    "expert_parallel_experts": [f"{EP}=2 {TWO}", f"{EXPERTS} {MEGATRON}.expert_tensor_parallel_size=2"],
-    "sequence_parallel_experts": [f"{EXPERTS} {TENSOR_PARALLEL} {MEGATRON}.sequence_parallel=false"],
-    "sequence_parallel_length": [f"{SPLIT} policy.make_sequence_length_divisible_by=3"],
-    "moe_expert_capacity_factor": [f"{EXPERTS} {CAPACITY} {capture('attn', 'moe_router')} {offload('moe_act')}"],
-    "batch_micro_batches": ["policy.train_micro_batch_size=100"],
-    "dpo_loss_weights": ["dpo.preference_loss_weight=0.0 dpo.sft_loss_weight=0.0"],
-    "dataset_default_keys": ["data.train={_override_:true,dataset_name:my_package.MyDataset,processor:mine}"],
-    "packing_sizes": [
-        f"{PACKED} ~policy.sequence_packing.logprob_mb_tokens",
-        f"{PACKED} ++policy.sequence_packing.algorithm=modified_ffd",
-        f"~warm_start {PACKED} {TENSOR_PARALLEL} policy.sequence_packing.sequence_length_round=3",
-    ],
-    "packing_row_sizes": [
-        f"{CAPTURED_AND_PACKED} policy.sequence_packing.logprob_mb_tokens=auto",
-        f"{CAPTURED_AND_PACKED} {TENSOR_PARALLEL} policy.sequence_packing.train_mb_tokens=17",
-    ],
-    "optimizer_bf16": ["policy.precision=bfloat16"],
-    "optimizer_distributed": [f"{OPTIMIZER}.optimizer=sgd"],
-    "optimizer_state_types": [f"+{OPTIMIZER}.exp_avg_dtype=bfloat16"],
-    "cpu_optimizer_fraction": [f"{OPTIMIZER}.optimizer_cpu_offload=true"],
-    "residency_table_cells": [
-        f"+{TABLE}.train.grads=dropped",
-        f"{TABLE}={{refit:{{optimizer_state:host}},generate:{{optimizer_state:auto}}}}",
-        f"+{TABLE}.refit.params=keep",
-    ],
-    "residency_streamed_optimizer": [
-        f"{STREAMED} {OPTIMIZER}.optimizer=sgd {OPTIMIZER}.use_distributed_optimizer=false",
-        f"{STREAMED} {OPTIMIZER}.use_precision_aware_optimizer=true +{OPTIMIZER}.exp_avg_dtype=bfloat16",
-        f"{STREAMED} {OPTIMIZER}.optimizer_cpu_offload=true {OPTIMIZER}.optimizer_offload_fraction=0.5",
-        f"~policy.offload_optimizer_for_logprob "
-        f"{TABLE}={{train:{{optimizer_state:streamed}},logprob:{{optimizer_state:gpu}}}}",
-    ],
-    "residency_generation_weights": ["+policy.residency.generation_weights=discard"],
-    "residency_table_flags": [
-        f"policy.offload_optimizer_for_refit=true +{TABLE}.generate.optimizer_state=keep",
-        f"policy.offload_optimizer_for_logprob=true +{TABLE}.logprob.optimizer_state=gpu",
-    ],
-    "checkpoint_fully_reshardable": [f"+{MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable=true"],
-    "checkpoint_must_save_by": ["checkpointing.checkpoint_must_save_by='03:45:00'"],
-    "grpo_step_samples": ["policy.train_global_batch_size=768"],
-    "grpo_num_generations": ["grpo.num_generations_per_prompt=1 grpo.num_prompts_per_step=512"],
-    "grpo_reward_shaping": ["grpo.reward_shaping.enabled=true grpo.reward_shaping.overlong_buffer_length=null"],
-    "grpo_batch_multiplier": ["grpo.batch_multiplier=1.5"],
-    "grpo_pass_k": ["grpo.stop_at_validation_metric=val:pass_k"],
-    "grpo_async_replayed": [f"{AHEAD} grpo.debug.replay_rollouts=a"],
-    "grpo_async_generation_weights": [
-        f"{AHEAD} policy.generation.backend=vllm +policy.residency.generation_weights=host"
-    ],
-    "grpo_async_correction": [
-        f"~warm_start policy.generation.colocated.enabled=false {TWO} grpo.async_grpo.enabled=true "
-        "policy.generation.colocated.resources.gpus_per_node=1 loss_fn.use_importance_sampling_correction=false"
-    ],
-    "grpo_replay_rollouts": [
-        "grpo.debug.replay_rollouts=a grpo.debug.save_rollouts=b",
-        f"grpo.debug.replay_rollouts=a {TWO} policy.generation.colocated.enabled=false "
-        "policy.generation.colocated.resources.gpus_per_node=1",
-    ],
-    "logger_profile": [
-        f"{TWO} ++logger.profile={{steps:{values}}}"
-        for values in ("[3,2]", "[1,2],trace:false", "[1,2],ranks:[0,2]", "[1]", "null")
-    ],
-    "grpo_adv_estimator": ["grpo.adv_estimator.normalize_rewards=false"],
-    "loss_truncated_importance_sampling": [f"{CORRECTED} {TIS}_type=icepop {TIS}_ratio=2.0"],
-    "loss_force_on_policy_ratio": ["loss_fn.force_on_policy_ratio=true policy.train_global_batch_size=256"],
-    "dataset_split_seed": [
-        "data.train={_override_:true,dataset_name:HFDataset,data_path:d,input_key:q,output_key:a,"
-        "split_validation_size:0.1}"
-    ],
-    "dataset_keys": ["data.train={_override_:true,dataset_name:gsm8k,split:validation}"],
-    "dataset_validation_split": ["+data.validation.split_validation_size=8"],
-    "validation_data": ["data.validation=null", "sft.seed=1 data.validation=null"],
-    "validation_printed_samples": ["sft.seed=1 ++logger.num_val_samples_to_print=2"],
-    "validation_stop_target": [
-        "grpo.stop_at_validation_metric=val:acc",
-        *(f"sft.{key}" for key in ("stop_at_validation_metric=null", "val_period=0")),
-        "sft.stop_at_validation_metric=val:accuracy",
-    ],
-    "checkpoint_metric": ["checkpointing.metric_name=val:val_loss"],
-    "env_name": ["data.default.env_name=x", "~data.default.env_name"],
-    "env_reward": ["+env.arithmetic.math_verify_impl=dapo_math_verify", "env.arithmetic.reward=python"],
-    # torch's optimizers refuse most of these values; Transformer Engine's compute NaN, or train on silently.
-    "optimizer values": [
-        *(f"{OPTIMIZER}.{name}" for name in ("adam_beta1=1.0", "adam_beta2=1", "adam_beta1=-0.1", "adam_beta2=nan")),
-        *(f"{OPTIMIZER}.{name}" for name in ("adam_eps=0", "lr=-1e-3", "lr=nan", "weight_decay=-1")),
-        *(f"{OPTIMIZER}.{name}" for name in ("sgd_momentum=1.0", "clip_grad=nan")),
-    ],
-    # Rows of the tables of `rules.pairs`, at least one of each kind.
-    "pairs": [
-        "++cluster.max_restarts=2 checkpointing.enabled=false",
-        f"{DDP}.overlap_param_gather=true {DDP}.overlap_grad_reduce=true {OPTIMIZER}.use_distributed_optimizer=false",
-        f"{OPTIMIZER}.use_precision_aware_optimizer=true {OPTIMIZER}.use_distributed_optimizer=false",
-        f"{MEGATRON}.delay_offload_until_cuda_graph=true {offload('core_attn')}",
-        f"{MEGATRON}.cuda_graph_impl=transformer_engine {MEGATRON}.cuda_graph_modules=[mlp]",
-        f"++{MEGATRON}.mlp_tile_tokens=auto +{MEGATRON}.use_transformer_engine_op_fuser=true",
-        "logger.wandb_enabled=true",
-        "+cluster.master_port_range_low=2000",
-        "++grpo.skip_reference_policy_logprobs_calculation=true loss_fn.reference_policy_kl_penalty=0.1",
-        "loss_fn.sequence_level_importance_ratios=true",
-        "loss_fn.use_cispo=true loss_fn.ratio_clip_c=3.0 loss_fn.force_on_policy_ratio=false",
-        "loss_fn.disable_ppo_ratio=true loss_fn.force_on_policy_ratio=true",
-        f"{TIS}_ratio=2.0",
-        f"{TIS}_type=tis {TIS}_ratio=2.0",
-        f"{OPTIMIZER}.min_lr=1",
-        f"{MEGATRON}.scheduler.lr_warmup_iters=9 {MEGATRON}.scheduler.lr_decay_iters=9",
-        "policy.generation.max_new_tokens=17",
-        "policy.generation.backend=vllm policy.generation.vllm_cfg.max_model_len=15",
-        "grpo.advantage_clip_low=1.0 grpo.advantage_clip_high=-1.0",
-        f"{CORRECTED} {TIS}_type=icepop {TIS}_ratio=2.0 {TIS}_ratio_min=3.0",
-        # An adaptation reads a key only where it has no problem.
-        f"{DDP}.overlap_param_gather=7 {DDP}.overlap_grad_reduce=false",
-    ],
-}
-
-
-def test_each_rule_has_a_recipe_that_breaks_it():
-    elsewhere = [topic.__name__ for topic in (model, modules, vllm)]  # in test files of their own
-    functions = {rule.check for rule in RULES if hasattr(rule.check, "__name__")}
-    names = {check.__name__ for check in functions if check.__module__ not in elsewhere}
-    assert names <= BROKEN.keys()
-
-
-@each_of(BROKEN)
-def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(overrides, error_of):
-    [algorithm] = {key.partition(".")[0] for key in overrides} & {"sft", "dpo"} or {"grpo"}
-    error_of(*overrides, recipe=CONFIGS / f"{algorithm}_tiny_cpu.yaml")
-
-
 def test_what_torch_refuses_is_refused(error_of):
+    """Transformer Engine's optimizers compute NaN, or train on silently."""
     for key, argument, value in (
         ("lr", "lr", -1e-3),
         ("lr", "lr", math.nan),

@@ -1,4 +1,4 @@
-"""Keys of generation with vLLM or on devices of its own: what is refused, what loads, what counts without a GPU."""
+"""Keys of generation with vLLM or on devices of its own: what loads, what counts without a GPU."""
 
 import pytest
 
@@ -9,80 +9,18 @@ from nemo_offload_rl.config.rules import vllm
 from nemo_offload_rl.generation.vllm_arguments import ENVIRONMENT
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.residency.table import DEDICATED_TABLE
-from tests.unit.config.conftest import CONFIGS, each_of, names_of
+from tests.unit.config.conftest import CONFIGS
 from tests.unit.config.test_upstream import MEGATRON_RECIPE, OUR_SECTIONS
 
 TINY = CONFIGS / "grpo_tiny_cpu.yaml"
 VLLM = "policy.generation.vllm_cfg"
 KWARGS = "policy.generation.vllm_kwargs"
 ON = "policy.generation.backend=vllm"
-NODE = "cluster.gpus_per_node=8"
 EXPERTS = (
     "policy.hf_config.model_type=qwen3_moe ++policy.hf_config.num_experts=4 ++policy.hf_config.num_experts_per_tok=2 "
     "++policy.hf_config.moe_intermediate_size=64"
 )
-SOURCE = """
-class EngineArgs:
-    async_scheduling: bool | None = None
-    enable_chunked_prefill: bool | None = None
-    max_num_batched_tokens: int | None = None
-    max_num_seqs: int | None = None
-    moe_backend: MoEBackend = "auto"
-"""
-
-
-@pytest.fixture(autouse=True)
-def installed_vllm(tmp_path, monkeypatch):
-    """Replaces the installed vLLM, if there is one, by a source with a few arguments."""
-    (tmp_path / "engine").mkdir()
-    (tmp_path / "engine" / "arg_utils.py").write_text(SOURCE)
-    monkeypatch.setattr(declared_fields, "source_folder", lambda: tmp_path)
-
-
-BROKEN = {
-    "vllm_section": [f"~{VLLM}"],
-    "vllm_precision": [f"{VLLM}.precision=bfloat16"],
-    "vllm_engine_gpus": [
-        f"cluster.gpus_per_node=6 {VLLM}.tensor_parallel_size=4",
-        f"cluster.gpus_per_node=2 cluster.num_nodes=3 {EXPERTS} {VLLM}.expert_parallel_size=4",
-    ],
-    "vllm_expert_parallel_size": [
-        f"{NODE} {VLLM}.tensor_parallel_size=4 {VLLM}.expert_parallel_size=2",
-        f"{NODE} {VLLM}.expert_parallel_size=8",
-        f"{NODE} {EXPERTS} {VLLM}.expert_parallel_size=8",
-    ],
-    "vllm_async_scheduling": [f"{NODE} {EXPERTS} {VLLM}.expert_parallel_size=4 +{KWARGS}.async_scheduling=true"],
-    "vllm_in_flight_replicas": [
-        f"{NODE} policy.generation.colocated.enabled=false {EXPERTS} {VLLM}.expert_parallel_size=4 "
-        "policy.generation.colocated.resources.gpus_per_node=4 grpo.async_grpo.enabled=true "
-        "loss_fn.use_importance_sampling_correction=true grpo.async_grpo.in_flight_weight_updates=true"
-    ],
-    "vllm_verify_refit": [
-        f"cluster.gpus_per_node=2 {EXPERTS} {VLLM}.expert_parallel_size=2 ++policy.verify_refit=true"
-    ],
-    "vllm_temperature": ["policy.generation.val_temperature=0.001"],
-    "vllm_env_vars": [f"+{VLLM}.env_vars.VLLM_HOST_IP=1.2.3.4"],
-    "vllm_kwargs": [
-        *(f"+{KWARGS}.{name}=abc" for name in ("max_num_seqs", "kv_cache_memory_bytes", "dtype", "data_parallel_size")),
-        *(f"+{KWARGS}.{name}" for name in ("quantization=fp8", "tensor_parallel_size=2", "kv_cache_memory_bytes=0.5")),
-        *(f"+{KWARGS}.{name}" for name in ("max_num_seq=5", "enable_chunked_prefill=nein")),
-    ],
-    "other keys": [
-        f"++{VLLM}.pipeline_parallel_size=2",
-        f"++{VLLM}.logprobs_mode=raw_logprobs",
-        f"+{VLLM}.tensor_paralel_size=1",
-        f"{NODE} {VLLM}.tensor_parallel_size=8",  # of 4 attention heads
-    ],
-}
-
-
-@each_of(BROKEN)
-def test_what_cannot_be_is_refused_with_its_remedy(overrides, error_of):
-    error_of(ON, *overrides)
-
-
-def test_every_rule_has_a_broken_recipe():
-    assert names_of(vllm) <= {*BROKEN, "colocated_resources", "colocated_refit_transport"}
+pytestmark = pytest.mark.usefixtures("installed_vllm")
 
 
 def test_a_key_of_nemo_rls_engine_may_have_the_value_that_this_one_has():
@@ -150,7 +88,6 @@ def test_without_a_gpu_the_hugging_face_model_generates():
 RESOURCES = "policy.generation.colocated.resources"
 APART = "policy.generation.colocated.enabled=false"
 TRANSPORT = "policy.generation.refit_transport"
-ONE_OF_FOUR = f"{APART} cluster.gpus_per_node=4 {RESOURCES}.gpus_per_node=1"
 ONE_OF_TWO = f"{APART} cluster.gpus_per_node=2 {RESOURCES}.gpus_per_node=1"
 
 
@@ -166,31 +103,6 @@ def test_one_node_or_whole_nodes_are_divided():
     several = split(APART, "cluster.num_nodes=4", "cluster.gpus_per_node=2", f"{RESOURCES}.num_nodes=3")
     assert (several.policy_ranks, several.policy_nodes, several.policy_per_node) == (2, 1, 2)
     assert (several.num_engine_devices, several.engine_devices_per_node) == (6, 2)
-
-
-BROKEN_SIZES = {
-    "colocated_resources": [
-        APART,
-        f"{APART} cluster.gpus_per_node=4",
-        f"{APART} cluster.gpus_per_node=2 {RESOURCES}.gpus_per_node=2",
-        f"{ONE_OF_FOUR} {RESOURCES}.num_nodes=2",
-        f"{APART} cluster.num_nodes=2",
-        f"{APART} cluster.num_nodes=2 {RESOURCES}.num_nodes=2",
-        f"{APART} cluster.num_nodes=2 cluster.gpus_per_node=2 {RESOURCES}.num_nodes=1 {RESOURCES}.gpus_per_node=1",
-    ],
-    "ranks": [
-        f"{ONE_OF_FOUR} policy.megatron_cfg.tensor_model_parallel_size=2",
-        f"{ONE_OF_FOUR} policy.train_micro_batch_size=1",
-        f"policy.generation.backend=vllm {APART} cluster.gpus_per_node=4 {RESOURCES}.gpus_per_node=3 "
-        "policy.generation.vllm_cfg.tensor_parallel_size=2",
-    ],
-    "colocated_refit_transport": [f"+{TRANSPORT}=nixl", f"{ONE_OF_TWO} +{TRANSPORT}=mcore"],
-}
-
-
-@each_of(BROKEN_SIZES)
-def test_sizes_that_do_not_fit_are_refused_with_a_remedy(overrides, error_of):
-    error_of(*overrides)
 
 
 @pytest.mark.parametrize("transport", ["nccl_reshard", "nixl", "vllm_s3_sparse", "vllm_zmq_sparse"])
