@@ -55,6 +55,7 @@ def test_the_estimate_of_a_training_pass_and_of_one_that_computes_log_probs():
 
 GENERATION = "policy.generation"
 VLLM = f"{GENERATION}.backend=vllm"
+REPLAY = "++grpo.debug.replay_rollouts=rollouts"
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,9 @@ VLLM = f"{GENERATION}.backend=vllm"
     [
         ([f"{GENERATION}.top_k=5"], 0, 0, 0),  # the engine of transformers reports log-probs before filters
         ([f"{GENERATION}.temperature=0.7"], 1, 3, 3),
+        ([f"{GENERATION}.temperature=0.7", REPLAY], 1, 3, 3),
         ([VLLM, f"{GENERATION}.top_k=5"], 2, 3, 3),
-        ([VLLM, f"{GENERATION}.top_k=5", "++grpo.debug.replay_rollouts=rollouts"], 2, 3, 3),
+        ([VLLM, f"{GENERATION}.top_k=5", REPLAY], 2, 3, 3),
         ([VLLM, f"{GENERATION}.top_p=0.9"], 2, 3, 8),
     ],
 )
