@@ -28,11 +28,13 @@ class EngineArgs:
 """
 
 GOLDEN: dict[str, dict[str, str]] = json.loads(MESSAGES.read_text())
-"""What users read of wrong recipes: by rule or kind of mistake, and then by recipe and overrides, the message.
+"""What users read: by rule or kind of mistake, and then by recipe and overrides, the message.
 
-A new case gets `null`, and `make messages` the message. Groups named for tests have what those tests ask `error_of`.
+Groups that begin with `accepted` have the notes of valid recipes, and those named for tests what these ask `error_of`.
+A new case gets `null`; `make messages` writes its text.
 """
 
+Golden = Callable[[str, str, str], None]
 ErrorOf = Callable[..., str]
 Installed = Callable[..., None]
 
@@ -89,17 +91,24 @@ def installed_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def messages() -> Iterator[dict[str, dict[str, str]]]:
-    """The golden file; `make messages` writes it anew."""
-    golden = {group: {} if WRITES and group.startswith("test_") else cases for group, cases in GOLDEN.items()}
-    yield golden
+def golden() -> Iterator[Golden]:
+    """Checks a message, or notes, against the golden file; `make messages` writes it anew."""
+    known = {group: {} if WRITES and group.startswith("test_") else cases for group, cases in GOLDEN.items()}
+
+    def check(group: str, case: str, found: str) -> None:
+        cases = known.setdefault(group, {})
+        if WRITES:
+            cases[case] = found
+        assert found == cases.get(case), f"not the text in {MESSAGES.name}; see CONTRIBUTING.md"
+
+    yield check
     if WRITES:
-        used = {group: cases for group, cases in golden.items() if cases}
+        used = {group: cases for group, cases in known.items() if cases}
         MESSAGES.write_text(json.dumps(used, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 @pytest.fixture
-def error_of(request: pytest.FixtureRequest, tmp_path: Path, messages: dict[str, dict[str, str]]) -> ErrorOf:
+def error_of(request: pytest.FixtureRequest, tmp_path: Path, golden: Golden) -> ErrorOf:
     """What the user reads of a recipe, by default the tiny GRPO one, with overrides; the golden file has it, too."""
 
     seen: Counter[str] = Counter()
@@ -115,10 +124,7 @@ def error_of(request: pytest.FixtureRequest, tmp_path: Path, messages: dict[str,
         seen[key] += 1
         if seen[key] > 1:  # of a file that the test has changed meanwhile
             key += f" ({seen[key]})"
-        cases = messages.setdefault(group or request.node.name.partition("[")[0], {})
-        if WRITES:
-            cases[key] = shown(error)
-        assert shown(error) == cases.get(key), f"not the text in {MESSAGES.name}; see CONTRIBUTING.md"
+        golden(group or request.node.name.partition("[")[0], key, shown(error))
         return error
 
     return read

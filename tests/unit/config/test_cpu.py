@@ -7,7 +7,6 @@ import torch
 from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.mcore.model.model_config import make_optimizer_config
 from tests.unit.config.conftest import CONFIGS
-from tests.unit.config.test_module_rules import BF16, EXPERTS
 from tests.unit.config.test_upstream import MEGATRON_RECIPE, OUR_SECTIONS
 
 
@@ -66,8 +65,9 @@ def test_activation_offloading_and_graphs_are_switched_off():
         "policy.megatron_cfg.delay_offload_until_cuda_graph=true",
         "policy.megatron_cfg.cuda_graph_impl=transformer_engine",
         "policy.megatron_cfg.cuda_graph_modules=[moe_router]",
-        *BF16.split(),
-        *EXPERTS.split(),
+        "policy.precision=bfloat16",
+        "policy.megatron_cfg.optimizer.bf16=true",
+        *("~warm_start", "policy.hf_config.model_type=qwen3_moe", "+policy.hf_config.num_experts=8"),
     ]
     adapted, lines = for_machine(load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).config, has_gpus=False)
     megatron = adapted["policy"]["megatron_cfg"]

@@ -54,15 +54,6 @@ def test_validation_data_may_be_a_list():
     assert second.items() >= {"dataset_name": "DAPOMathAIME2024", "prompt_file": None, "split": "train"}.items()
 
 
-@pytest.mark.parametrize(
-    ("train", "validation"),
-    [("OpenMathInstruct-2", "null"), ("DAPOMath17K", "[{dataset_name:DAPOMathAIME2024}]")],
-    ids=["5% of it, as in NeMo-RL", "another"],
-)
-def test_a_validation_needs_data(train, validation):
-    load_data("grpo", f"dataset_name: {train}", f"data.validation={validation}")
-
-
 def test_a_file_with_the_chat_template_has_to_be_there(tmp_path):
     override = f"+policy.tokenizer.chat_template={tmp_path}/chat.jinja"
     missing = load_data("grpo", "dataset_name: gsm8k", override, "~warm_start")
@@ -94,27 +85,6 @@ RANKED = "dataset_name:PreferenceDataset,data_path:p.jsonl"
 
 def of(dataset, role="train"):
     return f"data.{role}={{_override_:true,{dataset}}}"
-
-
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        BINARY,
-        RANKED,
-        "dataset_name:arithmetic,num_digits:2,num_problems:10,seed:1",
-        f"{BINARY},split:train",
-        f"{RANKED},split:null",
-    ],
-)
-def test_each_kind_of_pairs_is_valid_for_both_roles(dataset):
-    load(DPO, [of(dataset), of(dataset, "validation")])
-
-
-def test_keys_of_upstream_are_accepted_where_they_are_off():
-    off = "subset:null,prompt_file:null,system_prompt_file:null"
-    default = "++data.default={dataset_name:null,prompt_key:null}"
-    further = ["++data.val_data_paths=null", "++data.num_workers=1"]
-    load(DPO, [of(f"{BINARY},{off}"), of(f"{RANKED},{off}", "validation"), default, *further])
 
 
 def test_pairs_may_be_in_a_file_or_a_folder_which_has_to_be_there(tmp_path):

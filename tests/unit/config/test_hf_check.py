@@ -38,11 +38,6 @@ def problems_of(fields, **policy):
     return dict(hf_config_problems({"model_name": "x", "hf_config": TINY_QWEN3 | fields, **policy}))
 
 
-def test_overrides_of_a_hubs_model_may_be_fields_of_any_family():
-    hub = ["~warm_start", "policy.hf_config=null", "policy.model_name=org/model", "policy.tokenizer.name=x"]
-    load(TINY, [*hub, "+policy.hf_config_overrides={rope_theta:1e6,q_lora_rank:null}"])
-
-
 @pytest.mark.parametrize(
     "fields",
     [

@@ -4,34 +4,16 @@ import json
 
 import pytest
 
-from nemo_offload_rl.config import load
 from nemo_offload_rl.config.installed.declared_fields import bridged_architectures
 from nemo_offload_rl.config.installed.transformers_source import causal_models
 from nemo_offload_rl.config.model.families import check_model
-from tests.unit.config.conftest import CONFIGS
-from tests.unit.config.test_module_rules import EXPERTS
 
-HF, OVERRIDES = "policy.hf_config", "policy.hf_config_overrides"
 ALONE = "~warm_start"
-ONE_EXPERT = f"+{HF}.num_experts_per_tok=1"
 
 
 def test_the_config_of_a_folder_is_read(tmp_path, error_of):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2"}))
     error_of(ALONE, f"policy.model_name={tmp_path}", "policy.hf_config=null", "policy.tokenizer.name=x")
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        f"{ALONE} +{HF}.rope_parameters={{rope_type:yarn,factor:2.0,original_max_position_embeddings:8}}",
-        f"+{OVERRIDES}={{rope_scaling:null}}",
-        f"{ALONE} {HF}.model_type=gemma",
-        f"{EXPERTS} {ONE_EXPERT} +{HF}.norm_topk_prob=false",
-    ],
-)
-def test_what_is_computed_right_is_accepted(overrides):
-    load(CONFIGS / "grpo_tiny_cpu.yaml", overrides.split())
 
 
 def test_a_model_that_only_the_worker_knows_is_frozen_in_part_only_if_it_has_no_such_part():

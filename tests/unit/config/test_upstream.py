@@ -81,20 +81,6 @@ def test_upstreams_sft_and_dpo_recipes_need_megatron():
     assert tokens.items() <= config["data"].items()
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "processors"),
-    [
-        ("grpo", ["math_hf_data_processor", "default", "null"]),
-        ("sft", ["sft_processor", "null"]),
-        ("dpo", ["preference_preprocessor", "null"]),
-    ],
-)
-def test_a_processor_is_accepted_where_it_is_what_happens(algorithm, processors):
-    for name in processors:
-        notes = load(CONFIGS / f"{algorithm}_tiny_cpu.yaml", [f"++data.default.processor={name}"]).notes
-        assert not any("data.default.processor" in note for note in notes)
-
-
 @pytest.mark.parametrize("row", rows_of(Kind.OFF_ONLY), ids=lambda row: row.key)
 def test_a_feature_that_is_not_here_is_refused_by_name(row, error_of):
     recipe = CONFIGS / "grpo_tiny_cpu.yaml"

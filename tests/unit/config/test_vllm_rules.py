@@ -16,10 +16,6 @@ TINY = CONFIGS / "grpo_tiny_cpu.yaml"
 VLLM = "policy.generation.vllm_cfg"
 KWARGS = "policy.generation.vllm_kwargs"
 ON = "policy.generation.backend=vllm"
-EXPERTS = (
-    "policy.hf_config.model_type=qwen3_moe ++policy.hf_config.num_experts=4 ++policy.hf_config.num_experts_per_tok=2 "
-    "++policy.hf_config.moe_intermediate_size=64"
-)
 pytestmark = pytest.mark.usefixtures("installed_vllm")
 
 
@@ -27,17 +23,6 @@ def test_a_key_of_nemo_rls_engine_may_have_the_value_that_this_one_has():
     off = {"pipeline_parallel_size": "1", "logprobs_mode": "processed_logprobs"}
     section = load(TINY, [ON, *(f"++{VLLM}.{name}={value}" for name, value in off.items())]).config["policy"]
     assert not off.keys() & section["generation"]["vllm_cfg"].keys()
-
-
-@pytest.mark.parametrize(
-    ("nodes", "tp", "ep"), [(2, 4, 1), (4, 4, 1), (2, 4, 4), (2, 2, 4), (2, 1, 4), (1, 1, 2), (4, 2, 8)]
-)
-def test_an_engine_has_a_part_of_a_node_or_whole_nodes(nodes, tp, ep):
-    sizes = f"{VLLM}.tensor_parallel_size={tp} {VLLM}.expert_parallel_size={ep}"
-    cluster = f"cluster.gpus_per_node=2 cluster.num_nodes={nodes} ~warm_start policy.train_micro_batch_size=16"
-    overrides = f"{ON} {sizes} {cluster} {EXPERTS} policy.hf_config.num_experts=8"
-    section = load(TINY, overrides.split()).config["policy"]["generation"]["vllm_cfg"]
-    assert (section["tensor_parallel_size"], section["expert_parallel_size"]) == (tp, ep)
 
 
 def test_arguments_of_vllms_own_are_passed_on():
