@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from support.recorded_runs import SIX_STEPS
 from support.toy_policy import Recorded
 
 from nemo_offload_rl.data.loader import DataPosition
@@ -13,62 +14,48 @@ from nemo_offload_rl.metrics.names import logged_name
 from nemo_offload_rl.metrics.samples import JudgedAnswer
 from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
 from nemo_offload_rl.run.interrupt import Interrupt, Progress, Stopped
-from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget, TimeLimit
+from nemo_offload_rl.run.train_loop import Run, StopReason, StopTarget, TimeLimit
 from nemo_offload_rl.storage.disk import DiskFullError
 
-SCHEDULE = Schedule(
-    max_num_steps=10,
-    max_num_epochs=5,
-    steps_per_epoch=4,
-    val_period=4,
-    val_at_start=False,
-    val_at_end=False,
-    save_period=3,
-    target=None,
-)
+SCHEDULE = replace(SIX_STEPS, max_num_steps=10, val_period=4, val_at_start=False, val_at_end=False, save_period=3)
 
 
 class Countdown:
-    """Reports an accuracy of its step over ten, with four steps an epoch."""
+    """Reports an accuracy of its step over ten, with four steps an epoch.
+
+    Calls `at_step` at the end of each step, and `at_validation` before each validation. The attempts to save of
+    `full_at`, the first being 1, find no space.
+    """
 
     validation_answers = ()
     num_skipped = 0
+    num_done = 0
 
-    def __init__(self, interrupt=None, interrupt_at=None):
+    def __init__(self, at_step=lambda step: None, at_validation=lambda step: None, full_at=()):
         self.position = DataPosition(0, 0)
         self.validated = []
-        self.interrupt = interrupt
-        self.interrupt_at = interrupt_at
+        self.at_step, self.at_validation = at_step, at_validation
+        self.full_at = full_at
+        self.num_saves = 0
 
     def step(self, step, timer):
+        self.num_done = step
         with timer.phase("training"):
             self.position = DataPosition(step // 4, step % 4)
-        if step == self.interrupt_at:
-            self.interrupt.requested = True
+        self.at_step(step)
         return {"train/loss": 1.0 / step, "train/num_tokens": 100.0}
 
     def validate(self, step):
+        self.at_validation(step)
         self.validated.append(step)
         return {"validation/accuracy": step / 10}
 
     def save(self, folder):
+        self.num_saves += 1
+        if self.num_saves in self.full_at:
+            raise DiskFullError(str(folder), "No space left on device", 18_200_000_000, 3_100_000)
         (folder / "weights").write_text("w")
         return {}
-
-
-class FullAt(Countdown):
-    """Has no disk space at some attempts to save, the first being 1."""
-
-    def __init__(self, *attempts):
-        super().__init__()
-        self.attempts = attempts
-        self.num_saves = 0
-
-    def save(self, folder):
-        self.num_saves += 1
-        if self.num_saves in self.attempts:
-            raise DiskFullError(str(folder), "No space left on device", 18_200_000_000, 3_100_000)
-        return super().save(folder)
 
 
 def folder_of(path, keep_top_k=None):
@@ -94,7 +81,7 @@ def run(path, algorithm=None, **settings):
     algorithm = algorithm or Countdown()
     made, outputs = make_run(path, algorithm, **settings)
     reason = made.train()
-    assert made.is_saved or isinstance(algorithm, FullAt)
+    assert made.is_saved or algorithm.full_at
     return reason, algorithm, outputs
 
 
@@ -144,12 +131,11 @@ def test_timings_are_logged(tmp_path):
 
 
 def test_answers_of_a_validation_are_shown_once(tmp_path):
-    class Answering(Countdown):
-        def validate(self, step):
-            self.validation_answers = [JudgedAnswer("1+1=", str(step), "2", float(step == 2))]
-            return super().validate(step)
+    def answer(step):
+        algorithm.validation_answers = [JudgedAnswer("1+1=", str(step), "2", float(step == 2))]
 
-    _, _, outputs = run(tmp_path, algorithm=Answering(), val_at_start=True, max_num_steps=5)
+    algorithm = Countdown(at_validation=answer)
+    _, _, outputs = run(tmp_path, algorithm, val_at_start=True, max_num_steps=5)
     assert [(step, answers[0].answer) for step, answers in outputs.answers] == [(0, "0"), (4, "4")]
     assert run(tmp_path / "none", val_at_start=True)[2].answers == []
 
@@ -162,8 +148,10 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path):
 
 
 def test_an_interrupt_finishes_the_step_and_saves_and_before_the_first_step_nothing(tmp_path):
-    interrupt = Interrupt()
-    algorithm = Countdown(interrupt, interrupt_at=5)
+    def request(step):
+        interrupt.requested = step == 5
+
+    interrupt, algorithm = Interrupt(), Countdown(at_step=request)
     reason, _, outputs = run(tmp_path, algorithm, interrupt=interrupt, val_at_end=True)
     assert (reason, max(outputs.rows), saved(tmp_path)) == (StopReason.INTERRUPTED, 5, [3, 5])
     assert algorithm.validated == [4]
@@ -196,7 +184,7 @@ def test_a_resumed_run_starts_where_the_other_stopped(tmp_path):
 
 
 def test_training_goes_on_where_the_disk_is_full_and_the_next_save_tries_again(tmp_path, caplog):
-    reason, _, outputs = run(tmp_path, algorithm=FullAt(2, 4))
+    reason, _, outputs = run(tmp_path, Countdown(full_at=(2, 4)))
     assert reason is StopReason.STEPS
     assert list(outputs.rows) == list(range(1, 11))
     assert saved(tmp_path) == [3, 9, 10]  # 10 at the second attempt, at the end
@@ -208,7 +196,7 @@ def test_training_goes_on_where_the_disk_is_full_and_the_next_save_tries_again(t
 
 
 def test_a_last_state_that_is_not_on_disk_is_told(tmp_path, caplog):
-    last, _ = make_run(tmp_path, FullAt(4, 5))
+    last, _ = make_run(tmp_path, Countdown(full_at=(4, 5)))
     assert last.train() is StopReason.STEPS
     assert not last.is_saved
     text = "The run ends without a checkpoint of its last step, 10: the newest checkpoint is of step 9."
@@ -240,20 +228,15 @@ def test_what_is_done_and_what_is_saved_is_known_wherever_a_run_stops(tmp_path):
 
 
 def test_a_signal_is_noted_in_a_step_and_stops_before_the_first(tmp_path):
-    class Signalled(Countdown):
-        def step(self, step, timer):
-            os.kill(os.getpid(), signal.SIGTERM)
-            return super().step(step, timer)
-
-        def validate(self, step):
-            os.kill(os.getpid(), signal.SIGTERM)
+    def signalled(step):
+        os.kill(os.getpid(), signal.SIGTERM)
 
     with Interrupt() as interrupt:
-        reason, _, _ = run(tmp_path, algorithm=Signalled(), interrupt=interrupt)
+        reason, _, _ = run(tmp_path, Countdown(at_step=signalled), interrupt=interrupt)
     assert reason is StopReason.INTERRUPTED
     assert saved(tmp_path) == [1]
     with Interrupt() as interrupt, pytest.raises(Stopped):
-        run(tmp_path / "again", algorithm=Signalled(), interrupt=interrupt, val_at_start=True)
+        run(tmp_path / "again", Countdown(at_validation=signalled), interrupt=interrupt, val_at_start=True)
     assert interrupt.progress.num_lost == 0
 
 
@@ -336,9 +319,9 @@ def test_a_run_that_starts_again_after_a_failure_has_what_is_left_of_the_time(tm
 def test_the_steps_of_a_warm_start_are_none_of_the_run_behind_it(tmp_path):
     algorithm = Timed()
     limit = TimeLimit(algorithm.clock)
-    run(tmp_path / "warm start", algorithm=algorithm, limit=limit, checkpoints=NoCheckpoints(), max_num_steps=3)
+    run(tmp_path / "warm start", algorithm, limit=limit, checkpoints=NoCheckpoints(), max_num_steps=3)
     begin = algorithm.now
-    reason, _, _ = run(tmp_path / "run", algorithm=algorithm, limit=limit, must_save_by_s=30, val_period=0)
+    reason, _, _ = run(tmp_path / "run", algorithm, limit=limit, must_save_by_s=30, val_period=0)
     assert reason is StopReason.TIME
     assert saved(tmp_path / "run") == [2]  # after the first step there is time for one of 10 s, not of 20 s
     assert algorithm.now - begin == 27
@@ -371,19 +354,11 @@ class Background:
         return {}
 
 
-class Counted(Countdown):
-    num_done = 0
-
-    def step(self, step, timer):
-        self.num_done = step
-        return super().step(step, timer)
-
-
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5])
 def test_checkpoints_are_written_beside_the_run_each_with_its_own_state(tmp_path, num_steps):
-    algorithm = Counted()
+    algorithm = Countdown()
     writer = Background(algorithm, num_steps)
-    reason, _, outputs = run(tmp_path, algorithm=algorithm, writer=writer)
+    reason, _, outputs = run(tmp_path, algorithm, writer=writer)
     assert reason is StopReason.STEPS
     assert saved(tmp_path) == [3, 6, 9, 10]
     for step in (3, 6, 9, 10):
@@ -467,7 +442,7 @@ def test_a_crash_while_one_is_written_leaves_the_one_before_whole(tmp_path):
 
 
 def test_a_full_disk_is_met_later_and_the_next_save_tries_again(tmp_path, caplog):
-    algorithm = Counted()
+    algorithm = Countdown()
     writer = Background(algorithm, 2, full_at=("tmp_step_6", "tmp_step_10"))
     last, _ = make_run(tmp_path, algorithm, writer=writer)
     assert last.train() is StopReason.STEPS
@@ -478,23 +453,23 @@ def test_a_full_disk_is_met_later_and_the_next_save_tries_again(tmp_path, caplog
     assert "without a checkpoint of its last step, 10" in said[-1]
 
 
-class FailsAt(Counted):
+class FailsAt(Countdown):
     """Raises an error in a step, before or after its training, or in a validation, until it is mended."""
 
     def __init__(self, error, *, step=None, validation=None, has_trained=False):
         super().__init__()
-        self.error, self.at_step, self.at_validation, self.has_trained = error, step, validation, has_trained
+        self.error, self.failing_step, self.failing_validation, self.has_trained = error, step, validation, has_trained
         self.abandoned = 0
 
     def step(self, step, timer):
-        if step != self.at_step:
+        if step != self.failing_step:
             return super().step(step, timer)
         self.position = DataPosition(9, 9)  # rows of this step have been drawn
         with timer.phase("training" if self.has_trained else "rewards"):
             raise self.error
 
     def validate(self, step):
-        if step == self.at_validation:
+        if step == self.failing_validation:
             raise self.error
         return super().validate(step)
 
@@ -508,7 +483,7 @@ def test_finished_steps_are_saved_before_an_error_that_the_user_can_mend(tmp_pat
     algorithm, interrupt = FailsAt(error, step=6), Interrupt()
     writer = None if num_steps_beside is None else Background(algorithm, num_steps_beside)
     with pytest.raises(type(error), match=str(error)):
-        run(tmp_path, algorithm=algorithm, interrupt=interrupt, writer=writer)
+        run(tmp_path, algorithm, interrupt=interrupt, writer=writer)
     assert saved(tmp_path) == [3, 5]
     assert RunState.read(tmp_path / "step_5").position == DataPosition(1, 1)
     assert algorithm.abandoned == 1
@@ -543,6 +518,6 @@ def test_an_error_in_the_first_step_or_right_after_a_checkpoint_saves_nothing_mo
     for step in (1, 7):
         algorithm = FailsAt(DataError("a row"), step=step)
         with pytest.raises(DataError):
-            run(tmp_path / str(step), algorithm=algorithm)
+            run(tmp_path / str(step), algorithm)
         assert algorithm.abandoned == 0
     assert saved(tmp_path / "7") == [3, 6]
