@@ -1,7 +1,6 @@
 """Tests the loss of DPO against hand-computed numbers, loops in float64, and finite differences."""
 
 import math
-import pickle
 
 import pytest
 import torch
@@ -102,46 +101,3 @@ def test_value_and_gradient_are_those_of_loops_in_float64(name):
         step[row, token] = 1e-6
         upper, lower = (loss_by_loops(loss_fn, exact + sign * step, data) for sign in (1, -1))
         assert float(logprobs.grad[row, token]) == pytest.approx((upper - lower) / 2e-6, abs=2e-6), (row, token)
-
-
-def test_micro_batches_of_pairs_give_the_same_gradient():
-    loss_fn = dpo(sft_loss_weight=0.3)
-    logprobs, data = random_pairs()
-    gradients, counts = [], GlobalCounts.of(data)
-    for size in (data.size, 2, 4, 10):
-        leaf, start = logprobs.clone().requires_grad_(), 0
-        for part in data.chunks(size):
-            loss_fn(leaf[start : start + part.size], part, counts)[0].backward()
-            start += part.size
-        torch.testing.assert_close(leaf.grad, (gradients or [leaf.grad])[0], rtol=1e-6, atol=1e-7)
-        gradients.append(leaf.grad)
-
-
-@pytest.mark.parametrize("masked", [math.inf, math.nan])
-@pytest.mark.parametrize("name", VARIANTS)
-def test_what_is_masked_counts_for_nothing_whatever_it_holds(name, masked):
-    loss_fn = dpo(**VARIANTS[name])
-    logprobs, data = random_pairs()
-    used = (data["token_mask"] > 0) & (data["sample_mask"] > 0)[:, None]
-    noisy = data.select(range(data.size))
-    noisy["reference_policy_logprobs"] = torch.where(used, data["reference_policy_logprobs"], masked)
-    current = torch.where(used, logprobs, masked).requires_grad_()
-    loss, metrics = loss_fn(current, noisy, GlobalCounts.of(noisy))
-    loss.backward()
-
-    kept = [row for row in range(data.size) if row not in (2, 3)]
-    clean, without = logprobs[kept].clone().requires_grad_(), data.select(kept)
-    wanted, wanted_metrics = loss_fn(clean, without, GlobalCounts.of(without))
-    wanted.backward()
-    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
-    assert {key: float(value) for key, value in metrics.items()} == pytest.approx(
-        {key: float(value) for key, value in wanted_metrics.items()}, rel=1e-6
-    )
-    torch.testing.assert_close(current.grad[kept], clean.grad)
-    assert not current.grad[~used].any()
-    noisy["sample_mask"][:] = 0
-    assert loss_fn(current, noisy, GlobalCounts.of(noisy))[0].item() == 0
-
-
-def test_the_loss_travels_to_workers():
-    assert pickle.loads(pickle.dumps(dpo())) == dpo()

@@ -9,6 +9,8 @@ from support.losses import PLAIN
 
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss, NLLLoss, estimate_kl
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
+from tests.unit.algorithms.test_dpo_loss import VARIANTS as DPO_VARIANTS
+from tests.unit.algorithms.test_dpo_loss import dpo, random_pairs
 
 LOG2 = math.log(2)
 
@@ -91,6 +93,15 @@ def random_batch(num_samples=6, width=7, seed=0, spread=0.4) -> tuple[torch.Tens
     return logprobs * valid, data
 
 
+def evaluated(loss, logprobs: torch.Tensor, data: BatchedData) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Returns the loss, its gradient with respect to the log-probs, and its metrics."""
+    current = logprobs.clone().requires_grad_()
+    value, metrics = loss(current, data, GlobalCounts.of(data))
+    value.backward()
+    assert not any(metric.requires_grad for metric in metrics.values())
+    return value.item(), current.grad, {name: metric.item() for name, metric in metrics.items()}
+
+
 def loss_by_loops(loss: ClippedPGLoss, logprobs: np.ndarray, data: BatchedData, base: np.ndarray) -> float:
     """Computes the loss one token at a time, in float64 and without torch.
 
@@ -155,11 +166,9 @@ def test_value_and_gradient_against_plain_loops(name):
     loss = replace(PLAIN, **VARIANTS[name])
     for seed in range(3):
         logprobs, data = random_batch(seed=seed)
-        current = logprobs.clone().requires_grad_()
-        value, _ = loss(current, data, GlobalCounts.of(data))
+        value, gradient, _ = evaluated(loss, logprobs, data)
         exact, step = logprobs.double().numpy(), 1e-6
-        assert value.item() == pytest.approx(loss_by_loops(loss, exact, data, base=exact), rel=1e-5, abs=1e-6)
-    value.backward()
+        assert value == pytest.approx(loss_by_loops(loss, exact, data, base=exact), rel=1e-5, abs=1e-6)
     differences = np.zeros_like(exact)
     for index in np.ndindex(*exact.shape):
         up, down = exact.copy(), exact.copy()
@@ -167,7 +176,7 @@ def test_value_and_gradient_against_plain_loops(name):
         down[index] -= step
         above, below = (loss_by_loops(loss, moved, data, base=exact) for moved in (up, down))
         differences[index] = (above - below) / (2 * step)
-    np.testing.assert_allclose(current.grad.numpy(), differences, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(gradient.numpy(), differences, rtol=1e-3, atol=1e-5)
     assert np.abs(differences).max() > 1e-3
 
 
@@ -188,22 +197,18 @@ def test_value_and_gradient_against_plain_loops(name):
     ],
 )
 def test_weights_above_float32_count_as_zero(change, loss, outside):
-    logprobs = torch.full((2, 3), -1.0, requires_grad=True)
-    sampler = torch.full((2, 3), -1.0)
+    logprobs, sampler = torch.full((2, 3), -1.0), torch.full((2, 3), -1.0)
     sampler[0, 1] = -101.0
     data = BatchedData(
         token_mask=torch.tensor([[0.0, 1, 1], [0, 1, 1]]),
         sample_mask=torch.ones(2),
-        prev_logprobs=logprobs.detach(),
+        prev_logprobs=logprobs,
         generation_logprobs=sampler,
         advantages=torch.ones(2, 3),
     )
-    value, metrics = replace(PLAIN, **change)(logprobs, data, GlobalCounts.of(data))
-    value.backward()
-    assert value.item() == pytest.approx(loss)
-    assert logprobs.grad.sum().item() == pytest.approx(loss)
-    if outside is not None:
-        assert metrics["is_oob_ratio"].item() == pytest.approx(outside)
+    value, gradient, metrics = evaluated(replace(PLAIN, **change), logprobs, data)
+    assert (value, gradient.sum().item()) == pytest.approx((loss, loss))
+    assert metrics.get("is_oob_ratio") == (None if outside is None else pytest.approx(outside))
 
 
 def test_a_kl_weight_above_float32_counts_as_zero():
@@ -214,7 +219,6 @@ def test_a_kl_weight_above_float32_counts_as_zero():
 
 def one_token(loss: ClippedPGLoss, *, current=0.5, previous=0.5, sampler=0.5, reference=0.5, advantage=1.0):
     """Returns loss, gradient with respect to the log-prob, and metrics of one sample with one trained token."""
-    logprobs = torch.tensor([[0.0, math.log(current)]], requires_grad=True)
     data = BatchedData(
         token_mask=torch.tensor([[0.0, 1]]),
         sample_mask=torch.ones(1),
@@ -223,9 +227,8 @@ def one_token(loss: ClippedPGLoss, *, current=0.5, previous=0.5, sampler=0.5, re
         reference_policy_logprobs=torch.tensor([[0.0, math.log(reference)]]),
         advantages=torch.tensor([[0.0, advantage]]),
     )
-    value, metrics = loss(logprobs, data, GlobalCounts.of(data))
-    value.backward()
-    return value.item(), logprobs.grad[0, 1].item(), {name: metric.item() for name, metric in metrics.items()}
+    value, gradient, metrics = evaluated(loss, torch.tensor([[0.0, math.log(current)]]), data)
+    return value, gradient[0, 1].item(), metrics
 
 
 @pytest.mark.parametrize(
@@ -293,10 +296,7 @@ def test_without_a_penalty_no_setting_of_it_changes_a_bit_and_no_reference_is_ne
     for kl_type in ("k1", "k2", "k3"):
         for on_policy in (False, True):
             loss = replace(PLAIN, reference_policy_kl_type=kl_type, use_on_policy_kl_approximation=on_policy)
-            current = logprobs.clone().requires_grad_()
-            value, _ = loss(current, data, GlobalCounts.of(data))
-            value.backward()
-            results.append((value.item(), current.grad))
+            results.append(evaluated(loss, logprobs, data)[:2])
     assert all(value == results[0][0] and torch.equal(grad, results[0][1]) for value, grad in results)
     assert not PLAIN.needs_reference_logprobs
     assert replace(PLAIN, reference_policy_kl_penalty=0.1).needs_reference_logprobs
@@ -329,71 +329,65 @@ def test_a_forced_ratio_needs_no_previous_logprobs():
     assert metrics["token_mult_prob_error"] == expected > 1.0
 
 
-LOSSES = {**{name: replace(PLAIN, **change) for name, change in VARIANTS.items()}, "NLL": NLLLoss()}
+LOSSES = {
+    **{name: (replace(PLAIN, **change), random_batch) for name, change in VARIANTS.items()},
+    "NLL": (NLLLoss(), random_batch),
+    **{f"DPO, {name}": (dpo(**change), random_pairs) for name, change in DPO_VARIANTS.items()},
+}
+COMPARED_WITH = {"prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages"}
+of_every_loss = pytest.mark.parametrize(("loss", "make_batch"), LOSSES.values(), ids=LOSSES)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_microbatches_change_neither_loss_nor_gradient_nor_metrics(name):
-    for num_microbatches in (2, 3, 6):
-        loss = LOSSES[name]
-        logprobs, data = random_batch()
-        counts = GlobalCounts.of(data)
-        whole = logprobs.clone().requires_grad_()
-        expected, expected_metrics = loss(whole, data, counts)
-        expected.backward()
-
-        pieces = logprobs.clone().requires_grad_()
-        size = data.size // num_microbatches
+@of_every_loss
+def test_microbatches_change_neither_loss_nor_gradient_nor_metrics(loss, make_batch):
+    logprobs, data = make_batch()
+    expected, gradient, expected_metrics = evaluated(loss, logprobs, data)
+    counts = GlobalCounts.of(data)
+    for size in (1, 2, 3):
+        pieces, start = logprobs.clone().requires_grad_(), 0
         total, metrics = 0.0, dict.fromkeys(expected_metrics, 0.0)
-        for start in range(0, data.size, size):
-            value, shares = loss(pieces[start : start + size], data.slice(start, start + size), counts)
+        for part in data.chunks(size * data.group_size):
+            value, shares = loss(pieces[start : start + part.size], part, counts)
             value.backward()
-            total += value.item()
+            total, start = total + value.item(), start + part.size
             metrics = {key: metrics[key] + shares[key].item() for key in metrics}
-        assert total == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
-        torch.testing.assert_close(pieces.grad, whole.grad, rtol=1e-5, atol=1e-7)
-        of_whole = {key: value.item() for key, value in expected_metrics.items()}
-        assert metrics == pytest.approx(of_whole, rel=1e-5, abs=1e-6)
-        assert not any(value.requires_grad for value in expected_metrics.values())
+        assert total == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        torch.testing.assert_close(pieces.grad, gradient, rtol=1e-5, atol=1e-7)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_what_is_masked_plays_no_part(name):
+@of_every_loss
+def test_what_is_masked_plays_no_part(loss, make_batch):
+    logprobs, data = make_batch()
+    used = (data["token_mask"] * data["sample_mask"][:, None]).bool()
+    used[:, 0] = False
+    kept = (data["sample_mask"] > 0).nonzero().flatten().tolist()
+    expected, gradient, expected_metrics = evaluated(loss, logprobs[kept], data.select(kept))
     for masked in (-1e9, math.inf, math.nan):
-        loss = LOSSES[name]
-        logprobs, data = random_batch()
-        counts = GlobalCounts.of(data)
-        used = (data["token_mask"] * data["sample_mask"][:, None]).bool()
-        used[:, 0] = False
-        noisy = BatchedData(data)
-        for column in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages"):
+        noisy = data.select(range(data.size))
+        for column in {
+            "prev_logprobs",
+            "generation_logprobs",
+            "reference_policy_logprobs",
+            "advantages",
+        } & noisy.keys():
             noisy[column] = torch.where(used, data[column], masked)
-        current = torch.where(used, logprobs, masked).requires_grad_()
-        value, metrics = loss(current, noisy, counts)
-        value.backward()
-
-        kept = (data["sample_mask"] > 0).nonzero().flatten()
-        clean, without = logprobs[kept].clone().requires_grad_(), data.select(kept)
-        expected, expected_metrics = loss(clean, without, GlobalCounts.of(without))
-        expected.backward()
-        assert value.item() == pytest.approx(expected.item(), rel=1e-6)
-        for key in metrics:
-            assert metrics[key].item() == pytest.approx(expected_metrics[key].item(), rel=1e-6), key
-        torch.testing.assert_close(current.grad[kept], clean.grad, rtol=1e-6, atol=1e-8)
-        assert not current.grad[~used].any()
+        value, noisy_gradient, metrics = evaluated(loss, torch.where(used, logprobs, masked), noisy)
+        assert value == pytest.approx(expected, rel=1e-6)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-6)
+        torch.testing.assert_close(noisy_gradient[kept], gradient, rtol=1e-6, atol=1e-8)
+        assert not noisy_gradient[~used].any()
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_batch_without_valid_samples_gives_zero_and_losses_travel(name):
-    loss = pickle.loads(pickle.dumps(LOSSES[name]))
-    assert loss == LOSSES[name]
-    logprobs, data = random_batch()
+@of_every_loss
+def test_a_batch_without_valid_samples_gives_zero_and_losses_travel(loss, make_batch):
+    travelled = pickle.loads(pickle.dumps(loss))
+    assert travelled == loss
+    logprobs, data = make_batch()
     data["sample_mask"] = torch.zeros(data.size)
-    current = logprobs.clone().requires_grad_()
-    value, _ = loss(current, data, GlobalCounts.of(data))
-    value.backward()
-    assert value.item() == 0
-    assert not current.grad.any()
+    value, gradient, _ = evaluated(travelled, logprobs, data)
+    assert value == 0
+    assert not gradient.any()
 
 
 def test_a_value_that_is_not_finite_shows():
@@ -406,14 +400,12 @@ def test_a_value_that_is_not_finite_shows():
 def test_nll_by_hand():
     half, quarter = math.log(0.5), math.log(0.25)
     rows = [[0, -9.0, half, quarter], [0, -9.0, quarter, 0], [0, half, half, half]]
-    logprobs, token_mask = torch.tensor(rows, requires_grad=True), [[0.0, 0, 1, 1], [0, 0, 1, 0], [0, 1, 1, 1]]
+    logprobs, token_mask = torch.tensor(rows), [[0.0, 0, 1, 1], [0, 0, 1, 0], [0, 1, 1, 1]]
     data = BatchedData(token_mask=torch.tensor(token_mask), sample_mask=torch.tensor([1.0, 1, 0]))
-    value, metrics = NLLLoss()(logprobs, data, GlobalCounts.of(data))
-    value.backward()
-    assert value.item() == pytest.approx(-(half + quarter + quarter) / 3)
-    assert logprobs.grad.tolist() == pytest.approx(np.array([[0, 0, -1, -1], [0, 0, -1, 0], [0, 0, 0, 0]]) / 3)
-    assert metrics["answer_probability"].item() == pytest.approx((0.125 + 0.25) / 2)
-    assert metrics["num_valid_samples"].item() == 2
+    value, gradient, metrics = evaluated(NLLLoss(), logprobs, data)
+    assert value == pytest.approx(-(half + quarter + quarter) / 3)
+    assert gradient.tolist() == pytest.approx(np.array([[0, 0, -1, -1], [0, 0, -1, 0], [0, 0, 0, 0]]) / 3)
+    assert metrics == pytest.approx({"answer_probability": (0.125 + 0.25) / 2, "num_valid_samples": 2})
 
 
 def test_settings_that_cannot_be_are_refused():
