@@ -12,19 +12,18 @@ from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import RecipeError, check_rules, load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.memory.units import GIB, show_gib
-from nemo_offload_rl.placement.machine import HostFacts
 from nemo_offload_rl.placement.rates import H200_RATES
 from nemo_offload_rl.plan import fit as fitting
 from nemo_offload_rl.plan.activations import activation_facts
 from nemo_offload_rl.plan.decisions import Machine, check_fits
 from nemo_offload_rl.plan.fit import Fit, cheapest_fit, missing_gpu_bytes
 from nemo_offload_rl.plan.fit_options import as_overrides, from_overrides, value_at
-from nemo_offload_rl.plan.optimizer_ways import Host
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import Planner
 from nemo_offload_rl.plan.resolve import resolve
 from nemo_offload_rl.plan.step_time import logprob_seconds, optimizer_seconds, read_flop_model, training_seconds
 from tests.unit.config.conftest import CONFIGS
+from tests.unit.plan.test_optimizer_ways import host
 
 RECIPES = CONFIGS.parents[1] / "benchmarks" / "recipes"
 GRPO, GRPO_8B = RECIPES / "grpo_1_5B_random.yaml", RECIPES / "grpo_8B_random.yaml"
@@ -35,29 +34,36 @@ FULL = (f"++{MEGATRON}.activation_checkpointing=true", f"++{MEGATRON}.recompute_
 MOVES = f"++{MEGATRON}.fine_grained_activation_offloading=true"
 STREAMED = "++policy.residency.table.train.optimizer_state=streamed"
 RESIDENT = "policy.offload_optimizer_for_refit=false"
+SIZES = {GRPO: QWEN2_1_5B, GRPO_8B: QWEN3_8B, SFT: QWEN3_8B, DPO: LLAMA_1B}
 SHORT = (f"{PACKING}.train_mb_tokens=576", f"{PACKING}.logprob_mb_tokens=512")
 
 
-def host(gib):
-    """Returns a machine with so much free memory, 5% of which is a margin."""
-    nbytes = int(gib * GIB)
-    return Host("this machine", HostFacts("a", "", nbytes, nbytes, None, None), "measured")
+def machine(gpu_gib, host_gib=512, **rates):
+    rates = dataclasses.replace(H200_RATES, **rates)
+    return Machine(has_gpus=True, gpu_bytes=int(gpu_gib * GIB), hosts=(host(host_gib).memory,), rates=rates)
 
 
-def search(gpu_bytes, *overrides, recipe=GRPO, model=QWEN2_1_5B, host_gib=512):
+def planner(recipe, on, *overrides, model=None):
     algorithm = load(recipe, list(overrides)).algorithm
-    planner = Planner(model, algorithm, int(gpu_bytes), (host(host_gib).memory,))
-    return cheapest_fit(lambda more: load(recipe, [*overrides, *more]).config, planner)
+    return Planner(model or SIZES[recipe], algorithm, on.gpu_bytes, on.hosts, rates=on.rates)
 
 
-def planned(gpu_bytes, *overrides, recipe=GRPO, model=QWEN2_1_5B, host_gib=512):
-    """Returns the recipe as a run resolves it, after the run's own checks, and the GPU memory that it lacks."""
+def searched(recipe, on, *overrides, model=None):
+    """Returns what `plan --fit` prints."""
+    on_machine = planner(recipe, on, *overrides, model=model)
+    return cheapest_fit(lambda more: load(recipe, [*overrides, *more]).config, on_machine)
+
+
+def resolved(recipe, on, *overrides, model=None):
     validated = load(recipe, list(overrides))
-    machine = Machine(has_gpus=True, gpu_bytes=int(gpu_bytes), hosts=(host(host_gib).memory,))
-    resolved = resolve(validated.config, machine, model, algorithm=validated.algorithm)
-    check_fits(resolved, machine)
-    planner = Planner(model, validated.algorithm, int(gpu_bytes), machine.hosts)
-    return resolved, missing_gpu_bytes(resolved.config, resolved.run, planner)
+    return resolve(validated.config, on, model or SIZES[recipe], algorithm=validated.algorithm)
+
+
+def planned(recipe, on, *overrides, model=None):
+    """Returns the recipe as a run resolves it, after the run's own checks, and the GPU memory that it lacks."""
+    found = resolved(recipe, on, *overrides, model=model)
+    check_fits(found, on)
+    return found, missing_gpu_bytes(found.config, found.run, planner(recipe, on, *overrides, model=model))
 
 
 ATTENTION = (MOVES, f"++{MEGATRON}.offload_modules=[qkv_linear,core_attn,attn_proj]")
@@ -81,8 +87,8 @@ def brute_force():
     """Returns for every combination of the grid: seconds, GPU bytes that it needs, host bytes that it needs."""
     plenty, rows = 1 << 40, []
     for parts in itertools.product(*GRID.values()):
-        resolved, missing = planned(plenty, *SHORT, *itertools.chain(*parts))
-        config, spec, run = resolved.config, ALGORITHMS["grpo"], resolved.run
+        found, missing = planned(GRPO, machine(plenty / GIB), *SHORT, *itertools.chain(*parts))
+        config, spec, run = found.config, ALGORITHMS["grpo"], found.run
         stages = activation_facts(QWEN2_1_5B, config["policy"], world_size=1)
         flops = read_flop_model(QWEN2_1_5B, config["policy"])
         [rank] = run.plan.ranks
@@ -109,13 +115,14 @@ def test_the_search_finds_what_brute_force_finds(brute_force, small_grid, host_g
     needed = sorted(gpu for _, gpu, _ in brute_force)
     for gpu in (needed[0] - 1, *needed[:: len(needed) // 3]):
         fitting_ones = [seconds for seconds, on_gpu, on_host in brute_force if on_gpu <= gpu and on_host <= usable]
-        found = search(gpu, *SHORT, host_gib=host_gib)
+        on = machine(gpu / GIB, host_gib)
+        found = searched(GRPO, on, *SHORT)
         assert found.fits == bool(fitting_ones), gpu
         if fitting_ones:
             assert found.seconds == pytest.approx(min(fitting_ones))
-            resolved, missing = planned(gpu, *SHORT, *found.overrides, host_gib=host_gib)
+            run_of, missing = planned(GRPO, on, *SHORT, *found.overrides)
             assert missing <= 0
-            assert resolved.run.most_host_bytes <= usable
+            assert run_of.run.most_host_bytes <= usable
         elif gpu < needed[0]:
             assert found.missing_gpu_bytes == 1
             assert found.missing_host_bytes == 0
@@ -141,20 +148,17 @@ EXPERTS = (*SAMPLES, LENGTH, "cluster.gpus_per_node=8", f"{MEGATRON}.expert_mode
     ],
 )
 def test_a_recipe_with_the_overrides_fits(recipe, model, gib, overrides):
-    found = search(gib * GIB, *overrides, recipe=recipe, model=model)
+    found = searched(recipe, machine(gib), *overrides, model=model)
     assert found.fits
-    _, missing = planned(gib * GIB, *overrides, *found.overrides, recipe=recipe, model=model)
-    assert missing <= 0
+    assert planned(recipe, machine(gib), *overrides, *found.overrides, model=model)[1] <= 0
 
 
 def test_the_search_makes_few_plans(monkeypatch):
     """Each takes some milliseconds, of which two seconds are made."""
     plans, plan_run = [], fitting.plan_run
     monkeypatch.setattr(fitting, "plan_run", lambda *given, **named: plans.append(0) or plan_run(*given, **named))
-    found = search(20 * GIB)
+    assert searched(GRPO, machine(20)).fits
     assert len(plans) < 100
-    assert found.fits
-    assert planned(20 * GIB, *found.overrides)[1] <= 0
 
 
 def test_a_setting_that_the_recipe_does_not_allow_is_not_chosen():
@@ -167,7 +171,7 @@ def test_a_setting_that_the_recipe_does_not_allow_is_not_chosen():
         "policy.logprob_batch_size=1",
         "policy.max_total_sequence_length=32768",
     )
-    free, bound = search(14 * GIB, *graphs[2:]), search(14 * GIB, *graphs)
+    free, bound = (searched(GRPO, machine(14), *chosen) for chosen in (graphs[2:], graphs))
     assert f"++{MEGATRON}.activation_checkpointing=true" in free.overrides
     assert f"++{MEGATRON}.activation_checkpointing=true" not in bound.overrides
     assert (free.fits, bound.fits) == (True, False)
@@ -200,26 +204,6 @@ LONG = "policy.max_total_sequence_length=65536"
 ROWS = ("policy.sequence_packing.train_mb_tokens=2048", "policy.sequence_packing.logprob_mb_tokens=2048")
 AHEAD = ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
 AHEAD += ("policy.generation.backend=vllm",)
-SIZES = {GRPO: QWEN2_1_5B, GRPO_8B: QWEN3_8B, SFT: QWEN3_8B, DPO: LLAMA_1B}
-
-
-def machine(gpu_gib, host_gib=512, **rates):
-    nbytes = int(host_gib * GIB)
-    host = HostFacts("a", "", nbytes, nbytes, None, None)
-    rates = dataclasses.replace(H200_RATES, **rates)
-    return Machine(has_gpus=True, gpu_bytes=int(gpu_gib * GIB), hosts=(host,), rates=rates)
-
-
-def resolved(recipe, on, *overrides):
-    validated = load(recipe, list(overrides))
-    return resolve(validated.config, on, SIZES[recipe], algorithm=validated.algorithm)
-
-
-def searched(recipe, on, *overrides):
-    """Returns what `plan --fit` prints."""
-    algorithm = load(recipe, list(overrides)).algorithm
-    planner = Planner(SIZES[recipe], algorithm, on.gpu_bytes, on.hosts, rates=on.rates)
-    return cheapest_fit(lambda more: load(recipe, [*overrides, *more]).config, planner)
 
 
 @pytest.mark.parametrize(

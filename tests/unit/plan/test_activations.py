@@ -38,21 +38,10 @@ EXPERTS = ("mlp_norm", "expert_fc1", "moe_act")
 
 # The measured model: sequences of 4096, micro-batch 4.
 DENSE = ActivationFacts(
-    num_tokens=4 * 4096,
-    num_residual_tokens=4 * 4096,
-    num_expert_tokens=0,
-    hidden_size=2048,
-    num_heads=16,
-    num_query_groups=8,
-    head_dim=128,
-    qk_norm=False,
-    expert_ffn_size=0,
-    fused_swiglu=True,
-    element_size=2,
-    num_layers=16,
-    num_model_chunks=1,
-    num_chunks_in_flight=1,
-)
+    num_tokens=4 * 4096, num_residual_tokens=4 * 4096, num_expert_tokens=0, hidden_size=2048, num_heads=16,
+    num_query_groups=8, head_dim=128, qk_norm=False, expert_ffn_size=0, fused_swiglu=True, element_size=2,
+    num_layers=16, num_model_chunks=1, num_chunks_in_flight=1,
+)  # fmt: skip
 MOE = dataclasses.replace(DENSE, num_expert_tokens=2 * DENSE.num_tokens, expert_ffn_size=2048)
 
 
@@ -238,45 +227,47 @@ def test_the_manager_chooses_as_many_groups_and_host_memory_holds_them_in_the_fi
         assert slab_bytes(DENSE, options) >= sum(size for size, leaves in zip(sizes, goes, strict=True) if leaves)
 
 
-def policy_of(*overrides: str) -> Any:
-    return load(RECIPE, ["policy.max_total_sequence_length=1000", "cluster.gpus_per_node=8", *overrides]).config[
-        "policy"
-    ]
+def policy_of(*overrides: str, packs: bool = False, **megatron: Any) -> Any:
+    recipe = load(RECIPE, ["policy.max_total_sequence_length=1000", "cluster.gpus_per_node=8", *overrides])
+    policy = recipe.config["policy"]
+    policy["sequence_packing"]["enabled"] = packs
+    policy["megatron_cfg"] |= megatron
+    return policy
+
+
+def facts_of(policy: Any, hf_config: dict[str, Any] = QWEN2_1_5B) -> Any:
+    """Returns the facts of the only stage of eight ranks."""
+    [facts] = activation_facts(hf_config, policy, world_size=8)
+    return facts
 
 
 def test_the_longest_padded_micro_batch_of_a_recipe():
-    sizes = ("train_micro_batch_size=4", "make_sequence_length_divisible_by=64", "sequence_packing.enabled=false")
-    policy = policy_of(*(f"policy.{size}" for size in sizes))
-    [facts] = activation_facts(QWEN2_1_5B, policy, world_size=8)
+    facts = facts_of(policy_of("policy.train_micro_batch_size=4", "policy.make_sequence_length_divisible_by=64"))
     assert facts.num_tokens == facts.num_residual_tokens == 4 * 1024
     assert (facts.num_layers, facts.hidden_size, facts.num_heads, facts.num_query_groups) == (28, 1536, 12, 2)
     assert (facts.element_size, facts.num_chunks_in_flight, facts.is_moe) == (2, 1, False)
 
 
 def test_a_packed_row_is_as_long_as_the_recipe_lets_it():
-    policy = policy_of()
-    policy["sequence_packing"] |= {"enabled": True, "train_mb_tokens": 3000, "sequence_length_round": 64}
-    [facts] = activation_facts(QWEN2_1_5B, policy, world_size=8)
-    assert facts.num_tokens == 3008
+    policy = policy_of(packs=True)
+    policy["sequence_packing"] |= {"train_mb_tokens": 3000, "sequence_length_round": 64}
+    assert facts_of(policy).num_tokens == 3008
     policy["sequence_packing"]["train_mb_tokens"] = 100  # a sequence of 100 is padded to 128
     policy["make_sequence_length_divisible_by"] = 128
-    [facts] = activation_facts(QWEN2_1_5B, policy, world_size=8)
-    assert facts.num_tokens == 128
+    assert facts_of(policy).num_tokens == 128
 
 
 def test_tensor_parallel_ranks_share_heads_and_with_sequence_parallelism_tokens():
-    policy = policy_of("policy.max_total_sequence_length=1024", "policy.megatron_cfg.tensor_model_parallel_size=4")
-    policy["sequence_packing"]["enabled"] = False
-    [facts] = activation_facts(QWEN2_1_5B, policy, world_size=8)
+    split = ("policy.max_total_sequence_length=1024", "policy.megatron_cfg.tensor_model_parallel_size=4")
+    facts, shard = (facts_of(policy_of(*split, sequence_parallel=shares)) for shares in (False, True))
     assert (facts.num_heads, facts.num_query_groups) == (3, 1)  # both ranks hold the same group
-    policy["megatron_cfg"]["sequence_parallel"] = True
-    [shard] = activation_facts(QWEN2_1_5B, policy, world_size=8)
     assert (facts.num_residual_tokens, shard.num_residual_tokens) == (facts.num_tokens, facts.num_tokens // 4)
     assert shard.num_tokens == facts.num_tokens
 
 
 def test_stages_hold_fewer_micro_batches_the_later_they_are():
-    policy = policy_of("policy.megatron_cfg.pipeline_model_parallel_size=4", "policy.train_global_batch_size=64")
+    split = ("policy.megatron_cfg.pipeline_model_parallel_size=4", "policy.train_global_batch_size=64")
+    policy = policy_of(*split, packs=True)
     stages = activation_facts(QWEN2_1_5B, policy, world_size=8)
     assert [facts.num_chunks_in_flight for facts in stages] == [4, 3, 2, 1]
     assert [facts.num_layers for facts in stages] == [7, 7, 7, 7]
@@ -287,29 +278,21 @@ def test_stages_hold_fewer_micro_batches_the_later_they_are():
 
 
 def test_experts_that_are_padded_compute_on_their_capacity():
-    policy = policy_of()
-    policy["sequence_packing"]["enabled"] = False
-    policy["megatron_cfg"]["moe_expert_capacity_factor"] = 1.5  # without padding: at most as many tokens
-    [facts] = activation_facts(TINY_QWEN3_MOE, policy, world_size=8)
-    assert facts.num_expert_tokens == 2 * facts.num_tokens
-    policy["megatron_cfg"]["moe_pad_expert_input_to_capacity"] = True
-    [facts] = activation_facts(TINY_QWEN3_MOE, policy, world_size=8)
-    assert facts.num_expert_tokens == 3 * facts.num_tokens
+    for padding, share in ((False, 2), (True, 3)):  # without padding: at most as many tokens
+        experts = {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": padding}
+        facts = facts_of(policy_of(**experts), TINY_QWEN3_MOE)
+        assert facts.num_expert_tokens == share * facts.num_tokens
 
 
 def test_experts_get_their_share_of_every_expert_parallel_ranks_tokens():
-    policy = policy_of()
-    policy["sequence_packing"]["enabled"] = False
-    hf_config = TINY_QWEN3_MOE | {"num_experts": 8}
-    [alone] = activation_facts(hf_config, policy, world_size=8)
+    hf_config, shared_out = TINY_QWEN3_MOE | {"num_experts": 8}, {"expert_model_parallel_size": 4}
+    alone = facts_of(policy_of(), hf_config)
     assert alone.num_expert_tokens == 2 * alone.num_tokens
     assert alone.expert_ffn_size == 64
-    policy["megatron_cfg"]["expert_model_parallel_size"] = 4
-    assert activation_facts(hf_config, policy, world_size=8) == (alone,)
+    assert facts_of(policy_of(**shared_out), hf_config) == alone
     # Two ranks that share each expert see each other's tokens; with sequence parallelism each has half of them.
     split = {"expert_tensor_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}
-    policy["megatron_cfg"] |= split
-    [shared] = activation_facts(hf_config, policy, world_size=8)
+    shared = facts_of(policy_of(**shared_out, **split), hf_config)
     assert shared.num_expert_tokens == alone.num_expert_tokens
     assert shared.expert_ffn_size == 32
 

@@ -4,6 +4,7 @@ import pytest
 from support.shard_facts import FACTS
 from support.tiny import policy_without_model
 
+from benchmarks.model_shapes import QWEN2_1_5B
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.architecture import read_architecture
 from nemo_offload_rl.plan.generation import (
@@ -36,19 +37,7 @@ def test_a_kv_cache_that_does_not_fit_beside_the_policy_is_what_the_message_name
         check_share_beside_policy(plan, engine(1, {"kv_cache_memory_bytes": most + 2}), 80 * GIB)
 
 
-QWEN2 = {
-    "model_type": "qwen2",
-    "hidden_size": 1536,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "intermediate_size": 8960,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
-
-
-def engine(tp, kwargs=None, sizes=None, hf_config=QWEN2, colocated=True, buffer_gib=1.0, **section):
+def engine(tp, kwargs=None, sizes=None, hf_config=QWEN2_1_5B, colocated=True, buffer_gib=1.0, **section):
     policy = policy_without_model(precision=section.get("precision", "bfloat16"))
     kinds = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
     policy["megatron_cfg"] |= {f"{kind}_parallel_size": 1 for kind in kinds} | (sizes or SPLIT)
@@ -72,16 +61,10 @@ def test_an_engine_holds_its_part_of_the_weights_and_of_each_tokens_keys_and_val
         assert found.sequence_bytes == 4096 * found.kv_bytes_per_token
 
 
-MOE = QWEN2 | {
-    "model_type": "qwen3_moe",
-    "head_dim": 128,
-    "moe_intermediate_size": 768,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "attention_bias": False,
-}
+MOE = QWEN2_1_5B | {
+    "model_type": "qwen3_moe", "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 64,
+    "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False,
+}  # fmt: skip
 
 
 def test_replicas_of_an_engine_share_its_experts_and_nothing_else():
@@ -110,9 +93,9 @@ def test_a_gpu_with_whole_experts_has_room_for_the_tokens_of_all_replicas():
 
 def test_other_engines_are_not_planned():
     policy = policy_without_model()
-    assert engine_memory(policy, QWEN2) is None
+    assert engine_memory(policy, QWEN2_1_5B) is None
     policy["generation"] = {"backend": "transformers"}
-    assert engine_memory(policy, QWEN2) is None
+    assert engine_memory(policy, QWEN2_1_5B) is None
 
 
 # A pass of 16,384 tokens: residual, queries, keys, values and MLP; float32 logits thrice and indices; context, graphs.
@@ -170,7 +153,7 @@ MEASURED_POOLS_GIB = (0.023, 0.002)
 
 def test_graphs_of_a_refit_keep_little_more_than_was_measured_at_most():
     # 6 MiB of query, key and value, of which key and value, three quarters each, are small.
-    temporaries = export_temporaries(read_architecture(QWEN2, {}), 2)
+    temporaries = export_temporaries(read_architecture(QWEN2_1_5B, {}), 2)
     assert temporaries == [size * 2 for size in (1536 * 1536, 256 * 1536, 256 * 1536, 1536, 256, 256)]
     pools = [pool_bytes(temporaries), pool_bytes([])]
     assert pools == [26 * MIB, 2 * MIB]
@@ -180,8 +163,8 @@ def test_graphs_of_a_refit_keep_little_more_than_was_measured_at_most():
     in_float32 = engine(1, sizes=WHOLE, precision="float32")  # query 9 MiB, key and value 1.5, biases
     assert in_float32.refit_graph_bytes == (2 + 2 + 2 * 20 + 2) * MIB
     # Query 32 MiB, key and value 8 each, no biases.
-    llama = QWEN2 | {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
-    assert engine(1, sizes=WHOLE, hf_config=llama).refit_graph_bytes == (2 + 32 + 2 * 20 + 2) * MIB
+    llama = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    assert engine(1, sizes=WHOLE, hf_config=QWEN2_1_5B | llama).refit_graph_bytes == (2 + 32 + 2 * 20 + 2) * MIB
 
 
 @pytest.mark.parametrize("kind", ["tensor_model", "pipeline_model", "expert_model", "expert_tensor"])

@@ -39,17 +39,23 @@ def chosen(gpu_gib, *overrides, recipe=GRPO, model=QWEN2_1_5B, host=None):
     return packing["train_mb_tokens"], packing["logprob_mb_tokens"], lines
 
 
+def of_rows(tokens, *overrides, ranks=1):
+    """Returns the policy with rows of so many tokens, as it is without a replayed engine, and their activations."""
+    config = load(GRPO, [f"policy.sequence_packing.train_mb_tokens={tokens}", *overrides]).config
+    policy = without_replayed_engine(config)[0]["policy"]
+    return policy, activation_facts(QWEN2_1_5B, policy, world_size=ranks)
+
+
 def test_the_estimate_of_a_training_pass_and_of_one_that_computes_log_probs():
-    config = load(GRPO, ["policy.sequence_packing.train_mb_tokens=16384"]).config
-    facts = activation_facts(QWEN2_1_5B, config["policy"], world_size=1)
+    policy, facts = of_rows(16384)
     tokens, residual, logits = 16384, 16384 * 1536 * 2, 16384 * 151_936 * 2
     statistics = tokens * 4 * (1 + 12)
     layer = tokens * 2 * (2 * 1536 + 2 * 1536 + 2 * 256 + 2 * 1536 + 3 * 8960) + statistics
     # The logits' gradient, which is written over them, and then that of the weight and of the hidden states.
     output_layer = 2 * residual + logits + 151_936 * 1536 * 2 + residual
-    [training] = training_pass_bytes(QWEN2_1_5B, config["policy"], facts, None)
+    [training] = training_pass_bytes(QWEN2_1_5B, policy, facts, None)
     assert training == 28 * layer + output_layer + WORKSPACES
-    [forward] = forward_pass_bytes(QWEN2_1_5B, config["policy"], facts)
+    [forward] = forward_pass_bytes(QWEN2_1_5B, policy, facts)
     assert forward == 2 * residual + logits + WORKSPACES
 
 
@@ -75,9 +81,7 @@ def test_where_no_kernel_reads_logits_they_have_gradients_and_copies_beside_them
     """With a filter a step has log-probs of the whole vocabulary, too; top_p sorts it."""
 
     def passes(*overrides):
-        config = load(GRPO, ["policy.sequence_packing.train_mb_tokens=16384", *overrides]).config
-        policy = without_replayed_engine(config)[0]["policy"]
-        facts = activation_facts(QWEN2_1_5B, policy, world_size=1)
+        policy, facts = of_rows(16384, *overrides)
         [training] = training_pass_bytes(QWEN2_1_5B, policy, facts, None)
         return training, *forward_pass_bytes(QWEN2_1_5B, policy, facts)
 
@@ -92,8 +96,7 @@ def test_attention_of_ranks_that_share_a_row_takes_more_in_passes_without_gradie
 
     def forward(tokens, ranks):
         split = [f"{MEGATRON}.context_parallel_size={ranks}", f"cluster.gpus_per_node={ranks}"]
-        policy = load(GRPO, [f"policy.sequence_packing.train_mb_tokens={tokens}", *tiles, *split]).config["policy"]
-        return forward_pass_bytes(QWEN2_1_5B, policy, activation_facts(QWEN2_1_5B, policy, world_size=ranks))[0]
+        return forward_pass_bytes(QWEN2_1_5B, *of_rows(tokens, *tiles, *split, ranks=ranks))[0]
 
     queries = 65_536 * 1536 * 2
     assert forward(131_072, 2) - forward(65_536, 1) == 2 * queries
@@ -105,8 +108,7 @@ TILES = f"++{MEGATRON}.mlp_tile_tokens=16384"
 
 def pass_bytes(tokens, *overrides):
     """Returns the least bytes of a training step, the most of its longest pass, and the most of log-probs."""
-    policy = load(GRPO, [f"policy.sequence_packing.train_mb_tokens={tokens}", *FEW_LOGITS, *overrides]).config["policy"]
-    facts = activation_facts(QWEN2_1_5B, policy, world_size=1)
+    policy, facts = of_rows(tokens, *FEW_LOGITS, *overrides)
     [least] = least_activation_bytes(QWEN2_1_5B, policy, facts)
     [training] = training_pass_bytes(QWEN2_1_5B, policy, facts, None)
     [forward] = forward_pass_bytes(QWEN2_1_5B, policy, facts)
@@ -161,16 +163,14 @@ FULL = [f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.use_fused_line
 def test_what_recomputation_keeps(recipe, inputs, attentions, layers):
     offloads = any("offload_modules" in one for one in recipe)
     on = [f"{MEGATRON}.fine_grained_activation_offloading=true"] if offloads else []
-    overrides = ["policy.sequence_packing.train_mb_tokens=131072", *FULL, *on]
-    policy = load(GRPO, [*overrides, *(f"++{MEGATRON}.{one}" for one in recipe)]).config["policy"]
-    [facts] = activation_facts(QWEN2_1_5B, policy, world_size=1)
-    [taken] = training_pass_bytes(QWEN2_1_5B, policy, [facts], settings(policy).activations)
+    policy, facts = of_rows(131072, *FULL, *on, *(f"++{MEGATRON}.{one}" for one in recipe))
+    [taken] = training_pass_bytes(QWEN2_1_5B, policy, facts, settings(policy).activations)
     residual, attention = 131072 * 1536 * 2, 131072 * (1536 * 2 + 12 * 4)
     layer = 131072 * 2 * (2 * 1536 + 2 * 1536 + 2 * 256 + 2 * 1536 + 3 * 8960)
     gradients = 131072 * 2 * (2 * 8960 + 2 * 1536)
     kept = inputs * residual + attentions * attention
     assert taken == pytest.approx(kept + layers * layer + gradients, rel=0.01)
-    [least] = least_activation_bytes(QWEN2_1_5B, policy, [facts])
+    [least] = least_activation_bytes(QWEN2_1_5B, policy, facts)
     assert least < taken
 
 
@@ -190,25 +190,19 @@ def test_a_larger_gpu_has_longer_rows_and_they_fit():
     found = [chosen(size)[0] for size in sizes]
     assert found == sorted(found)
     assert found[0] < found[2] < found[4] < found[5] == MOST_TOKENS
-    config = load(GRPO).config
     for size, tokens in zip(sizes, found, strict=True):
         assert tokens % 1024 == 0 or tokens == 512
         for more, fits in ((0, True), (1024, tokens == MOST_TOKENS)):
-            policy = copy.deepcopy(config["policy"])
-            policy["sequence_packing"]["train_mb_tokens"] = tokens + more
-            facts = activation_facts(QWEN2_1_5B, policy, world_size=1)
-            [taken] = training_pass_bytes(QWEN2_1_5B, policy, facts, None)
+            [taken] = training_pass_bytes(QWEN2_1_5B, *of_rows(tokens + more), None)
             assert (14 * N + MARGIN * taken + 3 * GIB <= size * GIB) is fits  # its own process and generation's
 
 
 def test_beside_vllm_its_context_and_graphs_and_those_of_a_refit_count():
-    policy = copy.deepcopy(load(GRPO, ["policy.generation.backend=vllm"]).config["policy"])
-    policy["sequence_packing"]["train_mb_tokens"] = 4096
-    [taken] = training_pass_bytes(QWEN2_1_5B, policy, activation_facts(QWEN2_1_5B, policy, world_size=1), None)
+    [taken] = training_pass_bytes(QWEN2_1_5B, *of_rows(4096, VLLM), None)
     graphs = 28 * MIB
     needed = 14 * N + int(MARGIN * taken) + 4 * GIB + graphs  # 2 GiB of the policy's process, 2 of vLLM's
-    assert chosen(needed / GIB, "policy.generation.backend=vllm")[0] == 4096
-    assert chosen((needed - graphs // 2) / GIB, "policy.generation.backend=vllm")[0] < 4096
+    assert chosen(needed / GIB, VLLM)[0] == 4096
+    assert chosen((needed - graphs // 2) / GIB, VLLM)[0] < 4096
 
 
 def test_the_lines_say_what_is_taken():
