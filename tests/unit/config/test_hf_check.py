@@ -59,14 +59,6 @@ def test_odd_structures_are_answered_in_words(fields):
     assert all(path.startswith("policy.hf_config.") for path in found)
 
 
-def test_what_is_said_twice_is_refused():
-    both = problems_of({"rope_parameters": YARN, "rope_scaling": YARN})
-    assert (
-        "is the old name of rope_parameters, which is also set; delete one of them"
-        in both["policy.hf_config.rope_scaling"]
-    )
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -106,10 +98,6 @@ def test_either_name_of_a_field_is_known():
 def test_without_a_family_fields_are_those_of_any():
     found = dict(hf_config_problems({"hf_config": {"hidden_size": 8, "rope_thta": 1e6, "kv_lora_rank": 8}}))
     assert set(found) == {"policy.hf_config.rope_thta", "policy.hf_config.model_type"}
-
-
-def test_overrides_of_the_models_family_are_taken():
-    assert problems_of({}, hf_config_overrides={"rope_theta": 1e6, "num_hidden_layers": 2, "model_type": "qwen3"}) == {}
 
 
 def test_families_are_those_of_the_imported_library():

@@ -123,6 +123,7 @@ def test_durations():
     [
         (f"{DDP}.overlap_param_gather=true {DDP}.overlap_grad_reduce=false", f"{DDP}.overlap_param_gather", False),
         (f"~warm_start {SPLIT} {DIVISOR}=1", DIVISOR, 2),
+        (f"{MEGATRON}.sequence_parallel=true", f"{MEGATRON}.sequence_parallel", False),
         (f"grpo.val_period=-1 {TARGET}metric=null {TARGET}threshold=null", "grpo.val_period", 0),
         (f"policy.generation.backend=vllm +{ASYNC}=true", ASYNC, False),
         (f"{ALGORITHM}=modified_ffd", ALGORITHM, "modified_ffd"),

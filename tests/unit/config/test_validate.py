@@ -64,9 +64,3 @@ def test_fields_of_megatron_reach_the_config():
     assert load(CONFIGS / "dpo_tiny_cpu.yaml", ["++policy.logprob_chunk_size=64"]).config["policy"][
         "logprob_chunk_size"
     ]
-
-
-def test_sequence_parallel_alone_is_off_and_says_so():
-    validated = load(CONFIGS / "grpo_tiny_cpu.yaml", [f"{MEGATRON}.sequence_parallel=true"])
-    assert validated.config["policy"]["megatron_cfg"]["sequence_parallel"] is False
-    assert f"{MEGATRON}.sequence_parallel is off, since {MEGATRON}.tensor_model_parallel_size is 1" in validated.notes
