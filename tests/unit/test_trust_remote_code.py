@@ -39,10 +39,8 @@ def own_code(tmp_path, monkeypatch):
     config = TINY_QWEN3 | {"model_type": "own", "architectures": ["OwnModel"], "auto_map": auto_map}
     (folder / "config.json").write_text(json.dumps(config))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings |= {
-        "tokenizer_class": "OwnTokenizer",
-        "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]},
-    }
+    auto_map = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
+    settings |= {"tokenizer_class": "OwnTokenizer", "auto_map": auto_map}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -66,35 +64,20 @@ def test_code_of_its_own_runs_only_with_the_key(own_code):
 
 
 def test_a_tokenizers_code_runs_only_with_the_key(own_code):
-    with pytest.raises(
-        DataError, match=r"^policy\.tokenizer\.name is .*only runs with policy\.trust_remote_code: true"
-    ):
+    with pytest.raises(DataError, match=r"^policy\.tokenizer\.name is .*only runs with policy\.trust_remote_code: "):
         load_tokenizer(str(own_code))
     assert load_tokenizer(str(own_code), trust_remote_code=True).own == 1
 
 
 @pytest.mark.parametrize("trusts", [False, True])
 def test_bridge_and_vllm_get_the_keys_value(own_code, trusts):
-    policy = tiny_policy() | {"trust_remote_code": trusts}
     config = TINY_QWEN3 | {"architectures": ["Qwen3ForCausalLM"]}
     (own_code / "config.json").write_text(json.dumps(config))
-    of_folder = policy | {"model_name": str(own_code), "hf_config": None}
+    of_folder = tiny_policy() | {"trust_remote_code": trusts, "model_name": str(own_code), "hf_config": None}
     assert make_bridge(of_folder, hf_config(of_folder)).hf_pretrained.trust_remote_code is trusts
-    section = {
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "expert_parallel_size": 1,
-        "precision": "float32",
-        "enable_prefix_caching": None,
-    }
-    section |= {"gpu_memory_utilization": 0.5, "max_model_len": 32, "enforce_eager": True, "build_beside_policy": False}
-    policy["generation"] = {
-        "backend": "vllm",
-        "stop_strings": None,
-        "bad_words": None,
-        "vllm_cfg": section,
-        "vllm_kwargs": {},
-    }
+    vllm = ["policy.generation.backend=vllm", "+policy.generation.vllm_cfg.build_beside_policy=false"]
+    key = f"++policy.trust_remote_code={str(trusts).lower()}"
+    policy = load("examples/configs/grpo_tiny_cpu.yaml", [*vllm, key]).config["policy"]
     assert engine_arguments(policy, Path("folder"))["trust_remote_code"] is trusts
 
 

@@ -1,5 +1,7 @@
 """Tests model FLOPs against torch's counter on tiny models and by hand, and the metrics of a run that they give."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE
@@ -34,10 +36,9 @@ def counted(fields, *, backward: bool) -> int:
         loss = model(input_ids=tokens, use_cache=False).logits.sum()
         if backward:
             loss.backward()
-    rotary = sum(
-        sum(flops.values()) for name, flops in counter.get_flop_counts().items() if name.endswith("rotary_emb")
-    )
-    return counter.get_total_flops() - rotary
+    counts = counter.get_flop_counts()
+    rotary = [sum(flops.values()) for name, flops in counts.items() if name.endswith("rotary_emb")]
+    return counter.get_total_flops() - sum(rotary)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -67,9 +68,8 @@ def test_a_model_is_counted_by_hand():
 def test_pairs_of_a_window_are_those_of_its_mask():
     for length, window in ((5, None), (5, 2), (5, 5), (3, 8), (1, 1)):
         reach = length if window is None else window
-        assert attention_pairs(length, window) == sum(
-            query - reach < key <= query for query in range(length) for key in range(length)
-        )
+        pairs = [(query, key) for query in range(length) for key in range(length) if query - reach < key <= query]
+        assert attention_pairs(length, window) == len(pairs)
 
 
 def test_windows_are_those_of_the_layers():
@@ -85,38 +85,28 @@ def test_a_family_that_is_not_counted_has_no_flops():
     assert flop_model_if_known({"model_type": "gemma3"}, POLICY) is None
 
 
-class CountedPolicy:
-    """Counts the two calls that are made to a worker group."""
-
-    def __init__(self, precision: str | None, names: list[str]) -> None:
-        fields = dict(TINY_QWEN3)
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields).to_dict()
-        self.model = precision and read_flop_model(config, {"precision": precision, "megatron_cfg": {}})
-        self.names = names
-        self.num_asked = 0
-
-    def flop_model(self):
-        self.num_asked += 1
-        return self.model
-
-    def gpu_names(self):
-        self.num_asked += 1
-        return self.names
+def metrics_of(precision, names, seconds, *, num_steps=1):
+    """Returns the metrics of each step of 3 + 5 tokens, and what a worker group was asked for."""
+    model = precision and read_flop_model(config_of(TINY_QWEN3).to_dict(), POLICY | {"precision": precision})
+    asked = []
+    policy = SimpleNamespace(
+        flop_model=lambda: asked.append("flop_model") or model, gpu_names=lambda: asked.append("gpu_names") or names
+    )
+    flops = ModelFlops(policy)
+    return [flops.metrics([3, 5], seconds) for _ in range(num_steps)], model, asked
 
 
 def test_training_counts_three_passes_and_each_log_prob_phase_one():
-    policy = CountedPolicy("bfloat16", ["NVIDIA H200", "NVIDIA H200"])
-    flops = ModelFlops(policy)
     seconds = {"generation": 5.0, "training": 3.0, "logprobs": 1.0}
-    found = [flops.metrics([3, 5], seconds) for _ in range(2)]
-    tflops = policy.model.forward_flops([3, 5]) / 2e12
+    found, model, asked = metrics_of("bfloat16", ["NVIDIA H200", "NVIDIA H200"], seconds, num_steps=2)
+    tflops = model.forward_flops([3, 5]) / 2e12
     expected = {f"tflops_per_gpu/{phase}": tflops for phase in ("training", "logprobs")}
     expected |= {f"model_flop_utilization/{phase}": tflops / 989 for phase in ("training", "logprobs")}
     assert found[1] == found[0] == pytest.approx({f"performance/{name}": value for name, value in expected.items()})
-    assert policy.num_asked == 2
+    assert asked == ["flop_model", "gpu_names"]
 
 
 def test_float32_has_no_share_of_the_peak_of_bf16_and_a_model_that_is_not_counted_no_metrics():
-    found = ModelFlops(CountedPolicy("float32", ["NVIDIA H200"])).metrics([3], {"training": 1.0})
+    [found], _, _ = metrics_of("float32", ["NVIDIA H200"], {"training": 1.0})
     assert list(found) == ["performance/tflops_per_gpu/training"]
-    assert ModelFlops(CountedPolicy(None, ["cpu"])).metrics([3], {"training": 1.0}) == {}
+    assert metrics_of(None, ["cpu"], {"training": 1.0})[0] == [{}]

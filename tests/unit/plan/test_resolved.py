@@ -6,7 +6,7 @@ from support.machine import planner_of, resolved_for
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.decisions import Machine, check_fits
+from nemo_offload_rl.plan.decisions import Machine
 from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_refit_fits, check_share_beside_policy
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.resolve import resolve
@@ -92,11 +92,6 @@ def test_engines_on_gpus_of_their_own_are_as_ever():
     found = resolved(80, *VLLM, *ROWS, *apart, "cluster.gpus_per_node=2")
     assert found.config["policy"]["residency"]["generation_weights"] is None
     assert "kv_cache_memory_bytes" not in found.config["policy"]["generation"]["vllm_kwargs"]
-
-
-def test_a_run_that_fits_passes_the_check_before_it_starts():
-    found = resolved(80, *VLLM, *ROWS)
-    check_fits(found, Machine(has_gpus=True, gpu_bytes=80 * GIB))
 
 
 SHORT = [f"policy.sequence_packing.{key}=2048" for key in ("train_mb_tokens", "logprob_mb_tokens")]
