@@ -31,12 +31,8 @@ def test_answers_that_were_cut_off_keep_a_share_of_their_reward():
 
 def test_a_recipe_says_which_penalty_and_which_scaling_there_is():
     on, stop = "grpo.reward_shaping.enabled=true", "grpo.reward_shaping.stop_properly_penalty_coef=0.0"
-    for overrides, expected in (
-        ([], None),
-        ([on], OverlongPenalty(128, 1.0, 16)),
-        ([on, stop], StopProperlyPenalty(0.0)),
-        (["~grpo.reward_shaping"], None),
-    ):
+    overlong, properly = OverlongPenalty(128, 1.0, 16), StopProperlyPenalty(0.0)
+    for overrides, expected in (([], None), ([on], overlong), ([on, stop], properly), (["~grpo.reward_shaping"], None)):
         assert _make_reward_shaping(load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).config["grpo"]) == expected
     ranges = {"source_min": -1.0, "source_max": 1.0, "target_min": 0.0, "target_max": 3.0}
     assert _make_reward_scaling({"reward_scaling": {"enabled": True, **ranges}}) == RewardScaling(**ranges)

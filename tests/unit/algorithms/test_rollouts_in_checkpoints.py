@@ -66,9 +66,7 @@ def beside(setting):
     ],
     ids=["slow training", "slow engines", "validation", "hard, beside the run"],
 )
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
-    stop, arguments, slower, schedule, writer, folder, settings
-):
+def test_a_resumed_run_is_the_whole_one_bit_for_bit(stop, arguments, slower, schedule, writer, folder, settings):
     whole = ahead(1, **arguments)
     _, wanted, _ = whole.run(schedule)
     first, second = ahead(1, **arguments, **slower), ahead(1, **arguments)

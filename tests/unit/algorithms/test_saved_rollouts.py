@@ -31,11 +31,8 @@ HARD = {
 
 
 def training_rows(outputs):
-    return {
-        step: {name: value for name, value in row.items() if name.startswith("train/")}
-        for step, row in outputs.without_timings().items()
-        if step > 0
-    }
+    rows = {step: row for step, row in outputs.without_timings().items() if step > 0}
+    return {step: {name: row[name] for name in row if name.startswith("train/")} for step, row in rows.items()}
 
 
 @pytest.fixture

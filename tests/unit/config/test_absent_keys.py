@@ -44,24 +44,13 @@ def without_them(algorithm):
 
 SECTIONS = {
     "policy.activation_offload": {"strict": False, "host_memory_limit_gib": None},
-    "policy.residency": {
-        "verify": False,
-        "huge_pages": True,
-        "host_memory_limit_gib": None,
-        "stream_window_mib": 512,
-        "generation_weights": None,
-        "table": None,
-    },
+    "policy.residency": {"verify": False, "huge_pages": True, "host_memory_limit_gib": None}
+    | {"stream_window_mib": 512, "generation_weights": None, "table": None},
     "policy.megatron_cfg.checkpoint": {"async_save": False, "ckpt_assume_constant_structure": False},
     "policy.generation.colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
     "policy.generation.colocated.resources": {"gpus_per_node": None, "num_nodes": None},
-    "grpo.async_grpo": {
-        "enabled": False,
-        "max_trajectory_age_steps": 1,
-        "in_flight_weight_updates": False,
-        "recompute_kv_cache_after_weight_updates": False,
-        "max_generation_failures": 0,
-    },
+    "grpo.async_grpo": {"enabled": False, "max_trajectory_age_steps": 1, "in_flight_weight_updates": False}
+    | {"recompute_kv_cache_after_weight_updates": False, "max_generation_failures": 0},
     "grpo.debug": {"save_rollouts": None, "replay_rollouts": None},
     "logger.gpu_monitoring": {"collection_interval": 10, "flush_interval": 10},
 }
@@ -77,9 +66,8 @@ def test_absent_keys_are_in_the_resolved_recipe_with_their_values(algorithm):
     for path, value in may_be_absent(algorithm).items():
         if path not in OF_VLLM + OF_PROFILE:
             assert not keys[path].required, path
-            assert value_at(loaded.config, path) == value_at(loaded.recipe.config, path) == SECTIONS.get(path, value), (
-                path
-            )
+            wanted = SECTIONS.get(path, value)
+            assert value_at(loaded.config, path) == value_at(loaded.recipe.config, path) == wanted, path
             assert path not in loaded.recipe.origins
 
 
@@ -92,9 +80,8 @@ def test_absent_keys_have_nemo_rls_defaults():
         "val_at_start": False, "val_at_end": False, "max_val_samples": 256, "seed": 42, "overlong_filtering": False,
         "use_dynamic_sampling": False, "dynamic_sampling_max_gen_batches": 10, "batch_multiplier": 1,
     }.items()  # fmt: skip
-    assert value_at(grpo, "grpo.adv_estimator") == {
-        "name": "grpo", "normalize_rewards": True, "use_leave_one_out_baseline": True
-    }  # fmt: skip
+    estimator = {"name": "grpo", "normalize_rewards": True, "use_leave_one_out_baseline": True}
+    assert value_at(grpo, "grpo.adv_estimator") == estimator
     ranges = {"source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1.0}
     assert value_at(grpo, "grpo.reward_scaling") == {"enabled": False, **ranges}
     assert value_at(grpo, "grpo.reward_shaping.enabled") is False

@@ -36,10 +36,8 @@ def test_an_adapted_config_needs_no_more_and_the_tiny_recipes_nothing():
 
 def test_the_tiny_recipe_of_long_rows_leaves_activations_where_they_are():
     adapted, lines = for_machine(load(CONFIGS / "sft_long_rows_tiny_cpu.yaml").config, has_gpus=False)
-    assert lines == [
-        "policy.megatron_cfg.fine_grained_activation_offloading is off on this machine: "
-        "it needs Transformer Engine on a GPU"
-    ]
+    key = "policy.megatron_cfg.fine_grained_activation_offloading"
+    assert lines == [f"{key} is off on this machine: it needs Transformer Engine on a GPU"]
     megatron = adapted["policy"]["megatron_cfg"]
     assert (megatron["activation_checkpointing"], megatron["recompute_num_layers"]) == (True, 2)
     assert (megatron["mlp_tile_tokens"], megatron["fused_linear_logprobs_chunk_size"]) == (128, 128)
@@ -73,9 +71,8 @@ def test_activation_offloading_and_graphs_are_switched_off():
     megatron = adapted["policy"]["megatron_cfg"]
     off = {"fine_grained_activation_offloading": False, "delay_offload_until_cuda_graph": False}
     assert megatron.items() >= (off | {"cuda_graph_impl": "none"}).items()
-    assert [line.partition(" on this machine")[0] for line in lines] == [
-        f"policy.megatron_cfg.{name} is off" for name in (*off, "cuda_graph_impl")
-    ]
+    said = [line.partition(" on this machine")[0] for line in lines]
+    assert said == [f"policy.megatron_cfg.{name} is off" for name in (*off, "cuda_graph_impl")]
 
 
 def test_types_of_optimizer_state_follow_the_precision_aware_optimizer():
@@ -84,10 +81,8 @@ def test_types_of_optimizer_state_follow_the_precision_aware_optimizer():
     config = load(CONFIGS / "grpo_math_1B_megatron.yaml", overrides).config
     adapted, lines = for_machine(config, has_gpus=False)
     section = adapted["policy"]["megatron_cfg"]["optimizer"]
-    assert section == config["policy"]["megatron_cfg"]["optimizer"] | {
-        "use_precision_aware_optimizer": False,
-        "exp_avg_dtype": "float32",
-    }
+    changed = {"use_precision_aware_optimizer": False, "exp_avg_dtype": "float32"}
+    assert section == config["policy"]["megatron_cfg"]["optimizer"] | changed
     assert [line for line in lines if line.startswith(optimizer)] == [
         f"{optimizer}.use_precision_aware_optimizer is off on this machine: it needs Transformer Engine on a GPU",
         f"{optimizer}.exp_avg_dtype is float32 on this machine: it follows optimizer.use_precision_aware_optimizer, "

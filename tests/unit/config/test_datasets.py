@@ -24,16 +24,10 @@ def test_the_schema_has_the_names_of_the_table(kind, table):
 
 
 def test_absent_keys_are_nemo_rls():
-    data = load_data(
-        "grpo", "dataset_name: OpenMathInstruct-2", "data.validation={_override_: true, dataset_name: AIME2025}"
-    ).config["data"]
-    assert data["train"] == {
-        "dataset_name": "OpenMathInstruct-2",
-        "split": "train_1M",
-        "output_key": "expected_answer",
-        "split_validation_size": 0.05,
-        "seed": 42,
-    }
+    validation = "data.validation={_override_: true, dataset_name: AIME2025}"
+    data = load_data("grpo", "dataset_name: OpenMathInstruct-2", validation).config["data"]
+    train = {"dataset_name": "OpenMathInstruct-2", "split": "train_1M", "output_key": "expected_answer"}
+    assert data["train"] == train | {"split_validation_size": 0.05, "seed": 42}
     assert data["validation"] == {"dataset_name": "AIME2025", "split": "test", "repeat": 1, "split_validation_size": 0}
     written = "dataset_name: openmathinstruct2, split: train_5M, split_validation_size: 0, seed: 7"
     train = load_data("sft", f"{written}, output_key: generated_solution").config["data"]["train"]
@@ -61,9 +55,8 @@ def test_a_file_with_the_chat_template_has_to_be_there(tmp_path):
         check_named_files(missing)
     (tmp_path / "chat.jinja").write_text("")
     check_named_files(missing)
-    check_named_files(
-        load_data("grpo", "dataset_name: gsm8k", "+policy.tokenizer.chat_template=default", "~warm_start")
-    )
+    default = "+policy.tokenizer.chat_template=default"
+    check_named_files(load_data("grpo", "dataset_name: gsm8k", default, "~warm_start"))
 
 
 def test_prompt_files_of_every_dataset_have_to_be_there(tmp_path):

@@ -24,13 +24,8 @@ from tests.unit.config.conftest import CONFIGS, MEGATRON
 
 TINY = CONFIGS / "grpo_tiny_cpu.yaml"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
 
 
 def problems_of(fields, **policy):
@@ -66,12 +61,8 @@ def test_odd_structures_are_answered_in_words(fields):
         {"rope_parameters": LLAMA3 | {"rope_theta": 5e5, "rope_type": "llama3"}},
         {"rope_scaling": {"type": "linear", "factor": 2}},
         {"rope_scaling": None, "rms_norm_eps": 1, "sliding_window": None, "attention_dropout": 0},
-        {
-            "architectures": ["Qwen3ForCausalLM"],
-            "transformers_version": "5.0",
-            "torch_dtype": "bfloat16",
-            "use_cache": True,
-        },
+        {"architectures": ["Qwen3ForCausalLM"], "transformers_version": "5.0"},
+        {"torch_dtype": "bfloat16", "use_cache": True},
         {"bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": None, "num_nextn_predict_layers": 0},
         {"name_or_path": "x", "num_labels": 2, "id2label": {0: "a"}, "attn_implementation": "sdpa"},
     ],
@@ -181,9 +172,7 @@ def test_a_folder_is_a_whole_model(tmp_path):
     (tmp_path / "model-2.safetensors").touch()
     check(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(
-        ModelFolderError, match=r"model\.safetensors\.index\.json is not a valid index of weights \(TypeError"
-    ):
+    with pytest.raises(ModelFolderError, match=r"safetensors\.index\.json is not a valid index of weights \(TypeError"):
         check(tmp_path)
 
 

@@ -84,12 +84,8 @@ def test_modules_are_those_of_megatron():
 
 
 GRAPH = {"cuda_graph_impl": "transformer_engine", "use_te_rng_tracker": True}
-MOE = {
-    "num_moe_experts": 4,
-    "moe_ffn_hidden_size": 8,
-    "add_bias_linear": False,
-    "moe_token_dispatcher_type": "alltoall",
-}
+MOE = {"num_moe_experts": 4, "moe_ffn_hidden_size": 8, "add_bias_linear": False}
+MOE |= {"moe_token_dispatcher_type": "alltoall"}
 
 
 @pytest.mark.parametrize(

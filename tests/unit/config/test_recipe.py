@@ -164,9 +164,8 @@ def test_a_longer_cycle_is_shown_whole():
 
 def test_a_missing_recipe_suggests_one():
     write("configs/grpo_tiny.yaml", "a: 1\n")
-    assert "configs/grpo_tny.yaml: there is no such recipe; did you mean configs/grpo_tiny.yaml?" in error_of(
-        "configs/grpo_tny.yaml"
-    )
+    error = error_of("configs/grpo_tny.yaml")
+    assert "configs/grpo_tny.yaml: there is no such recipe; did you mean configs/grpo_tiny.yaml?" in error
     assert "configs: is a folder, not a recipe" in error_of("configs")
 
 

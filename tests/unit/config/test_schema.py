@@ -10,9 +10,8 @@ from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronDDPCo
 from nemo_offload_rl.config.schema.policy import HfConfigFields
 from tests.unit.config.conftest import CONFIGS
 
-ALL_KEYS = {
-    key.path: key for spec in ALGORITHMS.values() for key in schema_keys(spec.schema).values() if key.name != "*"
-}
+KEYS = [key for spec in ALGORITHMS.values() for key in schema_keys(spec.schema).values()]
+ALL_KEYS = {key.path: key for key in KEYS if key.name != "*"}
 
 
 def test_each_key_has_a_comment_that_says_what_it_is_for():
