@@ -50,10 +50,8 @@ def test_validate_of_what_is_no_recipe(recipe, capsys):
 
 def test_report_writes_the_page_of_a_run_again_or_says_what_to_give(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
-    for text, error in (
-        (None, f"FOLDER: there is no file {path}; give the folder of a run"),
-        ("", f"{path} has no step"),
-    ):
+    missing = f"FOLDER: there is no file {path}; give the folder of a run"
+    for text, error in ((None, missing), ("", f"{path} has no step")):
         if text is not None:
             path.write_text(text)
         assert main(["report", str(tmp_path)]) == 2

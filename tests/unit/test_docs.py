@@ -55,9 +55,8 @@ def missing_links(page: Path) -> list[str]:
 
 
 def missing_files(page: Path) -> list[str]:
-    named = re.findall(
-        r"(?<![\w/.])((?:examples|tools|benchmarks|tests|docs|nemo_offload_rl)/[\w/.-]+\w)", text_of(page)
-    )
+    folders = "examples|tools|benchmarks|tests|docs|nemo_offload_rl"
+    named = re.findall(rf"(?<![\w/.])((?:{folders})/[\w/.-]+\w)", text_of(page))
     in_package = re.findall(r"`([a-z_]+/[\w/]+\.py)`", text_of(page))
     named += [f"nemo_offload_rl/{path}" for path in in_package if (PACKAGE / path.partition("/")[0]).is_dir()]
     templates = ("NAME", "my_", "YOUR")
@@ -130,9 +129,8 @@ def test_phrases_without_an_actor_are_found_in_docstrings_alone():
 
 def test_the_names_of_the_readme_are_checked_at_all():
     assert REPOSITORY / "README.md" in PAGES
-    assert make_targets() == {
-        *("setup", "grpo", "sft", "dpo", "test", "messages", "testgpu", "lint", "docs", "lock", "clean", "help")
-    }
+    targets = "setup grpo sft dpo test messages testgpu lint docs lock clean help"
+    assert make_targets() == set(targets.split())
 
 
 def test_scripts_of_clusters_are_whole_and_ask_for_locked_versions():

@@ -142,9 +142,8 @@ def test_passes_in_flight_are_those_of_megatron(num_microbatches, stage, num_sta
         pp_group=SimpleNamespace(size=lambda: num_stages, rank=lambda: stage),
         virtual_pipeline_model_parallel_size=num_model_chunks if num_model_chunks > 1 else None,
     )
-    total, all_in_warmup, num_warmup, _ = get_pp_rank_microbatches(
-        num_microbatches, num_model_chunks, num_stages, p2p_communicator=communicator
-    )
+    sizes = (num_microbatches, num_model_chunks, num_stages)
+    total, all_in_warmup, num_warmup, _ = get_pp_rank_microbatches(*sizes, p2p_communicator=communicator)
     assert in_flight == (total if all_in_warmup else num_warmup + 1)
 
 
@@ -297,10 +296,8 @@ def test_experts_get_their_share_of_every_expert_parallel_ranks_tokens():
     assert shared.expert_ffn_size == 32
 
 
-OFFLOADED = (
-    "policy.megatron_cfg.fine_grained_activation_offloading=true",
-    "policy.megatron_cfg.offload_modules=[core_attn,qkv_linear]",
-)
+OFFLOADED = ["policy.megatron_cfg.fine_grained_activation_offloading=true"]
+OFFLOADED += ["policy.megatron_cfg.offload_modules=[core_attn,qkv_linear]"]
 
 
 def test_what_a_recipe_asks_for():

@@ -31,11 +31,8 @@ from nemo_offload_rl.residency.table import Phase, Placement, Target
 RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"  # 2.88 GiB of parameters
 VLLM, TRANSFORMERS = "policy.generation.backend=vllm", "policy.generation.backend=transformers"
 BYTES = "++policy.generation.vllm_kwargs.kv_cache_memory_bytes"
-APART = [
-    "++policy.generation.colocated.enabled=false",
-    "++policy.generation.colocated.resources.gpus_per_node=1",
-    "cluster.gpus_per_node=2",
-]
+APART = ["++policy.generation.colocated.enabled=false", "cluster.gpus_per_node=2"]
+APART += ["++policy.generation.colocated.resources.gpus_per_node=1"]
 
 
 def decided(decide, gpu_gib, *overrides):

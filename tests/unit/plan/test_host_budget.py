@@ -56,10 +56,8 @@ def test_ranks_of_other_hosts_do_not_count():
 def test_too_little_memory_says_what_is_needed_what_there_is_and_what_helps():
     ranks = [need(rank, params=3, optimizer=17.25, reference=3) for rank in range(8)]
     first, *lines = error_of(ranks, host(126, cgroup=100, memlock=0.0625)).splitlines()
-    assert first == (
-        "The 8 ranks of node-a need 186.00 GiB of host memory for offloading, but 95.00 GiB are available; "
-        "nothing was page-locked."
-    )
+    sizes = "need 186.00 GiB of host memory for offloading, but 95.00 GiB are available"
+    assert first == f"The 8 ranks of node-a {sizes}; nothing was page-locked."
     assert [line.split() for line in lines[:18] if line] == [
         ["needed", "(GiB)", "params", "grads", "optimizer_state", "reference_weights", "total"],
         *(["rank", str(rank), "3.00", "0", "17.25", "3.00", "23.25"] for rank in range(8)),
@@ -97,19 +95,16 @@ def test_what_never_moves_counts_by_its_name_and_has_a_remedy_of_its_own():
     lines = error_of(ranks, host(90)).splitlines()
     assert lines[2].split()[-2:] == ["activations", "total"]
     assert [line.split()[-2:] for line in lines[3:6]] == [["0", "40.00"], ["10.00", "50.00"], ["10.00", "90.00"]]
-    assert lines[-1].startswith(
-        "    frees 10.00 GiB, enough: a lower policy.activation_offload.host_memory_limit_gib or fewer "
-        "policy.megatron_cfg.offload_modules"
-    )
+    remedy = "a lower policy.activation_offload.host_memory_limit_gib or fewer policy.megatron_cfg.offload_modules"
+    assert lines[-1].startswith(f"    frees 10.00 GiB, enough: {remedy}")
 
 
 def test_a_rank_may_not_exceed_the_recipes_limit_on_any_host():
     check_host_budget([need(optimizer=8)], {}, 8 * GIB)
     check_host_budget([need(optimizer=8)], {"node-a": host(memlock=0.0625)}, None)  # memlock does not count
     error = error_of([need(0, optimizer=8), need(3, optimizer=8.3)], limit=8)
-    assert error.startswith(
-        "Rank 3 needs 8.30 GiB of host memory for offloading, but policy.residency.host_memory_limit_gib is 8."
-    )
+    limit = "policy.residency.host_memory_limit_gib is 8."
+    assert error.startswith(f"Rank 3 needs 8.30 GiB of host memory for offloading, but {limit}")
     assert "    policy.residency.host_memory_limit_gib=9, or null to use what the host has" in error
     assert "there is" not in error
 

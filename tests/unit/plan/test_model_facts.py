@@ -9,17 +9,7 @@ import pytest
 from support.ranks import run_ranks
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
-from benchmarks.model_shapes import (
-    LLAMA_1B,
-    LLAMA_8B,
-    LLAMA_70B,
-    QWEN2_0_5B,
-    QWEN2_1_5B,
-    QWEN2_7B,
-    QWEN3_8B,
-    QWEN3_30B_A3B,
-    QWEN3_32B,
-)
+from benchmarks import model_shapes as shapes
 from nemo_offload_rl.config.model.families import FAMILIES
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.model_facts import fp32_grad_bytes, optimizer_size, shard_facts
@@ -195,16 +185,10 @@ GEMMA_2B = {
 }
 # Parameters of public models, from their config.json.
 PUBLIC: dict[int, dict[str, Any]] = {
-    494_032_768: QWEN2_0_5B,
-    1_235_814_400: LLAMA_1B,
-    1_543_714_304: QWEN2_1_5B,
+    **{494_032_768: shapes.QWEN2_0_5B, 1_543_714_304: shapes.QWEN2_1_5B, 7_615_616_512: shapes.QWEN2_7B},
+    **{8_190_735_360: shapes.QWEN3_8B, 32_762_123_264: shapes.QWEN3_32B, 30_532_122_624: shapes.QWEN3_30B_A3B},
+    **{1_235_814_400: shapes.LLAMA_1B, 8_030_261_248: shapes.LLAMA_8B, 70_553_706_496: shapes.LLAMA_70B},
     2_506_172_416: GEMMA_2B,
-    7_615_616_512: QWEN2_7B,
-    8_030_261_248: LLAMA_8B,
-    8_190_735_360: QWEN3_8B,
-    30_532_122_624: QWEN3_30B_A3B,
-    32_762_123_264: QWEN3_32B,
-    70_553_706_496: LLAMA_70B,
 }
 
 
@@ -219,7 +203,7 @@ def test_stages_together_are_the_model_and_ranks_share_the_experts_less_than_the
     sizes = {"pipeline_model_parallel_size": 4, "expert_model_parallel_size": 4}
     policy = policy_of("qwen3_moe")
     policy["megatron_cfg"] |= sizes
-    stages = shard_facts(QWEN3_30B_A3B, policy, world_size=32, has_reference=False)
+    stages = shard_facts(shapes.QWEN3_30B_A3B, policy, world_size=32, has_reference=False)
     experts = 48 * 128 * 3 * 2048 * 768
     num_params = 30_532_122_624
     assert sum(stage.num_params for stage in stages) == num_params - experts + experts // 4
@@ -273,9 +257,7 @@ def test_layers_of_experts_that_are_not_the_models_own_are_refused():
     policy["megatron_cfg"]["moe_layer_freq"] = [0, 1, 1, 1]
     shard_facts(policy["hf_config"] | {"tie_word_embeddings": True}, policy, world_size=1, has_reference=False)
     policy["megatron_cfg"]["moe_layer_freq"] = 2
-    with pytest.raises(
-        ValueError, match=r"moe_layer_freq is 2, but mlp_only_layers and .* in 3 of the model's 4 layers"
-    ):
+    with pytest.raises(ValueError, match=r"moe_layer_freq is 2, but mlp_only_layers .* 3 of the model's 4 layers"):
         shard_facts(policy["hf_config"], policy, world_size=1, has_reference=False)
 
 

@@ -34,6 +34,8 @@ STREAMED = "++policy.residency.table.train.optimizer_state=streamed"
 ELSEWHERE = ("--host-memory", "128")
 CPU = [f"{OPTIMIZER}.optimizer_cpu_offload=true", f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true"]
 
+SHARE = ["policy.generation.vllm_cfg.gpu_memory_utilization=0.5"]
+OWN_KV_CACHE = [f"++policy.generation.vllm_kwargs.kv_cache_memory_bytes={7 * GIB}"]
 BUCKETS_NEED_MOST = [
     f"++policy.generation.vllm_kwargs.kv_cache_memory_bytes={GIB}",
     "policy.generation.vllm_cfg.enforce_eager=true",
@@ -105,11 +107,8 @@ def test_every_ways_bytes_and_seconds():
 def test_the_estimates_are_those_that_were_measured():
     """Compares with an H200: seconds of overlapped steps, and the peak, of which state takes 14 bytes per parameter."""
     ways, measured = planned(link=55e9), measured_rows("1.5B, 10 bytes a parameter")
-    for name, way in {
-        "CPU optimizer, 0.5": "CPU 0.5, overlap",
-        "CPU optimizer, 1": "CPU 1, overlap",
-        "streamed": "streamed",
-    }.items():
+    names = {"CPU optimizer, 0.5": "CPU 0.5, overlap", "CPU optimizer, 1": "CPU 1, overlap", "streamed": "streamed"}
+    for name, way in names.items():
         assert ways[name].wait_s == pytest.approx(measured[way]["optimizer_ms"] / 1e3, rel=0.06), name
     peak = measured["resident"]["peak_gpu_mib"] * MIB
     copy_of_logits = 2048 * 151_936 * 2  # the gradient was not yet written over the logits
@@ -183,20 +182,14 @@ def test_the_fastest_that_fits(gib, name):
     gpu = int(gib * GIB)
     chosen = fastest_that_fits(ways, gpu, host(500))
     assert (chosen and chosen.way.name) == name
-    assert reason(ways, gpu, host(500)).startswith(
-        f"For a GPU of {gib:.2f} GiB use {name}" if name else "No option fits a GPU"
-    )
+    said = f"For a GPU of {gib:.2f} GiB use {name}" if name else "No option fits a GPU"
+    assert reason(ways, gpu, host(500)).startswith(said)
 
 
 @pytest.mark.parametrize(
     ("gpu", "memory", "name", "why"),
     [
-        (
-            79.1,
-            126,
-            "streamed",
-            "(resident lacks 31.84, page-locked around refit lacks 31.84, CPU optimizer, 0.5 lacks",
-        ),
+        (79.1, 126, "streamed", "(resident lacks 31.84, page-locked around refit lacks 31.84, CPU optimizer, 0.5"),
         (35, 150, "CPU optimizer, 1", "streamed lacks 0.155 GiB)"),
         (35, 126, None, "CPU optimizer, 1 needs 122.05 GiB of host memory, but this machine has 119.70)"),
         (39.5, 60, None, "streamed needs 76.28 GiB of host memory, but this machine has 57.00; CPU optimizer, 1 needs"),
@@ -297,15 +290,7 @@ def test_what_graphs_of_a_refit_keep_counts_beside_every_way():
 
 
 @pytest.mark.parametrize("where", ["gpu", "discard"])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        ["policy.generation.vllm_cfg.gpu_memory_utilization=0.5"],
-        [f"++policy.generation.vllm_kwargs.kv_cache_memory_bytes={7 * GIB}"],
-        BUCKETS_NEED_MOST,
-    ],
-    ids=["share", "own_kv_cache", "buckets"],
-)
+@pytest.mark.parametrize("sizes", [SHARE, OWN_KV_CACHE, BUCKETS_NEED_MOST], ids=["share", "own_kv_cache", "buckets"])
 def test_an_option_fits_where_the_run_accepts_it_and_training_has_room_beside_vllm(where, sizes):
     runs, recipe = {}, ["policy.generation.backend=vllm", f"++policy.residency.generation_weights={where}", *sizes]
 

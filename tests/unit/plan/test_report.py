@@ -132,9 +132,8 @@ def test_json_has_every_stage_and_host(capsys):
     # Both have the embedding, which is also the output layer.
     assert first["facts"]["num_params"] + last["facts"]["num_params"] == 1_543_714_304 + 151936 * 1536
     assert last["facts"]["num_params"] - first["facts"]["num_params"] == 1536  # the last norm
-    assert plan["host_bytes_per_host"] == {
-        host: 4 * sum(stage["host_bytes"].values()) for host, stage in (("host 0", first), ("host 1", last))
-    }
+    of_hosts = {"host 0": 4 * sum(first["host_bytes"].values()), "host 1": 4 * sum(last["host_bytes"].values())}
+    assert plan["host_bytes_per_host"] == of_hosts
     [to_train] = [change for change in first["transitions"] if change["to"] == "train"]
     [optimizer] = to_train["traffic"]
     assert optimizer["h2d_bytes"] == first["target_bytes"]["optimizer_state"]

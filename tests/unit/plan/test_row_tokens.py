@@ -20,10 +20,8 @@ from tests.unit.config.conftest import CONFIGS
 ROOT = CONFIGS.parents[1]
 GRPO = ROOT / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml"
 MEGATRON = "policy.megatron_cfg"
-OFFLOAD = [
-    f"{MEGATRON}.fine_grained_activation_offloading=true",
-    f"{MEGATRON}.offload_modules=[qkv_linear,core_attn,attn_proj]",
-]
+OFFLOAD = [f"{MEGATRON}.fine_grained_activation_offloading=true"]
+OFFLOAD += [f"{MEGATRON}.offload_modules=[qkv_linear,core_attn,attn_proj]"]
 N = 1_543_714_304
 WORKSPACES = 96 * MIB
 HOST = SimpleNamespace(hostname="here", available_bytes=1 << 38, cgroup_free_bytes=None, memlock_bytes=None)
@@ -75,9 +73,7 @@ REPLAY = "++grpo.debug.replay_rollouts=rollouts"
         ([VLLM, f"{GENERATION}.top_p=0.9"], 2, 3, 8),
     ],
 )
-def test_where_no_kernel_reads_logits_they_have_gradients_and_copies_beside_them(
-    sampling, gradients, copies, copies_of_log_probs
-):
+def test_where_no_kernel_reads_logits_they_have_gradients_and_copies(sampling, gradients, copies, copies_of_log_probs):
     """With a filter a step has log-probs of the whole vocabulary, too; top_p sorts it."""
 
     def passes(*overrides):

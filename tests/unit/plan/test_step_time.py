@@ -35,11 +35,8 @@ GRPO = ROOT / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml"
 DPO = CONFIGS / "dpo.yaml"
 DENSE = ROOT / "benchmarks" / "activation_cases" / "dense.yaml"
 MEGATRON = "policy.megatron_cfg"
-PADDED = (
-    "policy.sequence_packing.enabled=false",
-    "policy.train_micro_batch_size=1",
-    "policy.train_global_batch_size=1",
-)
+PADDED = ["policy.sequence_packing.enabled=false"]
+PADDED += ["policy.train_micro_batch_size=1", "policy.train_global_batch_size=1"]
 FULL = (f"{MEGATRON}.activation_checkpointing=true", f"++{MEGATRON}.recompute_granularity=full")
 TILES = f"++{MEGATRON}.mlp_tile_tokens=auto"
 CHUNKS, UNFUSED = (f"++{MEGATRON}.use_fused_linear_logprobs={value}" for value in ("true", "false"))

@@ -90,12 +90,8 @@ class Recorded(dict):
     """Records the names of the keys that are read, and of those in its sections."""
 
     def __init__(self, section: Mapping, read: set[str], prefix: str = "") -> None:
-        super().__init__(
-            {
-                key: Recorded(value, read, f"{prefix}{key}.") if isinstance(value, Mapping) else value
-                for key, value in section.items()
-            }
-        )
+        for key, value in section.items():
+            self[key] = Recorded(value, read, f"{prefix}{key}.") if isinstance(value, Mapping) else value
         self._read, self._prefix = read, prefix
 
     def __getitem__(self, key):

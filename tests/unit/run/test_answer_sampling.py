@@ -70,9 +70,8 @@ def test_answers_end_at_each_of_the_models_ends_and_are_complete(folder, caplog)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    engine = TransformersGenerator(
-        model, device="cpu", generation_batch_size=64, max_sequence_length=64, has_weights=True
-    )
+    sizes = {"generation_batch_size": 64, "max_sequence_length": 64}
+    engine = TransformersGenerator(model, device="cpu", has_weights=True, **sizes)
     maker = RolloutMaker(engine, PromptFormat(tokenizer, max_tokens=8), tokenizer, make_reward("exact_match"))
     rollouts = maker([Problem("tea", "ate")], 60, sampling, 1, Timer(), Counter())
     lasts = set()

@@ -347,9 +347,8 @@ def test_a_signal_behind_the_last_step_exports_nothing(tmp_path, session):
     with session.interrupt, pytest.raises(Stopped):
         with_algorithm(make_job(tmp_path), signalled).run(session)
     assert stopped == ["what runs beside the loop"]
-    assert str(session.interrupt.progress) == (
-        f"No step is lost. The same command resumes from {tmp_path / 'checkpoints' / 'step_4'}."
-    )
+    newest = tmp_path / "checkpoints" / "step_4"
+    assert str(session.interrupt.progress) == f"No step is lost. The same command resumes from {newest}."
 
 
 def test_an_interrupted_warm_start_has_lost_its_steps(tmp_path, session):
@@ -360,9 +359,8 @@ def test_an_interrupted_warm_start_has_lost_its_steps(tmp_path, session):
         job = with_algorithm(make_job(tmp_path), signalled)
         assert run_warm_start(job, tmp_path / "warm_start", session) is None
     assert session.interrupt.exit_status == 1
-    assert str(session.interrupt.progress).startswith(
-        "Step 1 is lost. The same command starts the warm start from the beginning"
-    )
+    lost = "Step 1 is lost. The same command starts the warm start from the beginning"
+    assert str(session.interrupt.progress).startswith(lost)
 
 
 def test_a_warm_start_is_run_once_for_a_recipe(tmp_path, session):
@@ -500,10 +498,8 @@ def test_garbage_in_a_checkpoint_of_an_earlier_version_is_said_in_a_sentence(two
     newest = two_checkpoints / "checkpoints" / "step_4"
     as_before_manifests(newest)
     garbage = ["", "{", "null", "[1]", "\x00"]
-    for name, contents in {
-        "recipe.yaml": garbage,
-        "training_state.json": [*garbage, '{"step": 4}', '{"step": "x", "run_dir": 3}'],
-    }.items():
+    of_state = [*garbage, '{"step": 4}', '{"step": "x", "run_dir": 3}']
+    for name, contents in (("recipe.yaml", garbage), ("training_state.json", of_state)):
         before = (newest / name).read_bytes()
         for content in contents:
             (newest / name).write_text(content)

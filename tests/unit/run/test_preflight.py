@@ -59,9 +59,7 @@ def check(monkeypatch):
 
 
 def test_a_limit_that_is_too_small_is_said_with_what_is_missing(check):
-    with pytest.raises(
-        HostBudgetError, match=r"but policy.residency.host_memory_limit_gib is 0\.1\.(.|\n)*are missing"
-    ):
+    with pytest.raises(HostBudgetError, match=r"policy.residency.host_memory_limit_gib is 0\.1\.(.|\n)*are missing"):
         check(*OFFLOAD, f"{LIMIT}=0.1")
     check(*OFFLOAD, f"{LIMIT}=100")
 
@@ -78,9 +76,7 @@ def test_a_host_without_room_for_a_checkpoint_beside_the_run_is_said_before_ray_
 def test_vllm_has_to_be_installed(check):
     if importlib.util.find_spec("vllm") is not None:
         pytest.skip("vLLM is installed")
-    with pytest.raises(
-        ValueError, match='is not installed; run make setup EXTRAS="te vllm", or set it to transformers'
-    ):
+    with pytest.raises(ValueError, match='installed; run make setup EXTRAS="te vllm", or set it to transformers'):
         check("policy.generation.backend=vllm", recipe=TINY)
 
 
@@ -208,9 +204,7 @@ def test_nothing_is_refused_that_is_off_without_a_gpu(check, monkeypatch):
 
 def test_a_model_that_is_larger_than_a_machine_without_gpus_is_refused(check, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    message = (
-        r"^Without GPUs, parameters, gradients and optimizer state take [\d,.]+ GiB of host memory on .*, but [\d.]+"
-    )
+    message = r"^Without GPUs, parameters, gradients and optimizer state take [\d,.]+ GiB of host memory .*, but [\d.]+"
     million, billion = ("hidden_size", "num_attention_heads"), ("intermediate_size", "vocab_size")
     for size in (*(f"{name}=1000000" for name in million), *(f"{name}=1000000000" for name in billion)):
         with pytest.raises(HostBudgetError, match=message):

@@ -142,9 +142,7 @@ def test_chat_templates_mean_what_they_mean_in_nemo_rl(tmp_path):
     assert rendered() == "1+="
     assert read_tokenizer({"name": "arithmetic", "chat_template": "default"}).chat_template is None  # it has none
     (tmp_path / "bad.jinja").write_bytes(b"\xff{{ messages }}")
-    with pytest.raises(
-        DataError, match=r"^policy\.tokenizer\.chat_template: .*bad\.jinja cannot be read: 'utf-8' codec"
-    ):
+    with pytest.raises(DataError, match=r"^policy\.tokenizer\.chat_template: .*bad\.jinja cannot be read: 'utf-8' c"):
         read_tokenizer({"name": "arithmetic", "chat_template": str(tmp_path / "bad.jinja")})
 
 
@@ -159,11 +157,8 @@ def test_a_dataset_has_its_own_prompt_files_or_the_default_ones(tmp_path):
     train, read = read_data(data, seed=0)
     asked = make_arithmetic("validation", 1, 1, seed=0)[0].prompt
     whole = [Message("system", "9"), Message("user", f"1+{asked}=")]
-    assert [list(problem.context) for problem in read] == [
-        [Message("user", f"2+{asked}=")],
-        [Message("system", "9"), Message("user", asked)],
-        whole,
-    ]
+    own_prompt, own_system = [Message("user", f"2+{asked}=")], [Message("system", "9"), Message("user", asked)]
+    assert [list(problem.context) for problem in read] == [own_prompt, own_system, whole]
     problems = make_arithmetic("train", 1, 3, seed=0)
     assert [problem.context[1].content for problem in train.next_batch(3)] == [f"1+{p.prompt}=" for p in problems]
     [plain] = read_data(data | {"validation": validation[2:], "default": {}}, seed=0)[1]
