@@ -114,11 +114,8 @@ def test_docstrings_name_the_actor():
 
 def unnamed_in(text: str) -> list[tuple[int, str]]:
     """Returns line and words of each such phrase in the docstrings of modules, classes, functions and attributes."""
-    strings = [
-        node.value
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    ]
+    values = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    strings = [value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
     return [(string.lineno, found[0]) for string in strings for found in NO_ACTOR.finditer(str(string.value))]
 
 

@@ -8,13 +8,8 @@ import torch
 from nemo_offload_rl.algorithms.losses import DPOLoss
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 
-PLAIN = {
-    "reference_policy_kl_penalty": 0.5,
-    "preference_loss_weight": 1.0,
-    "sft_loss_weight": 0.0,
-    "preference_average_log_probs": False,
-    "sft_average_log_probs": False,
-}
+PLAIN = {"reference_policy_kl_penalty": 0.5, "preference_loss_weight": 1.0, "sft_loss_weight": 0.0}
+PLAIN |= {"preference_average_log_probs": False, "sft_average_log_probs": False}
 VARIANTS = {
     "plain": {},
     "averaged preference": {"preference_average_log_probs": True},

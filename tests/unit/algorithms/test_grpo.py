@@ -50,12 +50,9 @@ from nemo_offload_rl.run.weight_sync import NoWeightSync, WeightSync
 EXACT_MATCH = make_reward("exact_match")
 SAMPLING = SamplingParams(max_new_tokens=3, temperature=1.0, top_p=1.0, top_k=None, stop_token_ids=(EOS,), seed=7)
 SETTINGS = GroupSettings(
-    num_prompts_per_step=5,
-    num_generations_per_prompt=8,
-    use_dynamic_sampling=False,
-    dynamic_sampling_max_gen_batches=4,
-    batch_multiplier=1,
-)
+    num_prompts_per_step=5, num_generations_per_prompt=8, use_dynamic_sampling=False,
+    dynamic_sampling_max_gen_batches=4, batch_multiplier=1,
+)  # fmt: skip
 SCHEDULE = replace(SIX_STEPS, val_period=3)
 
 
@@ -388,9 +385,8 @@ def test_kl_pulls_towards_the_reference():
         setting.run(replace(SCHEDULE, max_num_steps=12, val_period=0))
         setting.grpo._weights.refresh()
         batch = setting.grpo._sample(13, Timer())[0].batch
-        of_policy, of_reference = (
-            table_logprobs(table, batch["input_ids"]) for table in (setting.policy.table, setting.policy.reference)
-        )
+        tables = setting.policy.table, setting.policy.reference
+        of_policy, of_reference = (table_logprobs(table, batch["input_ids"]) for table in tables)
         gap = of_policy - of_reference
         return (gap * batch["token_mask"]).sum().item() / batch["token_mask"].sum().item()
 

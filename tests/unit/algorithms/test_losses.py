@@ -365,12 +365,7 @@ def test_what_is_masked_plays_no_part(loss, make_batch):
     expected, gradient, expected_metrics = evaluated(loss, logprobs[kept], data.select(kept))
     for masked in (-1e9, math.inf, math.nan):
         noisy = data.select(range(data.size))
-        for column in {
-            "prev_logprobs",
-            "generation_logprobs",
-            "reference_policy_logprobs",
-            "advantages",
-        } & noisy.keys():
+        for column in COMPARED_WITH & noisy.keys():
             noisy[column] = torch.where(used, data[column], masked)
         value, noisy_gradient, metrics = evaluated(loss, torch.where(used, logprobs, masked), noisy)
         assert value == pytest.approx(expected, rel=1e-6)

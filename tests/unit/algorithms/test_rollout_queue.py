@@ -100,11 +100,8 @@ def without_queue(outputs):
 
 def prompts_by_step(setting):
     """The prompts of the training requests, which sample several answers to each; validation has one."""
-    return {
-        request.step: request.prompt_ids[:: max(request.sample_ids) + 1]
-        for request in setting.generation.requests
-        if max(request.sample_ids) > 0
-    }
+    training = [request for request in setting.generation.requests if max(request.sample_ids) > 0]
+    return {request.step: request.prompt_ids[:: max(request.sample_ids) + 1] for request in training}
 
 
 @pytest.mark.parametrize("arguments", [{}, HARD], ids=["plain", "hard"])

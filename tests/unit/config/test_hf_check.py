@@ -10,13 +10,7 @@ from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin
 
 from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.installed.transformers_source import (
-    activations,
-    causal_models,
-    family,
-    model_types,
-    rope_validators,
-)
+from nemo_offload_rl.config.installed import transformers_source
 from nemo_offload_rl.config.model.hf_check import ModelFolderError, check_model_folder, hf_config_problems
 from nemo_offload_rl.mcore.model import model_config
 from tests.support.tiny import TINY_DEEPSEEK_V3, TINY_QWEN3, TINY_QWEN3_MOE
@@ -93,21 +87,21 @@ def test_without_a_family_fields_are_those_of_any():
 
 def test_families_are_those_of_the_imported_library():
     registered_by_others = set(CONFIG_MAPPING._extra_content)  # Megatron-Bridge does so where it is imported
-    assert set(model_types()) == set(CONFIG_MAPPING.keys()) - registered_by_others
+    assert set(transformers_source.model_types()) == set(CONFIG_MAPPING.keys()) - registered_by_others
     of_library = {config.model_type for config in AutoModelForCausalLM._model_mapping} - registered_by_others
-    assert of_library <= set(causal_models())
+    assert of_library <= set(transformers_source.causal_models())
 
 
 def test_words_are_those_of_the_imported_library():
-    assert activations() == tuple(ACT2CLS)
-    for rope_type in rope_validators():
+    assert transformers_source.activations() == tuple(ACT2CLS)
+    for rope_type in transformers_source.rope_validators():
         assert hasattr(RotaryEmbeddingConfigMixin, f"_validate_{rope_type}_rope_parameters")
 
 
 def test_every_familys_own_defaults_are_valid():
     """Its declared ones; and every name that a config of it writes out is known."""
-    for model_type in causal_models():
-        known = family(model_type)
+    for model_type in transformers_source.causal_models():
+        known = transformers_source.family(model_type)
         assert known is not None, model_type
         own = dataclasses.fields(CONFIG_MAPPING[model_type])
         declared = {one.name: _as_yaml(one.default) for one in own if isinstance(one.default, int | float | str | list)}

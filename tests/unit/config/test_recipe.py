@@ -87,11 +87,8 @@ def test_numbers_are_those_of_yaml_1_2_off_is_false_and_dates_stay_text():
 
 
 def test_interpolation_sees_overrides_and_resolvers_compute():
-    text = """
-    a: {b: 3, c: "${.b}", d: "${mul:${a.b}, ${a.c}}", e: "${max:${a.b},${add:2,2}}", f: "${div:${a.b},2}"}
-    g: ${a}
-    """
-    config = load_recipe(write("recipe.yaml", text), ["a.b=5"]).config
+    text = 'a: {b: 3, c: "${.b}", d: "${mul:${a.b}, ${a.c}}", e: "${max:${a.b},${add:2,2}}", f: "${div:${a.b},2}"}'
+    config = load_recipe(write("recipe.yaml", f"{text}\ng: ${{a}}\n"), ["a.b=5"]).config
     assert config["a"] == {"b": 5, "c": 5, "d": 25, "e": 5, "f": 2.5}
     assert config["g"] == config["a"]
 

@@ -106,10 +106,8 @@ def test_metrics_are_those_that_the_algorithms_measure():
 
 
 def test_a_warm_start_has_no_time_limit(error_of, tmp_path):
-    (tmp_path / "sft.yaml").write_text(
-        f"defaults: {CONFIGS / 'sft_tiny_cpu.yaml'}\nsft: {{export_hf: true}}\n"
-        "checkpointing: {checkpoint_must_save_by: 0:0:30:0}\n"
-    )
+    limited = "sft: {export_hf: true}\ncheckpointing: {checkpoint_must_save_by: 0:0:30:0}\n"
+    (tmp_path / "sft.yaml").write_text(f"defaults: {CONFIGS / 'sft_tiny_cpu.yaml'}\n{limited}")
     error_of(f"warm_start.recipe={tmp_path / 'sft.yaml'}")
 
 

@@ -46,12 +46,8 @@ def test_the_exemplars_flags_write_what_the_default_table_has():
 
 def test_flags_write_cells_of_optimizer_state_and_nothing_else():
     table = settings(policy_without_model(offload_optimizer_for_refit=False, offload_optimizer_for_logprob=True)).table
-    changed = {
-        (phase, target): table[phase][target]
-        for phase in Phase
-        for target in Target
-        if table[phase][target] != DEFAULT_TABLE[phase][target]
-    }
+    cells = [(phase, target) for phase in Phase for target in Target]
+    changed = {(p, t): table[p][t] for p, t in cells if table[p][t] != DEFAULT_TABLE[p][t]}
     assert changed == {
         (Phase.LOGPROB, Target.OPTIMIZER_STATE): Placement.HOST,
         (Phase.REFIT, Target.OPTIMIZER_STATE): Placement.UNCHANGED,

@@ -190,11 +190,8 @@ def test_a_host_that_is_slower_than_the_gpu_counts(model, experts):
 
 
 STREAMED = "++policy.residency.table.train.optimizer_state=streamed"
-ON_CPU = (
-    f"{MEGATRON}.optimizer.optimizer_cpu_offload=true",
-    f"{MEGATRON}.optimizer.overlap_cpu_optimizer_d2h_h2d=true",
-    f"{MEGATRON}.optimizer.optimizer_offload_fraction=1",
-)
+ON_CPU = [f"{MEGATRON}.optimizer.{key}=true" for key in ("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d")]
+ON_CPU += [f"{MEGATRON}.optimizer.optimizer_offload_fraction=1"]
 
 
 @pytest.mark.parametrize(("overrides", "measured_s"), [((), 0.019), ((STREAMED,), 0.315), (ON_CPU, 0.477)])

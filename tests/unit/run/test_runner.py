@@ -47,12 +47,7 @@ LARGER, WHY = "policy.hf_config.vocab_size=99 ~warm_start", "which is no token o
         ("absent", "a.b=1", "grpo", "absent.yaml"),
         ("sft_tiny_cpu", "policy.model_name=./nope policy.hf_config=null", "sft", "there is no such folder"),
         ("grpo_tiny_cpu", f"{LARGER} policy.generation.stop_token_ids=[50]", "grpo", f"stop_token_ids has 50, {WHY}"),
-        (
-            "grpo_tiny_cpu",
-            "policy.generation.stop_strings=['=','1x']",
-            "grpo",
-            "stop_strings has '1x', in which 'x' is",
-        ),
+        ("grpo_tiny_cpu", "policy.generation.stop_strings=['=','1x']", "grpo", "stop_strings has '1x', in which 'x'"),
     ],
 )
 def test_mistakes_are_one_message_and_status_2(recipe, overrides, algorithm, message, capsys):

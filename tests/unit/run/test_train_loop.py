@@ -367,12 +367,8 @@ def test_checkpoints_are_written_beside_the_run_each_with_its_own_state(tmp_path
         assert (state.step, state.position) == (step, position)
         assert [validation.step for validation in state.validations] == [at for at in (4, 8) if at <= step]
     taken = min(num_steps, 3)  # the next save waits for the last one
-    assert writer.events[:4] == [
-        "start tmp_step_3",
-        f"finish tmp_step_3 after {taken} steps",
-        "start tmp_step_6",
-        f"finish tmp_step_6 after {taken} steps",
-    ]
+    of_step = [[f"start tmp_step_{step}", f"finish tmp_step_{step} after {taken} steps"] for step in (3, 6)]
+    assert writer.events[:4] == [*of_step[0], *of_step[1]]
     assert writer.events[-1] == "finish tmp_step_10 after 0 steps"  # so does the end of the run
     assert "timing/train/checkpointing" in outputs.rows[3]
 
