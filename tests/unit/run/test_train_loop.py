@@ -328,15 +328,19 @@ def test_the_steps_of_a_warm_start_are_none_of_the_run_behind_it(tmp_path):
 class Background:
     """Writes beside the run, for some steps, the weights from when it started."""
 
-    def __init__(self, algorithm, num_steps, full_at=()):
-        self.algorithm = algorithm
-        self.num_steps = num_steps
-        self.full_at = full_at
+    def __init__(self, algorithm, num_steps, full_at=(), full_in="finish"):
+        self.algorithm, self.num_steps = algorithm, num_steps
+        self.full_at = [(full_in, name) for name in full_at]
         self.under_way = None
         self.events = []
 
+    def find_space(self, call, folder):
+        if (call, folder.name) in self.full_at:
+            raise DiskFullError(str(folder), "No space left on device", 18_200_000_000, 3_100_000)
+
     def start(self, folder):
         assert self.under_way is None, "the last one is waited for"
+        self.find_space("start", folder)
         self.under_way = self.algorithm.position, self.algorithm.num_done
         self.events.append(f"start {folder.name}")
 
@@ -346,8 +350,7 @@ class Background:
     def finish(self, folder):
         (position, num_done), self.under_way = self.under_way, None
         self.events.append(f"finish {folder.name} after {self.algorithm.num_done - num_done} steps")
-        if folder.name in self.full_at:
-            raise DiskFullError(str(folder), "No space left on device", 18_200_000_000, 3_100_000)
+        self.find_space("finish", folder)
         (folder / "weights").write_text(f"{num_done} {position}")
         return {}
 
@@ -434,9 +437,10 @@ def test_a_crash_while_one_is_written_leaves_the_one_before_whole(tmp_path):
     assert saved(tmp_path) == [3]
 
 
-def test_a_full_disk_is_met_later_and_the_next_save_tries_again(tmp_path, caplog):
+@pytest.mark.parametrize("full_in", ["start", "finish"])
+def test_a_full_disk_beside_the_run_is_met_and_the_next_save_tries_again(tmp_path, caplog, full_in):
     algorithm = Countdown()
-    writer = Background(algorithm, 2, full_at=("tmp_step_6", "tmp_step_10"))
+    writer = Background(algorithm, 2, full_at=("tmp_step_6", "tmp_step_10"), full_in=full_in)
     last, _ = make_run(tmp_path, algorithm, writer=writer)
     assert last.train() is StopReason.STEPS
     assert saved(tmp_path) == [3, 9]
