@@ -15,14 +15,9 @@ SCRIPT = ROOT / "examples" / "bare_megatron.py"
 
 def run(*arguments: str) -> str:
     done = subprocess.run(
-        [forked_python(), str(SCRIPT), *arguments],
-        cwd=ROOT,
-        env=environment() | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        [forked_python(), str(SCRIPT), *arguments], cwd=ROOT, env=environment() | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -32,13 +32,9 @@ def asked_to_end(tmp_path_factory) -> tuple[reliability.LiveRun, subprocess.Comp
     with reliability.running(tmp_path_factory.mktemp("asked_to_end"), endless) as run:
         run.wait_until(lambda: run.num_rows() >= reliability.NUM_STEPS)
         second = subprocess.run(
-            command("run_grpo.py", run.folder, [*reliability.TINIEST, *endless], python=python),
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=run.timeout_s,
-            check=False,
-        )
+            command("run_grpo.py", run.folder, [*reliability.TINIEST, *endless], python=python), env=environment(),
+            capture_output=True, text=True, timeout=run.timeout_s, check=False,
+        )  # fmt: skip
         reliability.in_generation(run, run.num_rows() + 1)
         reliability.EVENTS["ctrl_c"][0](run)
         run.end()

@@ -29,14 +29,9 @@ QWEN3 = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 QWEN3_MOE = QWEN3 | {
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 64,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
+    "model_type": "qwen3_moe", "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+}  # fmt: skip
 MAX_LENGTH = 64
 PROMPTS = [[5, 6, 7, 8, 9], [12], [5, 6, 7, 8, 9], [120, 4, 4, 20, 33, 71], [12]]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=None, stop_token_ids=(), seed=7)

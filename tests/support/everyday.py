@@ -42,17 +42,10 @@ def make_model(folder: Path, *, ends: Sequence[int], end_probability: float = 0.
     vocab_size = len(AutoTokenizer.from_pretrained(folder))
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=128,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
+        vocab_size=vocab_size, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, intermediate_size=128, max_position_embeddings=512, tie_word_embeddings=False,
         eos_token_id=ends[0],
-    )
+    )  # fmt: skip
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
         # The first component of every hidden state is large, so that after the norm it is nearly sqrt(hidden_size).

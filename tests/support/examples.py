@@ -68,12 +68,7 @@ def run_example(
     script: str, folder: Path, overrides: list[str], *, recipe: Path | None = None, **variables: str
 ) -> Finished:
     done = subprocess.run(
-        command(script, folder, overrides, python=forked_python(), recipe=recipe),
-        cwd=ROOT,
-        env=environment() | variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        command(script, folder, overrides, python=forked_python(), recipe=recipe), cwd=ROOT,
+        env=environment() | variables, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     return Finished(folder, done.returncode, done.stdout + done.stderr)

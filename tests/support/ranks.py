@@ -68,15 +68,10 @@ def worker_of_rank(policy: dict[str, Any], rank: int, world_size: int, port: int
     sizes = {name: arguments[name] for name in ("group_size", "init_optimizer") if name in arguments}
     arguments.pop("group_size", None)
     return MegatronPolicyWorker(
-        policy,
-        plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=world_size, **sizes),
-        rank=rank,
-        world_size=world_size,
-        local_rank=0 if torch.cuda.device_count() == 1 else rank,
-        master_addr="localhost",
-        master_port=port,
-        **({"seed": 3, "init_reference_model": False} | arguments),
-    )
+        policy, plan=worker_plan(policy, hf_config(policy).to_dict(), world_size=world_size, **sizes), rank=rank,
+        world_size=world_size, local_rank=0 if torch.cuda.device_count() == 1 else rank, master_addr="localhost",
+        master_port=port, **({"seed": 3, "init_reference_model": False} | arguments),
+    )  # fmt: skip
 
 
 def rows_of(worker: Any, num_rows: int) -> tuple[int, int]:

@@ -28,14 +28,9 @@ def record(
     """Runs an algorithm; returns why it ended, and its outputs."""
     outputs = Recorded()
     run = Run(
-        algorithm,
-        schedule,
-        state or RunState("unused"),
-        checkpoints or NoCheckpoints(),
-        WriteAtOnce(algorithm.save),
-        outputs,
-        interrupt or Interrupt(),
-    )
+        algorithm, schedule, state or RunState("unused"), checkpoints or NoCheckpoints(), WriteAtOnce(algorithm.save),
+        outputs, interrupt or Interrupt(),
+    )  # fmt: skip
     return run.train(), outputs
 
 

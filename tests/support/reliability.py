@@ -103,13 +103,10 @@ def running(
     shared_memory = frozenset(os.listdir(_SHARED_MEMORY))
     with open(folder / "output.txt", "w") as output:
         process = subprocess.Popen(
-            command("run_grpo.py", folder, [*TINIEST, *overrides]),
-            cwd=folder,
-            env=environment() | variables | {"REWARDS_FILE": str(rewards_file(folder))},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+            command("run_grpo.py", folder, [*TINIEST, *overrides]), cwd=folder,
+            env=environment() | variables | {"REWARDS_FILE": str(rewards_file(folder))}, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
     run = LiveRun(folder, process, timeout_s, shared_memory)
     try:
         yield run

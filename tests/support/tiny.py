@@ -58,13 +58,10 @@ def tiny_policy(hf_config: dict[str, Any] | None = None, precision: str = "float
     sections = ("optimizer", "scheduler", "distributed_data_parallel_config")
     megatron |= {name: cfg[name] | megatron[name] for name in sections if name in megatron}
     policy = {
-        "model_name": "tiny",
-        "hf_config": TINY_QWEN3 if hf_config is None else hf_config,
-        "precision": precision,
-        "max_total_sequence_length": 32,
-        "make_sequence_length_divisible_by": cfg["tensor_model_parallel_size"] * 2,
+        "model_name": "tiny", "hf_config": TINY_QWEN3 if hf_config is None else hf_config, "precision": precision,
+        "max_total_sequence_length": 32, "make_sequence_length_divisible_by": cfg["tensor_model_parallel_size"] * 2,
         "megatron_cfg": {"fine_grained_activation_offloading": False} | cfg | megatron,
-    }
+    }  # fmt: skip
     resolve_absent_keys({"policy": policy})
     return policy
 

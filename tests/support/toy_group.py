@@ -29,15 +29,10 @@ def toy_group(cluster, *, tp=1, before_build=None, checks_model=False, **toy):
     megatron = tiny_policy()["megatron_cfg"] | SIZES | {"tensor_model_parallel_size": tp}
     config = tiny_policy() | {"skip_model_check": True, "megatron_cfg": megatron, "toy": toy}
     return PolicyWorkerGroup(
-        config,
-        cluster,
-        seed=7,
-        init_reference_model=True,
-        plan=WorkerPlan(settings(policy_without_model()), (0,), None),
-        worker_cls=TOY_WORKER,
-        checks_model=checks_model,
+        config, cluster, seed=7, init_reference_model=True,
+        plan=WorkerPlan(settings(policy_without_model()), (0,), None), worker_cls=TOY_WORKER, checks_model=checks_model,
         before_build=before_build,
-    )
+    )  # fmt: skip
 
 
 class ApartCluster:

@@ -213,12 +213,9 @@ class TableSampler:
         for draws in torch.from_numpy(uniforms).T:
             context = torch.tensor([[0, *row][-2:] for row in rows])
             tokens, logprobs = choose_tokens(
-                self.logits(context),
-                draws,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
+                self.logits(context), draws, temperature=sampling.temperature, top_k=sampling.top_k,
                 top_p=sampling.top_p,
-            )
+            )  # fmt: skip
             for index, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
                 if output.finish_reasons[index] == "length":
                     rows[index].append(token)

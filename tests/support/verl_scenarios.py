@@ -122,18 +122,13 @@ def arguments(*, lora: dict[str, Any] | None = None, async_save: bool = False, *
     contents = {"save_contents": ["model", "optimizer"], "load_contents": ["model"]}
     return {
         "model_config": types.SimpleNamespace(
-            lora=lora or {},
-            mtp=types.SimpleNamespace(enable=False),
-            local_path="tiny",
-            hf_config=None,
-            architectures=["Tiny"],
-            get_processor=lambda: None,
-            model_type="language_model",
+            lora=lora or {}, mtp=types.SimpleNamespace(enable=False), local_path="tiny", hf_config=None,
+            architectures=["Tiny"], get_processor=lambda: None, model_type="language_model",
         ),
         "engine_config": McoreEngineConfig(**keys),
         "optimizer_config": types.SimpleNamespace(use_checkpoint_opt_param_scheduler=False),
         "checkpoint_config": CheckpointConfig(**contents, async_save=async_save),
-    }
+    }  # fmt: skip
 
 
 def engine_of(way: str, **changes: Any) -> Any:

@@ -20,15 +20,9 @@ from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.run.setup import with_run_length
 
 ARGUMENTS = SimpleNamespace(
-    scale="full",
-    config=None,
-    model=None,
-    backend="vllm",
-    enforce_eager=False,
-    overrides=[],
-    cycles=0,
+    scale="full", config=None, model=None, backend="vllm", enforce_eager=False, overrides=[], cycles=0,
     deterministic=False,
-)
+)  # fmt: skip
 
 
 def test_a_worker_that_moves_its_state_as_nemo_rl_does_trains_as_ours():

@@ -22,17 +22,10 @@ from nemo_offload_rl.refit.object_store import ObjectStoreTransport
 from nemo_offload_rl.refit.plan import ExportPlan
 
 QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 30,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
+    "model_type": "qwen3", "vocab_size": 30, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 128,
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 POLICY = {
     "model_name": "a label",
     "hf_config": QWEN3 | {"intermediate_size": 64},
@@ -133,17 +126,10 @@ def start_pair(ray_cluster):
     def start(cluster=ray_cluster, in_flight=None):
         made.append(
             TransformersGeneration(
-                cluster,
-                cluster.bundles_by_engine(1),
-                model_name="a label",
-                hf_config=QWEN3,
-                hf_config_overrides=None,
-                precision="float32",
-                generation_batch_size=8,
-                max_sequence_length=64,
-                in_flight=in_flight,
+                cluster, cluster.bundles_by_engine(1), model_name="a label", hf_config=QWEN3, hf_config_overrides=None,
+                precision="float32", generation_batch_size=8, max_sequence_length=64, in_flight=in_flight,
             )
-        )
+        )  # fmt: skip
         return made[-1]
 
     yield start
@@ -206,15 +192,9 @@ def test_weights_change_in_flight_on_several_nodes(ray_cluster, start_pair, weig
 def test_engines_apart_take_weights_by_broadcast_and_the_one_that_dies_is_named(ray_cluster, weights):
     with Cluster(num_nodes=1, gpus_per_node=3, num_engine_devices=2) as cluster:
         apart = TransformersGeneration(
-            cluster,
-            cluster.bundles_by_engine(1),
-            model_name="a label",
-            hf_config=QWEN3,
-            hf_config_overrides=None,
-            precision="float32",
-            generation_batch_size=8,
-            max_sequence_length=64,
-        )
+            cluster, cluster.bundles_by_engine(1), model_name="a label", hf_config=QWEN3, hf_config_overrides=None,
+            precision="float32", generation_batch_size=8, max_sequence_length=64,
+        )  # fmt: skip
         try:
             assert (apart.capabilities.refit_transport, apart.capabilities.keeps_weights) == ("broadcast", True)
             transport = make_transport("broadcast", apart.receivers, verify=True)

@@ -46,17 +46,10 @@ def test_an_engine_is_started_with_the_recipes_settings():
     section = policy["generation"]["vllm_cfg"]
     arguments = engine_arguments(policy, Path("/folder"))
     expected = {
-        "model": "/folder",
-        "load_format": "dummy",
-        "dtype": "float32",
-        "tensor_parallel_size": 1,
-        "enable_expert_parallel": False,
-        "gpu_memory_utilization": 0.2,
-        "max_model_len": 64,
-        "enforce_eager": True,
-        "logprobs_mode": "processed_logprobs",
-        "distributed_executor_backend": "uni",
-    }
+        "model": "/folder", "load_format": "dummy", "dtype": "float32", "tensor_parallel_size": 1,
+        "enable_expert_parallel": False, "gpu_memory_utilization": 0.2, "max_model_len": 64, "enforce_eager": True,
+        "logprobs_mode": "processed_logprobs", "distributed_executor_backend": "uni",
+    }  # fmt: skip
     assert {name: arguments[name] for name in expected} == expected
     section |= {"tensor_parallel_size": 2, "expert_parallel_size": 2}
     assert "enable_prefix_caching" not in arguments  # as vLLM has it
@@ -97,12 +90,9 @@ def test_the_policy_waits_for_an_engine_on_its_gpus_that_is_not_built_beside_it(
     policy = engine_conformance.policy("vllm")
     policy["generation"]["vllm_cfg"]["build_beside_policy"] = decided
     cluster = SimpleNamespace(
-        engines_are_apart=apart,
-        engine_share=0.5,
-        threads_per_engine_bundle=1,
-        actor_options=lambda bundle, share: {},
+        engines_are_apart=apart, engine_share=0.5, threads_per_engine_bundle=1, actor_options=lambda bundle, share: {},
         node_of=lambda bundle: SimpleNamespace(id=0),
-    )
+    )  # fmt: skip
     generation = VllmGeneration(cluster, [(0,)], policy)
     assert generation.capabilities.built_alone is alone
     assert VllmGeneration.capabilities.built_alone  # for any engine
@@ -167,16 +157,10 @@ def test_the_processes_of_an_engine_meet_and_its_replicas_share_out_the_rows(mon
     policy = engine_conformance.policy("vllm")
     policy["generation"]["vllm_cfg"] |= {"tensor_parallel_size": tp, "expert_parallel_size": ep}
     cluster = SimpleNamespace(
-        engines_are_apart=False,
-        engine_share=0.5,
-        threads_per_engine_bundle=1,
-        master_port_range=(5000, 5010),
-        actor_options=lambda bundle, share: {},
-        are_on_one_node=lambda bundles: max(bundles) < 2,
-        node_of=lambda bundle: SimpleNamespace(id=0),
-        wait=lambda refs, timeout: (refs, []),
-        has_gpus=True,
-    )
+        engines_are_apart=False, engine_share=0.5, threads_per_engine_bundle=1, master_port_range=(5000, 5010),
+        actor_options=lambda bundle, share: {}, are_on_one_node=lambda bundles: max(bundles) < 2,
+        node_of=lambda bundle: SimpleNamespace(id=0), wait=lambda refs, timeout: (refs, []), has_gpus=True,
+    )  # fmt: skip
     size = ENGINE.bundles_per_engine(policy, cluster)
     assert {len(bundles) for bundles in engines} == {size}
     generation = VllmGeneration(cluster, engines, policy)
@@ -241,13 +225,9 @@ def test_an_engine_that_stays_awake_is_built_so_and_not_asked_to_sleep(monkeypat
     policy = engine_conformance.policy("vllm")
     policy["residency"]["generation_weights"] = where
     cluster = SimpleNamespace(
-        engines_are_apart=False,
-        engine_share=0.5,
-        threads_per_engine_bundle=1,
-        actor_options=lambda bundle, share: {},
-        node_of=lambda bundle: SimpleNamespace(id=0),
-        wait=lambda refs, timeout: (refs, []),
-    )
+        engines_are_apart=False, engine_share=0.5, threads_per_engine_bundle=1, actor_options=lambda bundle, share: {},
+        node_of=lambda bundle: SimpleNamespace(id=0), wait=lambda refs, timeout: (refs, []),
+    )  # fmt: skip
     generation = VllmGeneration(cluster, [(0,)], policy)
     assert actor.build.remote.call_args.kwargs["sleeps"] is sleeps
     assert generation.capabilities.keeps_weights is (where in ("host", "gpu"))

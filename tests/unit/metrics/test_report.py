@@ -223,17 +223,14 @@ def out_and_back(exposed_s, **back):
     """Returns a step's metrics in which optimizer state moved to the host for the refit and back for training."""
     out = moved("refit", "optimizer_state", gb=6.24, copy_s=0.1135, gb_per_s=54.98, share_of_link=0.997)
     return {
-        **out,
-        "residency/refit/optimizer_state/exposed_s": exposed_s,
-        "residency/refit/optimizer_state/hidden_s": 0.1135 - exposed_s,
-        "residency/refit/enter_s": exposed_s,
+        **out, "residency/refit/optimizer_state/exposed_s": exposed_s,
+        "residency/refit/optimizer_state/hidden_s": 0.1135 - exposed_s, "residency/refit/enter_s": exposed_s,
         "residency/refit/gpu_free_before_gib": 100.0,
         **moved("generate", "params", exposed_s=0.05, gb=3.0, copy_s=0.05, gb_per_s=60.0, hidden_s=0.0),
         **moved("train", "grads", exposed_s=0.001),
         **moved("train", "optimizer_state", exposed_s=0.0, gb=6.24, copy_s=0.2, gb_per_s=31.2, **back),
-        "residency/host_rss_gib": 20.0,
-        "train/loss": 1.0,
-    }
+        "residency/host_rss_gib": 20.0, "train/loss": 1.0,
+    }  # fmt: skip
 
 
 def test_medians_are_over_the_steps_that_moved_it():

@@ -29,18 +29,15 @@ def policy_of(model_type: str, **fields: Any) -> dict[str, Any]:
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 RIGHT = {
-    "llama": policy_of("llama"),
-    "llama, tied": policy_of("llama", tie_word_embeddings=True),
+    "llama": policy_of("llama"), "llama, tied": policy_of("llama", tie_word_embeddings=True),
     "llama, linear rope": policy_of("llama", rope_parameters=LINEAR),
-    "mistral": policy_of("mistral", sliding_window=None),
-    "qwen2": policy_of("qwen2"),
-    "qwen2, tied": policy_of("qwen2", tie_word_embeddings=True),
-    "qwen3": policy_of("qwen3"),
+    "mistral": policy_of("mistral", sliding_window=None), "qwen2": policy_of("qwen2"),
+    "qwen2, tied": policy_of("qwen2", tie_word_embeddings=True), "qwen3": policy_of("qwen3"),
     "qwen3, tied": policy_of("qwen3", tie_word_embeddings=True),
     "gemma4_text": policy_of("gemma4_text", vocab_size_per_layer_input=30, final_logit_softcapping=30.0),
     "qwen3_moe": policy_of("qwen3_moe", norm_topk_prob=True, **EXPERTS),
     "qwen3_moe, weights of experts not normalized": policy_of("qwen3_moe", norm_topk_prob=False, **EXPERTS),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -27,17 +27,10 @@ TWO_NODES = {
     1: NumaNode(1, frozenset(range(8, 16)), {0: 21, 1: 10}),
 }
 GOOD = MachineFacts(
-    host=HostFacts("box", "d3b0", 2048 * GIB, 2000 * GIB, None, None),
-    gpus=(GPU,),
-    visible_gpus=(ADDRESS,),
-    links={ADDRESS: SPEED},
-    not_measured={},
-    numa_nodes=TWO_NODES,
-    allowed_cpus=frozenset(range(16)),
-    memory_policy_allowed=True,
-    versions=VERSIONS,
-    torch_cuda="13.0",
-)
+    host=HostFacts("box", "d3b0", 2048 * GIB, 2000 * GIB, None, None), gpus=(GPU,), visible_gpus=(ADDRESS,),
+    links={ADDRESS: SPEED}, not_measured={}, numa_nodes=TWO_NODES, allowed_cpus=frozenset(range(16)),
+    memory_policy_allowed=True, versions=VERSIONS, torch_cuda="13.0",
+)  # fmt: skip
 
 
 def with_gpu(**changes: object) -> MachineFacts:
@@ -57,17 +50,12 @@ def test_a_machine_where_all_is_well():
     assert {check.verdict for check in checks} == {Verdict.OK}
     assert [check.remedy for check in checks if check.remedy] == []
     assert {check.subject: check.found for check in checks} == {
-        "GPUs": "1 x NVIDIA H200, 140.0 GiB",
-        "GPU 0: link": "Gen5 x16 of Gen5 x16",
+        "GPUs": "1 x NVIDIA H200, 140.0 GiB", "GPU 0: link": "Gen5 x16 of Gen5 x16",
         "GPU 0: copies": "pinned D2H 55.4, H2D 55.5, both 101.7 GB/s in all; 88% of Gen5 x16",
-        "GPU 0: page-locking": "14.0 GB/s",
-        "GPU 0: NUMA": "node 1, CPUs 8-15; distance 21 to node 0, 10 to node 1",
-        "memory policy": "may be set",
-        "host memory": "2000.0 GiB of 2048.0 GiB",
-        "cgroup": "no memory limit",
-        "memlock": "unlimited",
-        **VERSIONS,
-    }
+        "GPU 0: page-locking": "14.0 GB/s", "GPU 0: NUMA": "node 1, CPUs 8-15; distance 21 to node 0, 10 to node 1",
+        "memory policy": "may be set", "host memory": "2000.0 GiB of 2048.0 GiB", "cgroup": "no memory limit",
+        "memlock": "unlimited", **VERSIONS,
+    }  # fmt: skip
 
 
 WITHOUT_GPUS = replace(

@@ -27,15 +27,9 @@ from tests.unit.config.conftest import CONFIGS
 
 RECIPE = CONFIGS.parents[1] / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml"
 TINY = Workload(
-    products=((16, 32, 32), (32, 64, 64)),
-    sequences=(16, 32),
-    tokens=64,
-    heads=((2, 16),),
-    block_bytes=1 << 16,
-    num_operations=20,
-    cpu_params=1 << 12,
-    min_s=0.005,
-)
+    products=((16, 32, 32), (32, 64, 64)), sequences=(16, 32), tokens=64, heads=((2, 16),), block_bytes=1 << 16,
+    num_operations=20, cpu_params=1 << 12, min_s=0.005,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -79,17 +79,11 @@ def make_sender(engine, device):
         layouts = ExportPlan.of(weights).buckets(bucket_bytes)
         made.append(
             GraphSender(
-                layouts,
-                min(2, len(layouts)),
-                receivers,
-                CudaIpcSender(layouts, receivers, verify=verify),
-                verify=verify,
-                make_recorder=lambda: recorder,
-                device=torch.device(device),
-                min_gain_s=min_gain_s,
+                layouts, min(2, len(layouts)), receivers, CudaIpcSender(layouts, receivers, verify=verify),
+                verify=verify, make_recorder=lambda: recorder, device=torch.device(device), min_gain_s=min_gain_s,
                 **arguments,
             )
-        )
+        )  # fmt: skip
         return made[-1]
 
     yield make

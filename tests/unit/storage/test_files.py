@@ -162,12 +162,9 @@ def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     for name in (
-        "model-00001.safetensors",
-        "model.safetensors.index.json",
-        "generation_config.json",
-        "tokenizer.json",
+        "model-00001.safetensors", "model.safetensors.index.json", "generation_config.json", "tokenizer.json",
         "NOTES.md",
-    ):
+    ):  # fmt: skip
         (folder / name).write_text("old")
     return folder
 

@@ -44,12 +44,9 @@ class Checkout:
         self._calls.write_text("")
         done = subprocess.run(
             [self.folder / "tools" / "setup.sh", *arguments],
-            env={"PATH": self.path, "CALLS": str(self._calls), "HOME": str(self._bin)} | environment,
-            cwd="/",
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+            env={"PATH": self.path, "CALLS": str(self._calls), "HOME": str(self._bin)} | environment, cwd="/",
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
         return done, self._calls.read_text().splitlines()
 
 

@@ -110,13 +110,9 @@ def test_parallel_sizes_must_divide_the_world():
 
 
 BATCH = BatchedData(
-    input_ids=torch.arange(6).view(2, 3),
-    mask=torch.tensor([1.0, 0.0]),
-    half=torch.randn(2, 3, 4).bfloat16(),
-    flags=torch.tensor([[True], [False]]),
-    strided=torch.randn(3, 2).T,
-    names=["a", "b"],
-)
+    input_ids=torch.arange(6).view(2, 3), mask=torch.tensor([1.0, 0.0]), half=torch.randn(2, 3, 4).bfloat16(),
+    flags=torch.tensor([[True], [False]]), strided=torch.randn(3, 2).T, names=["a", "b"],
+)  # fmt: skip
 
 
 def pickle_beside_megatron(rank, world_size, ports):
