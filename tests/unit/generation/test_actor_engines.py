@@ -140,3 +140,5 @@ def test_engines_that_are_ended_while_they_generate_end_the_call_and_leave_no_pr
         assert isinstance(generating.exception(timeout=60), GenerationError)
         assert time.monotonic() - start_s < 30
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert engines.receivers == ()
+    engines.shutdown()  # a second call does nothing

@@ -1,10 +1,10 @@
 from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
-import psutil
 import pytest
 import ray
 import torch
+from support import engine_conformance
 from support.actors import kill_and_wait
 from support.toy_group import ApartCluster
 
@@ -21,21 +21,13 @@ from nemo_offload_rl.refit.loads import EngineLostError
 from nemo_offload_rl.refit.object_store import ObjectStoreTransport
 from nemo_offload_rl.refit.plan import ExportPlan
 
-QWEN3 = {
-    "model_type": "qwen3", "vocab_size": 30, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}  # fmt: skip
+QWEN3 = engine_conformance.QWEN3 | {"vocab_size": 30, "hidden_size": 32, "head_dim": 8, "intermediate_size": 48}
 POLICY = {
-    "model_name": "a label",
-    "hf_config": QWEN3 | {"intermediate_size": 64},
-    "hf_config_overrides": {"intermediate_size": 48},
-    "precision": "float32",
-    "generation_batch_size": 8,
-    "max_total_sequence_length": 64,
+    "model_name": "a label", "hf_config": QWEN3 | {"intermediate_size": 64},
+    "hf_config_overrides": {"intermediate_size": 48}, "precision": "float32", "generation_batch_size": 8,
+    "max_total_sequence_length": 64, "residency": {"generation_weights": None},
     "generation": {"backend": "transformers", "stop_strings": None, "bad_words": None},
-    "residency": {"generation_weights": None},
-}
+}  # fmt: skip
 REQUEST = GenerationRequest(
     prompt_ids=[[5, 6, 7], [5, 6, 7], [8], [9, 10], [9, 10]],
     sample_ids=[0, 1, 0, 0, 1],
@@ -189,35 +181,17 @@ def test_weights_change_in_flight_on_several_nodes(ray_cluster, start_pair, weig
         assert max(row[-1] for row in rows) > 0  # both engines went on with newer weights
 
 
-def test_engines_apart_take_weights_by_broadcast_and_the_one_that_dies_is_named(ray_cluster, weights):
+def test_engines_apart_take_weights_by_broadcast_and_the_one_that_dies_is_named(ray_cluster, start_pair, weights):
     with Cluster(num_nodes=1, gpus_per_node=3, num_engine_devices=2) as cluster:
-        apart = TransformersGeneration(
-            cluster, cluster.bundles_by_engine(1), model_name="a label", hf_config=QWEN3, hf_config_overrides=None,
-            precision="float32", generation_batch_size=8, max_sequence_length=64,
-        )  # fmt: skip
-        try:
-            assert (apart.capabilities.refit_transport, apart.capabilities.keeps_weights) == ("broadcast", True)
-            transport = make_transport("broadcast", apart.receivers, verify=True)
-            sender = transport.connect(ExportPlan.of(weights.items()), rank=0, bucket_bytes=1 << 14)
-            assert sender.send(weights.items()) == apart.weights_checksum()
-            kill_and_wait(apart.receivers[1].actor)
-            with pytest.raises(
-                EngineLostError, match=r"has lost generation engine 1 \(device 2\) with the weights model"
-            ):
-                sender.send(weights.items())
-        finally:
-            apart.shutdown()
-
-
-def test_shutdown_leaves_no_process(ray_cluster):
-    generation = make_generation(POLICY, ray_cluster)
-    generation.wait_until_ready()
-    pids = [pid for _, pid in ray.get(generation._process_refs)]
-    assert all(psutil.pid_exists(pid) for pid in pids)
-    generation.shutdown()
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert generation.receivers == ()
-    generation.shutdown()
+        apart = start_pair(cluster)
+        assert (apart.capabilities.refit_transport, apart.capabilities.keeps_weights) == ("broadcast", True)
+        transport = make_transport("broadcast", apart.receivers, verify=True)
+        sender = transport.connect(ExportPlan.of(weights.items()), rank=0, bucket_bytes=1 << 14)
+        assert sender.send(weights.items()) == apart.weights_checksum()
+        kill_and_wait(apart.receivers[1].actor)
+        with pytest.raises(EngineLostError, match=r"has lost generation engine 1 \(device 2\) with the weights model"):
+            sender.send(weights.items())
+        apart.shutdown()
 
 
 def test_an_unknown_model_type_is_an_error_of_the_construction(ray_cluster):

@@ -41,68 +41,53 @@ def request(sampling: SamplingParams = SAMPLING) -> GenerationRequest:
     return GenerationRequest([[5, 6, 7], [5, 6, 7], [8] * 60], [0, 1, 0], 3, sampling)
 
 
-def test_an_engine_is_started_with_the_recipes_settings():
+def vllm_policy(**section):
+    """Returns a recipe's policy section; `section` overrides keys of vllm_cfg."""
     policy = engine_conformance.policy("vllm")
+    policy["generation"]["vllm_cfg"] |= section
+    return policy
+
+
+def arguments_of(policy, **options):
+    return engine_arguments(policy, Path("/folder"), **options)
+
+
+def test_an_engine_is_started_with_the_recipes_settings():
+    policy = vllm_policy()
     section = policy["generation"]["vllm_cfg"]
-    arguments = engine_arguments(policy, Path("/folder"))
+    alone = arguments_of(policy)
     expected = {
         "model": "/folder", "load_format": "dummy", "dtype": "float32", "tensor_parallel_size": 1,
         "enable_expert_parallel": False, "gpu_memory_utilization": 0.2, "max_model_len": 64, "enforce_eager": True,
         "logprobs_mode": "processed_logprobs", "distributed_executor_backend": "uni",
     }  # fmt: skip
-    assert {name: arguments[name] for name in expected} == expected
-    section |= {"tensor_parallel_size": 2, "expert_parallel_size": 2}
-    assert "enable_prefix_caching" not in arguments  # as vLLM has it
-    section["enable_prefix_caching"] = False
+    assert alone.items() >= expected.items()
+    assert "enable_prefix_caching" not in alone  # as vLLM has it
+    section |= {"tensor_parallel_size": 2, "expert_parallel_size": 2, "enable_prefix_caching": False}
     policy["generation"]["vllm_kwargs"] = {"max_num_batched_tokens": 4096}
-    split = engine_arguments(policy, Path("/folder"))
-    assert split["distributed_executor_backend"] == "external_launcher"
-    assert split["enable_expert_parallel"]
-    assert split["enable_prefix_caching"] is False
-    assert split["max_num_batched_tokens"] == 4096
+    split = arguments_of(policy)
+    assert (split["distributed_executor_backend"], split["enable_expert_parallel"]) == ("external_launcher", True)
+    assert (split["enable_prefix_caching"], split["max_num_batched_tokens"]) == (False, 4096)
     assert not {"data_parallel_size", "async_scheduling"} & set(split)
     section["expert_parallel_size"] = 6
-    replicas = engine_arguments(policy, Path("/folder"))
-    assert replicas == split | {"data_parallel_size": 3, "async_scheduling": False}
+    assert arguments_of(policy) == split | {"data_parallel_size": 3, "async_scheduling": False}
     section |= {"tensor_parallel_size": 1, "expert_parallel_size": 2}
-    assert engine_arguments(policy, Path("/folder"))["distributed_executor_backend"] == "external_launcher"
+    assert arguments_of(policy)["distributed_executor_backend"] == "external_launcher"
 
 
 def test_an_engine_that_is_built_beside_the_policy_starts_whatever_is_free():
-    policy = engine_conformance.policy("vllm")
-    section = policy["generation"]["vllm_cfg"]
-    found = []
-    for decided in (False, True):
-        section["build_beside_policy"] = decided
-        found.append((is_built_beside_policy(policy), engine_arguments(policy, Path("/folder"))))
-    (behind, second), (beside, third) = found
-    assert (behind, beside) == (False, True)
-    assert second["gpu_memory_utilization"] == 0.2
-    assert 0 < third["gpu_memory_utilization"] < 0.01
-    assert {**third, "gpu_memory_utilization": 0.2} == second
-
-
-@pytest.mark.parametrize(
-    ("decided", "apart", "alone"), [(False, False, True), (True, False, False), (False, True, False)]
-)
-def test_the_policy_waits_for_an_engine_on_its_gpus_that_is_not_built_beside_it(monkeypatch, decided, apart, alone):
-    monkeypatch.setattr("nemo_offload_rl.generation.vllm_backend.ray.remote", MagicMock())
-    policy = engine_conformance.policy("vllm")
-    policy["generation"]["vllm_cfg"]["build_beside_policy"] = decided
-    cluster = SimpleNamespace(
-        engines_are_apart=apart, engine_share=0.5, threads_per_engine_bundle=1, actor_options=lambda bundle, share: {},
-        node_of=lambda bundle: SimpleNamespace(id=0),
-    )  # fmt: skip
-    generation = VllmGeneration(cluster, [(0,)], policy)
-    assert generation.capabilities.built_alone is alone
-    assert VllmGeneration.capabilities.built_alone  # for any engine
+    behind, beside = vllm_policy(build_beside_policy=False), vllm_policy(build_beside_policy=True)
+    assert (is_built_beside_policy(behind), is_built_beside_policy(beside)) == (False, True)
+    assert arguments_of(behind)["gpu_memory_utilization"] == 0.2
+    assert 0 < arguments_of(beside)["gpu_memory_utilization"] < 0.01
+    assert arguments_of(beside) | {"gpu_memory_utilization": 0.2} == arguments_of(behind)
 
 
 class Started:
     """Replaces an actor: notes how it was built, and answers a request with its own number."""
 
     def __init__(self, number):
-        self.number, self.built, self.listens, self.rows = number, {}, None, None
+        self.number, self.built, self.listens, self.rows, self.verbs = number, {}, None, None, []
         for verb in ("build", "listen", "process", "call"):
             setattr(self, verb, SimpleNamespace(remote=getattr(self, f"on_{verb}")))
 
@@ -118,14 +103,53 @@ class Started:
         return ("built", self.number)
 
     def on_call(self, pickled, shards, part):
-        assert pickle.loads(pickled) == ("generate", ())
-        self.rows = len(pickle.loads(shards[part.shard]).prompt_ids)
+        verb, _ = pickle.loads(pickled)
+        self.verbs.append(verb)
+        self.rows = len(pickle.loads(shards[part.shard]).prompt_ids) if verb == "generate" else None
         self.is_asked = part.wants_result
         return ("answer of", self.number)
 
     def answer(self):
+        if self.rows is None:
+            return [True]
         output = GenerationOutput([[self.number]] * self.rows, [[0.0]] * self.rows, ["stop"] * self.rows)
         return [output] if self.is_asked else []
+
+
+def a_cluster(*, apart=False):
+    return SimpleNamespace(
+        engines_are_apart=apart, engine_share=0.5, threads_per_engine_bundle=1, master_port_range=(5000, 5010),
+        actor_options=lambda bundle, share: {}, are_on_one_node=lambda bundles: max(bundles) < 2,
+        node_of=lambda bundle: SimpleNamespace(id=0), wait=lambda refs, timeout: (refs, []), has_gpus=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def actors(monkeypatch):
+    """Returns the actors that are started, in their order."""
+    actors = []
+
+    def start():
+        actors.append(Started(len(actors)))
+        return actors[-1]
+
+    def get(refs):
+        return [actors[number].answer() if kind == "answer of" else None for kind, number in refs]
+
+    remote = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start))
+    monkeypatch.setattr("nemo_offload_rl.generation.vllm_backend.ray.remote", lambda _: remote)
+    monkeypatch.setattr("nemo_offload_rl.placement.gather.ray.get", get)
+    monkeypatch.setattr("nemo_offload_rl.placement.relay.ray.put", lambda value: value)
+    return actors
+
+
+@pytest.mark.parametrize(
+    ("decided", "apart", "alone"), [(False, False, True), (True, False, False), (False, True, False)]
+)
+def test_the_policy_waits_for_an_engine_on_its_gpus_that_is_not_built_beside_it(actors, decided, apart, alone):
+    generation = VllmGeneration(a_cluster(apart=apart), [(0,)], vllm_policy(build_beside_policy=decided))
+    assert generation.capabilities.built_alone is alone
+    assert VllmGeneration.capabilities.built_alone  # for any engine
 
 
 @pytest.mark.parametrize(
@@ -138,43 +162,20 @@ class Started:
         (2, 4, [(0, 1, 2, 3)], [0, 2]),
     ],
 )
-def test_the_processes_of_an_engine_meet_and_its_replicas_share_out_the_rows(monkeypatch, tp, ep, engines, replicas):
-    actors = []
-
-    def start():
-        actors.append(Started(len(actors)))
-        return actors[-1]
-
-    monkeypatch.setattr(
-        "nemo_offload_rl.generation.vllm_backend.ray.remote",
-        lambda _: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start)),
-    )
-    monkeypatch.setattr(
-        "nemo_offload_rl.placement.gather.ray.get",
-        lambda refs: [actors[number].answer() if kind == "answer of" else None for kind, number in refs],
-    )
-    monkeypatch.setattr("nemo_offload_rl.placement.relay.ray.put", lambda value: value)
-    policy = engine_conformance.policy("vllm")
-    policy["generation"]["vllm_cfg"] |= {"tensor_parallel_size": tp, "expert_parallel_size": ep}
-    cluster = SimpleNamespace(
-        engines_are_apart=False, engine_share=0.5, threads_per_engine_bundle=1, master_port_range=(5000, 5010),
-        actor_options=lambda bundle, share: {}, are_on_one_node=lambda bundles: max(bundles) < 2,
-        node_of=lambda bundle: SimpleNamespace(id=0), wait=lambda refs, timeout: (refs, []), has_gpus=True,
-    )  # fmt: skip
-    size = ENGINE.bundles_per_engine(policy, cluster)
+def test_the_processes_of_an_engine_meet_and_its_replicas_share_out_the_rows(actors, tp, ep, engines, replicas):
+    policy = vllm_policy(tensor_parallel_size=tp, expert_parallel_size=ep)
+    size = ENGINE.bundles_per_engine(policy, a_cluster())
     assert {len(bundles) for bundles in engines} == {size}
-    generation = VllmGeneration(cluster, engines, policy)
+    generation = VllmGeneration(a_cluster(), engines, policy)
     for bundles in engines:
-        first = bundles[0]
-        meets = size > 1
+        first, meets = bundles[0], size > 1
         assert actors[first].listens == (((5000, 5010), size, max(bundles) < 2) if meets else None)
         assert [actors[bundle].built["rank"] for bundle in bundles] == list(range(size))
         assert {actors[bundle].built["meeting"] for bundle in bundles} == {("meeting of", first) if meets else None}
-    asked = GenerationRequest([[5]] * 5, list(range(5)), 0, SAMPLING)
-    output = generation.generate(asked)
-    assert sorted({row[0] for row in output.output_ids}) == replicas
-    assert [row[0] for row in output.output_ids] == sorted(row[0] for row in output.output_ids)
-    rows_of = [output.output_ids.count([number]) for number in replicas]
+    output = generation.generate(GenerationRequest([[5]] * 5, list(range(5)), 0, SAMPLING))
+    answered = [row[0] for row in output.output_ids]
+    assert (sorted(set(answered)), answered) == (replicas, sorted(answered))
+    rows_of = [answered.count(number) for number in replicas]
     assert max(rows_of) - min(rows_of) <= 1
     assert [actor.rows for actor in actors] == [rows_of[number // tp] for number in range(4)]
 
@@ -207,7 +208,7 @@ def test_a_node_reads_the_model_from_the_hub_and_its_vllm_only_the_folder(monkey
     monkeypatch.setattr("nemo_offload_rl.data.tokenizer.save_tokenizer", lambda *_: None)
     monkeypatch.setattr("nemo_offload_rl.generation.vllm_generator.VllmGenerator", MagicMock())
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=note))
-    policy = engine_conformance.policy("vllm")
+    policy = vllm_policy()
     policy["generation"]["stop_strings"] = ["end"]
     assert "HF_HUB_OFFLINE" not in engine_environment(policy, num_threads=1)
     VllmActor().build(policy, rank=0, meeting=None, sleeps=True, in_flight=None)
@@ -215,36 +216,23 @@ def test_a_node_reads_the_model_from_the_hub_and_its_vllm_only_the_folder(monkey
 
 
 @pytest.mark.parametrize(("where", "sleeps"), [(None, True), ("discard", True), ("host", True), ("gpu", False)])
-def test_an_engine_that_stays_awake_is_built_so_and_not_asked_to_sleep(monkeypatch, where, sleeps):
-    actor = MagicMock()
-    monkeypatch.setattr(
-        "nemo_offload_rl.generation.vllm_backend.ray.remote",
-        lambda _: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: actor)),
-    )
-    monkeypatch.setattr("nemo_offload_rl.placement.gather.ray.get", lambda refs: [[True] for _ in refs])
-    policy = engine_conformance.policy("vllm")
+def test_an_engine_that_stays_awake_is_built_so_and_not_asked_to_sleep(actors, where, sleeps):
+    policy = vllm_policy()
     policy["residency"]["generation_weights"] = where
-    cluster = SimpleNamespace(
-        engines_are_apart=False, engine_share=0.5, threads_per_engine_bundle=1, actor_options=lambda bundle, share: {},
-        node_of=lambda bundle: SimpleNamespace(id=0), wait=lambda refs, timeout: (refs, []),
-    )  # fmt: skip
-    generation = VllmGeneration(cluster, [(0,)], policy)
-    assert actor.build.remote.call_args.kwargs["sleeps"] is sleeps
+    generation = VllmGeneration(a_cluster(), [(0,)], policy)
+    [actor] = actors
+    assert actor.built["sleeps"] is sleeps
     assert generation.capabilities.keeps_weights is (where in ("host", "gpu"))
     assert len(generation.start_finish_generation()) == (1 if sleeps else 0)
     generation.finish_generation()
     assert generation.prepare_for_generation(["kv_cache"]) is sleeps  # as the actor answers, if it is asked
-    assert actor.call.remote.called is sleeps
+    assert actor.verbs == ["finish_generation", "prepare_for_generation"] * sleeps
 
 
 def test_an_engines_environment_has_the_recipes_variables():
-    policy = engine_conformance.policy("vllm")
-    policy["generation"]["vllm_kwargs"] = {"max_num_seqs": 3}
-    assert engine_arguments(policy, Path("/folder"))["max_num_seqs"] == 3
-    assert engine_environment(policy, num_threads=5) == {"OMP_NUM_THREADS": "5"} | ENVIRONMENT
-    policy["generation"]["vllm_cfg"]["env_vars"] = {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "x"}
-    found = engine_environment(policy, num_threads=5)
-    assert found == {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "x"} | ENVIRONMENT
+    own = {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "x"}
+    assert engine_environment(vllm_policy(), num_threads=5) == {"OMP_NUM_THREADS": "5"} | ENVIRONMENT
+    assert engine_environment(vllm_policy(env_vars=own), num_threads=5) == own | ENVIRONMENT
 
 
 def test_each_row_has_its_limit_its_stops_and_its_seed():
@@ -252,34 +240,32 @@ def test_each_row_has_its_limit_its_stops_and_its_seed():
     assert [row["max_tokens"] for row in rows] == [10, 10, 4]
     assert rows[0]["seed"] == row_seed(11, 3, [5, 6, 7], 0)
     assert len({row["seed"] for row in rows}) == 3
-    assert (rows[0]["temperature"], rows[0]["top_p"], rows[0]["top_k"]) == (0.8, 0.9, 0)
-    assert rows[0]["stop_token_ids"] == [2, 3]
-    assert rows[0]["ignore_eos"] is True  # all ends that count are among the stop tokens
-    assert rows[0]["bad_words"] == []
+    # All ends that count are among the stop tokens.
+    wanted = {"temperature": 0.8, "top_p": 0.9, "top_k": 0, "stop_token_ids": [2, 3], "ignore_eos": True}
+    assert rows[0].items() >= {**wanted, "bad_words": []}.items()
     greedy = sampling_arguments(request(SamplingParams(10, 0.0, 0.9, 5, (), 11)), 0, 64)
-    assert (greedy["temperature"], greedy["top_p"], greedy["top_k"], greedy["seed"]) == (0.0, 1.0, 0, None)
+    assert greedy.items() >= {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": None}.items()
 
 
-def test_stop_strings_need_a_tokenizer_and_are_part_of_an_answer():
-    assert sampling_arguments(request(), 0, 64)["detokenize"] is False
-    assert "stop" not in sampling_arguments(request(), 0, 64)
-    row = sampling_arguments(request(replace(SAMPLING, stop_strings=("\n\n", "<|end|>"))), 0, 64)
-    expected = {"stop": ["\n\n", "<|end|>"], "include_stop_str_in_output": True, "skip_special_tokens": False}
-    assert {name: row[name] for name in expected} == expected
-    assert row["detokenize"] is True
-    assert row["stop_token_ids"] == [2, 3]
-    policy = engine_conformance.policy("vllm")
-    assert engine_arguments(policy, Path("/folder"))["skip_tokenizer_init"] is True
-    policy["generation"]["stop_strings"] = ["\n\n"]
-    assert engine_arguments(policy, Path("/folder"))["skip_tokenizer_init"] is False
+WHOLE_TEXT = {"include_stop_str_in_output": True, "skip_special_tokens": False}
 
 
-def test_bad_words_need_a_tokenizer_and_go_to_vllm_as_they_are():
-    row = sampling_arguments(request(replace(SAMPLING, bad_words=("<image>", "tea"))), 0, 64)
-    assert (row["bad_words"], row["detokenize"]) == (["<image>", "tea"], False)
-    policy = engine_conformance.policy("vllm")
-    policy["generation"]["bad_words"] = ["tea"]
-    assert engine_arguments(policy, Path("/folder"))["skip_tokenizer_init"] is False
+@pytest.mark.parametrize(
+    ("key", "words", "given"),
+    [
+        ("stop_strings", ("\n\n", "<|end|>"), {"stop": ["\n\n", "<|end|>"], "detokenize": True, **WHOLE_TEXT}),
+        ("bad_words", ("<image>", "tea"), {"bad_words": ["<image>", "tea"], "detokenize": False}),
+    ],
+)
+def test_stop_strings_and_bad_words_need_a_tokenizer_and_go_to_vllm_as_they_are(key, words, given):
+    plain = sampling_arguments(request(), 0, 64)
+    assert "stop" not in plain and plain["detokenize"] is False
+    row = sampling_arguments(request(replace(SAMPLING, **{key: words})), 0, 64)
+    assert row.items() >= {"stop_token_ids": [2, 3], **given}.items()
+    policy = vllm_policy()
+    assert arguments_of(policy)["skip_tokenizer_init"] is True
+    policy["generation"][key] = list(words)
+    assert arguments_of(policy)["skip_tokenizer_init"] is False
 
 
 def test_a_seed_depends_on_what_the_uniforms_depend_on():
@@ -348,11 +334,17 @@ def no_pools(monkeypatch):
     monkeypatch.setattr(vllm_generator, "vllm_pools", dict)
 
 
+def make_generator(engine=None, *, loaded=False, **options):
+    generator = VllmGenerator(engine or StandIn(), precision="float32", max_sequence_length=64, **options)
+    generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
+    if loaded:
+        generator.load_weights(list(WEIGHTS.items()))
+    return generator
+
+
 @pytest.fixture
 def generator():
-    generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64)
-    generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
-    return generator
+    return make_generator()
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -391,10 +383,9 @@ def test_it_waits_for_every_weight_of_each_refit(generator):
 
 
 def test_a_bias_that_vllm_would_ignore_is_refused_before_the_first_refit():
-    stand_in = StandIn()
-    generator = VllmGenerator(stand_in, precision="float32", max_sequence_length=64)
+    generator = make_generator()
     named = {f"{layer}.{name}": tensor for layer in "ab" for name, tensor in WEIGHTS.items()}
-    stand_in.model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(3, 2, bias=False)})
+    generator._llm.model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(3, 2, bias=False)})
     with pytest.raises(ValueError, match=r"no parameter for 1 of the biases that the policy sends \(b\.bias\), and"):
         generator.prepare_refit_info(ExportPlan.of(named.items()))
     del named["b.bias"]
@@ -402,8 +393,7 @@ def test_a_bias_that_vllm_would_ignore_is_refused_before_the_first_refit():
 
 
 def test_an_engine_on_gpus_of_its_own_never_sleeps_and_waits_for_whole_refits():
-    generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64, sleeps=False)
-    generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
+    generator = make_generator(sleeps=False)
     assert generator.prepare_for_generation(["weights"])  # all of its memory is mapped already
     generator.load_weights(list(WEIGHTS.items()))
     generator.prepare_for_generation(["kv_cache"])
@@ -415,14 +405,11 @@ def test_an_engine_on_gpus_of_its_own_never_sleeps_and_waits_for_whole_refits():
     with pytest.raises(RuntimeError, match=r"have not been loaded, 1 are missing \(bias\)"):
         generator.generate(TOO_LONG)
     assert generator._llm.calls == ["reset_prefix_cache"]
-    policy = engine_conformance.policy("vllm")
-    assert engine_arguments(policy, Path("/folder"), sleeps=False)["enable_sleep_mode"] is False
+    assert arguments_of(vllm_policy(), sleeps=False)["enable_sleep_mode"] is False
 
 
 def test_weights_that_wait_on_the_host_are_whole_after_sleep_and_gone_when_a_refit_begins():
-    generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64, keeps_weights=True)
-    generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
-    generator.load_weights(list(WEIGHTS.items()))
+    generator = make_generator(keeps_weights=True, loaded=True)
     generator.finish_generation()
     generator.prepare_for_generation(["weights", "kv_cache"])  # no refit: the policy has not changed
     assert generator.generate(TOO_LONG).finish_reasons == ["length"]
@@ -436,9 +423,7 @@ def test_weights_that_wait_on_the_host_are_whole_after_sleep_and_gone_when_a_ref
 GIB = 2**30
 
 
-def test_the_kv_cache_is_mapped_behind_the_refit():
-    generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64)
-    generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
+def test_the_kv_cache_is_mapped_behind_the_refit(generator):
     generator.finish_generation()
     assert not generator.prepare_for_generation(["weights"])  # no generation has been measured yet
     generator.load_weights(list(WEIGHTS.items()))
@@ -455,9 +440,8 @@ def test_no_room_for_the_kv_cache_names_the_keys_and_other_errors_stay_as_they_a
     generator.finish_generation()
     generator._llm.wake_up = fail
     message = "CUDA Error: out of memory at cumem_allocator.cpp:137"
-    with pytest.raises(
-        RuntimeError, match=r"wake up vLLM \(kv_cache; CUDA Error: out of memory .* lower policy\.generation"
-    ):
+    told = r"wake up vLLM \(kv_cache; CUDA Error: out of memory .* lower policy\.generation"
+    with pytest.raises(RuntimeError, match=told):
         generator.prepare_for_generation(["kv_cache"])
     message = "CUDA Error: invalid argument"
     with pytest.raises(RuntimeError, match=r"^CUDA Error: invalid argument$"):
@@ -471,8 +455,7 @@ def test_a_policy_need_not_leave_first_where_there_is_room_for_twice_what_genera
     }
     monkeypatch.setattr(vllm_generator, "vllm_pools", lambda: pools)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 16 * GIB)  # 3 more than the pools of 13
-    generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64)
-    generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
+    generator = make_generator()
 
     def has_room(free_gib):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free_gib * GIB), 0))
@@ -492,25 +475,19 @@ def test_a_replica_without_rows_runs_if_others_need_its_experts(monkeypatch, sha
     monkeypatch.setattr(vllm_generator, "_sampling_params", list)
     engine = StandIn()
     engine.generate = lambda prompts, params, use_tqdm: engine.calls.append(("generate", prompts)) or []
-    generator = VllmGenerator(engine, precision="float32", max_sequence_length=64, shares_experts=shares_experts)
-    generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
-    generator.load_weights(list(WEIGHTS.items()))
+    generator = make_generator(engine, shares_experts=shares_experts, loaded=True)
     nothing = generator.generate(GenerationRequest([], [], 0, SAMPLING))
     too_long = generator.generate(TOO_LONG)
     assert (nothing.output_ids, too_long.output_ids) == ([], [[]])
     assert [call for call in engine.calls if call[0] == "generate"] == [("generate", [])] * 2 * shares_experts
 
 
-def test_the_prefix_cache_is_reset_once_after_each_refit(generator):
+def test_the_prefix_cache_is_reset_after_each_refit_and_a_weight_not_taken_leaves_no_half_loaded_engine(generator):
     for _ in range(2):
         generator.load_weights(list(WEIGHTS.items()))
         generator.generate(TOO_LONG)
         generator.generate(TOO_LONG)
     assert generator._llm.calls == ["reset_prefix_cache"] * 2
-
-
-def test_a_weight_that_is_not_taken_leaves_no_half_loaded_engine(generator):
-    generator.load_weights(list(WEIGHTS.items()))
     with pytest.raises(ValueError, match="'unknown'"):
         generator.load_weights([("unknown", torch.zeros(1))])
     with pytest.raises(RuntimeError, match="have not been loaded, 2 are missing"):
@@ -532,17 +509,16 @@ def test_another_type_is_refused_before_anything_is_sent(generator):
 def test_an_engine_that_changes_loaded_weights_is_refused():
     engine = StandIn()
     engine.model.process_weights_after_loading = lambda: None
-    with pytest.raises(
-        ValueError, match=r"1 modules would compute with weights other than the policy's \( computes other ten"
-    ):
-        VllmGenerator(engine, precision="float32", max_sequence_length=64)
+    message = r"1 modules would compute with weights other than the policy's \( computes other ten"
+    with pytest.raises(ValueError, match=message):
+        make_generator(engine)
 
 
 def test_it_needs_gpus(ray_cluster):
     if ray_cluster.has_gpus:
         pytest.skip("is for machines without a GPU")
     with pytest.raises(ValueError, match="backend is vllm, which needs GPUs, and the ranks have none"):
-        ENGINE.bundles_per_engine(engine_conformance.policy("vllm"), ray_cluster)
+        ENGINE.bundles_per_engine(vllm_policy(), ray_cluster)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -592,10 +568,7 @@ def test_tokens_know_how_often_the_weights_had_changed(monkeypatch, recomputes):
     monkeypatch.setattr(vllm_generator, "_sampling_params", list)
     monkeypatch.setattr(vllm_generator, "_replica", lambda: SimpleNamespace(world_size=1))
     llm.generate = generate
-    generator = VllmGenerator(
-        llm, precision="float32", max_sequence_length=64, sleeps=False, in_flight=InFlightUpdates(recomputes)
-    )
-    generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
+    generator = make_generator(llm, sleeps=False, in_flight=InFlightUpdates(recomputes))
     update()
     output = generator.generate(GenerationRequest([[5], [6]], [0, 0], 0, SAMPLING))
     assert output.held_s > 0

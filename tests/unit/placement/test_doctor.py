@@ -58,9 +58,8 @@ def test_a_machine_where_all_is_well():
     }  # fmt: skip
 
 
-WITHOUT_GPUS = replace(
-    GOOD, gpus=(), visible_gpus=(), links={}, versions=VERSIONS | {"nvidia driver": None, "transformer-engine": None}
-)
+NO_LIBRARIES = VERSIONS | {"nvidia driver": None, "transformer-engine": None}
+WITHOUT_GPUS = replace(GOOD, gpus=(), visible_gpus=(), links={}, versions=NO_LIBRARIES)
 TWO_GPUS = replace(GOOD, gpus=(GPU, replace(GPU, index=1, pci_bus_id="0000:e5:00.0")))
 NONE_VISIBLE = replace(TWO_GPUS, visible_gpus=(), links={})
 ONE_NODE = replace(GOOD, numa_nodes={0: NumaNode(0, frozenset(range(16)), {0: 10})})
@@ -68,43 +67,27 @@ GEN_4 = with_gpu(link_generation=4)
 AS_GEN_4 = replace(with_speed(d2h_gb_per_s=26.0, h2d_gb_per_s=26.0, both_gb_per_s=48.0), gpus=GEN_4.gpus)
 FASTER = replace(GOOD, links={ADDRESS: LinkBenchmark(350.0, 340.0, 600.0, 14.0)})
 UNMEASURED = replace(GOOD, links={}, not_measured={ADDRESS: "[Errno 12] no memory"})
+SLOW_H2D = with_speed(h2d_gb_per_s=24.0, both_gb_per_s=60.0)
+WITH_100_GIB = with_host(available_bytes=100 * GIB)
 LIMITED = with_host(memlock_bytes=8 << 20)
 GPU_MEMORY_NODE = replace(GOOD, numa_nodes={**TWO_NODES, 2: NumaNode(2, frozenset(), {0: 80, 1: 80, 2: 10})})
 # Facts, subject, what the check finds, its verdict, and words of its remedy.
 CHECKS = [
-    (
-        WITHOUT_GPUS, "GPUs", "none: recipes run on the CPU", "missing",
-        "install the NVIDIA driver; in a container: --gpus all",
-    ),
+    (WITHOUT_GPUS, "GPUs", "none: recipes run on the CPU", "missing", "the NVIDIA driver; in a container: --gpus all"),
     (replace(WITHOUT_GPUS, host=LIMITED.host), "memlock", "without a GPU nothing is page-locked", "ok", ""),
-    (
-        TWO_GPUS, "GPUs", "2 x NVIDIA H200, 140.0 GiB; torch can use 1", "warning",
-        "unset CUDA_VISIBLE_DEVICES to use all",
-    ),
+    (TWO_GPUS, "GPUs", "2 x NVIDIA H200, 140.0 GiB; torch can use 1", "warning", "unset CUDA_VISIBLE_DEVICES to use"),
     (TWO_GPUS, "GPU 1: copies", "not measured: torch cannot use this GPU", "missing", ""),
     (NONE_VISIBLE, "GPUs", "torch can use 0", "missing", "or install a driver for CUDA 13.0"),
     (replace(NONE_VISIBLE, torch_cuda=None), "GPUs", "torch can use 0", "missing", "built without CUDA"),
     (with_gpu(link_width=8), "GPU 0: link", "Gen5 x8 of Gen5 x16", "warning", "50% of the lanes: reseat the GPU"),
     (AS_GEN_4, "GPU 0: link", "Gen4 x16 of Gen5 x16", "warning", ""),
     (AS_GEN_4, "GPU 0: copies", "D2H 26.0, H2D 26.0, both 48.0 GB/s in all; 83% of Gen4 x16", "ok", ""),
-    (
-        with_gpu(link_generation=1),
-        "GPU 0: link",
-        "Gen1 x16 of Gen5 x16",
-        "ok",
-        "",
-    ),  # copies show that the link only slept
+    (with_gpu(link_generation=1), "GPU 0: link", "Gen1 x16 of Gen5 x16", "ok", ""),  # copies show that it only slept
     (replace(GEN_4, links={}), "GPU 0: link", "Gen4 x16 of Gen5 x16", "warning", ""),
     (with_gpu(link_width=None), "GPU 0: link", "not reported by the driver or sysfs", "missing", ""),
     (with_gpu(max_link_width=None), "GPU 0: link", "Gen5 x16; the GPU's own limits are not known", "ok", ""),
     (with_gpu(link_generation=None), "GPU 0: copies", "GB/s in all", "ok", ""),
-    (
-        with_speed(h2d_gb_per_s=24.0, both_gb_per_s=60.0),
-        "GPU 0: copies",
-        "38% of Gen5 x16",
-        "warning",
-        "the GPU's NUMA node",
-    ),
+    (SLOW_H2D, "GPU 0: copies", "38% of Gen5 x16", "warning", "the GPU's NUMA node"),
     (with_speed(both_gb_per_s=60.0), "GPU 0: copies", "", "warning", "overlapped copies gain little here"),
     (FASTER, "GPU 0: copies", "D2H 350.0, H2D 340.0, both 600.0 GB/s in all", "ok", ""),
     (UNMEASURED, "GPU 0: copies", "not measured: [Errno 12] no memory", "missing", "free the GPU or the memory"),
@@ -114,26 +97,14 @@ CHECKS = [
     (replace(GOOD, allowed_cpus=frozenset({0, 1, 2, 5})), "GPU 0: NUMA", "", "warning", "may use CPUs 0-2,5 only"),
     (GPU_MEMORY_NODE, "GPU 0: NUMA", "distance 21 to node 0, 10 to node 1", "ok", ""),
     (replace(GOOD, memory_policy_allowed=False), "memory policy", "", "warning", "--cap-add SYS_NICE"),
-    (
-        with_host(available_bytes=100 * GIB),
-        "host memory",
-        "100.0 GiB of 2048.0 GiB",
-        "warning",
-        "less than the GPUs' 140.0",
-    ),
+    (WITH_100_GIB, "host memory", "100.0 GiB of 2048.0 GiB", "warning", "less than the GPUs' 140.0"),
     (with_host(cgroup_free_bytes=64 * GIB), "cgroup", "leaves 64.0 GiB", "warning", ""),
     (with_host(cgroup_free_bytes=2010 * GIB), "cgroup", "leaves 2010.0 GiB", "ok", ""),
     (LIMITED, "memlock", "8 MiB; CUDA still page-locked 2 GiB", "ok", ""),
-    (
-        replace(LIMITED, links={}),
-        "memlock",
-        "8 MiB",
-        "warning",
-        "ulimit -l unlimited; in a container: --ulimit memlock=-1",
-    ),
+    (replace(LIMITED, links={}), "memlock", "8 MiB", "warning", "unlimited; in a container: --ulimit memlock=-1"),
     (replace(GOOD, versions=VERSIONS | {"torch": None}), "torch", "", "missing", "make setup"),
     (replace(GOOD, versions=VERSIONS | {"transformer-engine": None}), "transformer-engine", "", "missing", "EXTRAS=te"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("facts", "subject", "found", "verdict", "remedy"), CHECKS)

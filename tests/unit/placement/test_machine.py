@@ -90,22 +90,12 @@ DOCKER = {
     "memory/docker/abc": limit_v1(10 * GIB, 4 * GIB, inactive_file=1, total_inactive_file=GIB),
     "memory/docker": limit_v1(NO_LIMIT_V1, 60 * GIB),
 }
+PAGE_CACHE = {"anon": 3 * GIB, "inactive_file": GIB, "active_file": 2 * GIB}
+ROOT_GROUP = {"memory_stat": {"inactive_file": GIB}}  # has neither limit nor usage
 # Version, the process's group, the mount's root, files of groups, and the GiB that they leave.
 CGROUPS = {
-    "page cache that goes first is free": (
-        *(
-            "v2",
-            "/pod",
-            "/",
-            {"pod": limit_v2(10 * GIB, 7 * GIB, anon=3 * GIB, inactive_file=GIB, active_file=2 * GIB)},
-        ),
-        4,
-    ),
-    # The root cgroup has neither limit nor usage.
-    "v2 without a limit": (
-        *("v2", "/pod", "/", {"pod": limit_v2("max", 7 * GIB), "": {"memory_stat": {"inactive_file": GIB}}}),
-        None,
-    ),
+    "page cache that goes first is free": ("v2", "/pod", "/", {"pod": limit_v2(10 * GIB, 7 * GIB, **PAGE_CACHE)}, 4),
+    "v2 without a limit": ("v2", "/pod", "/", {"pod": limit_v2("max", 7 * GIB), "": ROOT_GROUP}, None),
     "the tightest of nested groups": ("v2", "/slice/pod/container", "/", NESTED, 1.5),
     "a limit below what is used": ("v2", "/pod", "/", {"pod": limit_v2(GIB, 2 * GIB)}, 0),
     "v1": ("v1", "/docker/abc", "/", DOCKER, 7),
@@ -144,9 +134,6 @@ def test_memlock_is_this_process_s_soft_limit():
 # Tests of GPUs replace nvidia-smi on PATH with a script.
 
 H200 = "0, NVIDIA H200, GPU-1e2d, 00000000:65:00.0, 143771, 5, 16, 5, 16, 580.159.04"
-PLAIN = (
-    "memory.total,pcie.link.gen.current,pcie.link.width.current,pcie.link.gen.max,pcie.link.width.max,driver_version"
-)
 
 
 @pytest.fixture
@@ -158,12 +145,8 @@ def nvidia_smi(tmp_path, monkeypatch):
 
     def install(*lines: str, status: int = 0) -> Path:
         script = folder / "nvidia-smi"
-        said = "\n".join(lines)
-        script.write_text(
-            f"#!/bin/sh\necho \"$@\" > {folder}/arguments\ncat <<'END'\n{said}\nEND\nexit {status}\n".replace(
-                "cat", "/bin/cat", 1
-            )
-        )
+        said = "\n".join(["/bin/cat <<'END'", *lines, "END"])
+        script.write_text(f'#!/bin/sh\necho "$@" > {folder}/arguments\n{said}\nexit {status}\n')
         script.chmod(0o755)
         return folder / "arguments"
 
@@ -179,7 +162,8 @@ def test_gpus_are_those_of_nvidia_smi(tmp_path, nvidia_smi):
     first, second = gpu_facts(tmp_path)
     assert first == GpuFacts(0, "NVIDIA H200", "GPU-1e2d", "0000:65:00.0", 143771 << 20, 5, 16, 5, 16, None)
     assert (second.index, second.pci_bus_id, link_of(second)) == (1, "0000:e5:00.0", (1, 8, 5, 16))
-    query = f"--query-gpu=index,name,uuid,pci.bus_id,{PLAIN}"
+    link = "pcie.link.gen.current,pcie.link.width.current,pcie.link.gen.max,pcie.link.width.max"
+    query = f"--query-gpu=index,name,uuid,pci.bus_id,memory.total,{link},driver_version"
     assert arguments.read_text().split() == [query, "--format=csv,noheader,nounits"]
     assert driver_version(tmp_path) == "580.159.04"
 
@@ -194,12 +178,14 @@ def pci_device(sysfs: Path, **files: object) -> None:
 UNKNOWN = "[N/A], [N/A], [Not Supported], [N/A], [N/A]"
 
 
+GEN_4_X8 = ("16.0 GT/s PCIe", 8, "32.0 GT/s PCIe", 16)
+
+
 @pytest.mark.parametrize(
     ("said", "in_sysfs", "link"),
     [
-        (UNKNOWN, ("16.0 GT/s PCIe", 8, "32.0 GT/s PCIe", 16), (4, 8, 5, 16)),
-        # The driver calls the slot's lanes the most.
-        ("143771, 4, 8, 4, 8", ("16.0 GT/s PCIe", 8, "32.0 GT/s PCIe", 16), (4, 8, 5, 16)),
+        (UNKNOWN, GEN_4_X8, (4, 8, 5, 16)),
+        ("143771, 4, 8, 4, 8", GEN_4_X8, (4, 8, 5, 16)),  # the driver calls the slot's lanes the most
         (UNKNOWN, ("Unknown", 0, "2000.0 GT/s", 255), (None,) * 4),
     ],
 )
@@ -238,9 +224,8 @@ def test_an_nvidia_smi_that_fails_is_a_warning_and_torch_is_asked(tmp_path, nvid
 
 def test_without_nvidia_smi_the_gpus_are_torch_s_and_the_version_is_the_module_s(tmp_path, nvidia_smi):
     assert driver_version(tmp_path) is None
-    assert [gpu.pci_bus_id for gpu in gpu_facts(tmp_path)] == [
-        torch_pci_bus_id(index) for index in range(torch.cuda.device_count())
-    ]
+    of_torch = [torch_pci_bus_id(index) for index in range(torch.cuda.device_count())]
+    assert [gpu.pci_bus_id for gpu in gpu_facts(tmp_path)] == of_torch
     (tmp_path / "module/nvidia").mkdir(parents=True)
     (tmp_path / "module/nvidia/version").write_text("580.95.05\n")
     assert driver_version(tmp_path) == "580.95.05"
