@@ -60,94 +60,60 @@ LAYERS = {
     "config.upstream": layer("config.problems", "config.key_table", never=NO_LIBRARY),
     "config.schema": layer(never=NO_LIBRARY),
     "config.algorithms": layer("config.schema", "residency.table", never=NO_LIBRARY),
-    "config.keys": layer(
-        "config.problems", "config.source", "config.installed", "config.key_table", "config.schema",
-        "config.algorithms", "named_datasets", never=NO_LIBRARY
-    ),
-    "config.recipe": layer(
-        "config.problems", "config.source", "config.keys", "storage", never=NO_LIBRARY
-    ),
-    "config.rules": layer(
-        "config.problems", "config.installed", "config.megatron", "config.model", "config.schema",
+    "config.keys": layer("config.problems", "config.source", "config.installed", "config.key_table", "config.schema",
+        "config.algorithms", "named_datasets", never=NO_LIBRARY),
+    "config.recipe": layer("config.problems", "config.source", "config.keys", "storage", never=NO_LIBRARY),
+    "config.rules": layer("config.problems", "config.installed", "config.megatron", "config.model", "config.schema",
         "config.upstream", "config.key_table", "config.algorithms", "config.keys", "config.recipe", "named_datasets",
-        "metrics.names",
-        never=NO_LIBRARY,
-    ),
+        "metrics.names", never=NO_LIBRARY),
     "config": layer("named_datasets", "storage", "residency.table", "metrics.names", never=NO_LIBRARY),
     "placement.signals": layer(never="torch ray megatron"),
     "placement": layer(*LEAVES, never="megatron transformers"),
     "placement.network": layer(never="ray megatron transformers"),
     "placement.link": layer("memory", *LEAVES, never="ray megatron transformers"),
     "placement.rates": layer("storage", never=NO_LIBRARY),
-    "plan": layer(
-        "config", "residency.targets", "activation_offload.schedule", "placement.rates", *LEAVES,
-        never=NO_LIBRARY,
-    ),
+    "plan": layer("config", "residency.targets", "activation_offload.schedule", "placement.rates", *LEAVES,
+        never=NO_LIBRARY),
     "adapters": layer("memory", "residency", "placement.gpus", *LEAVES),
     "data": layer("hub", "named_datasets", *LEAVES, never="ray megatron transformer_engine"),
     "environments": layer("data", *LEAVES, never="megatron transformer_engine"),
     "mcore.context_parallel": layer(never="ray"),
     "mcore.log_filters": layer(never="ray"),
     "mcore.optimizer": layer("memory", "residency", never="ray"),
-    "mcore.patches": layer(
-        "activation_offload", "residency.streamed", "config.installed", "config.megatron", "mcore.optimizer",
-        "mcore.context_parallel", never="ray"
-    ),
-    "mcore.architectures": layer(
-        "mcore.patches", "config.megatron", "config.model", "config.schema", never="ray"
-    ),
-    "mcore.distributed": layer(
-        "mcore.patches", "memory.errors", "config.megatron", "placement.network", "storage", never="ray"
-    ),
+    "mcore.patches": layer("activation_offload", "residency.streamed", "config.installed", "config.megatron",
+        "mcore.optimizer", "mcore.context_parallel", never="ray"),
+    "mcore.architectures": layer("mcore.patches", "config.megatron", "config.model", "config.schema", never="ray"),
+    "mcore.distributed": layer("mcore.patches", "memory.errors", "config.megatron", "placement.network", "storage",
+        never="ray"),
     "mcore.weights": layer("mcore.patches", "mcore.distributed", "hf_config", "storage", never="ray"),
     "mcore.batches": layer("mcore.context_parallel", "memory.units", "data.batch", never="ray"),
-    "mcore.model": layer(
-        "mcore.context_parallel", "mcore.log_filters", "mcore.patches", "mcore.architectures", "mcore.distributed",
-        "mcore.weights", "config.megatron", "config.model", "config.schema", "hf_config", never="ray"
-    ),
-    "mcore.logprob": layer(
-        "mcore.context_parallel", "mcore.patches", "mcore.batches", "mcore.model", "memory.units", never="ray"
-    ),
+    "mcore.model": layer("mcore.context_parallel", "mcore.log_filters", "mcore.patches", "mcore.architectures",
+        "mcore.distributed", "mcore.weights", "config.megatron", "config.model", "config.schema", "hf_config",
+        never="ray"),
+    "mcore.logprob": layer("mcore.context_parallel", "mcore.patches", "mcore.batches", "mcore.model", "memory.units",
+        never="ray"),
     "mcore.graphs": layer("mcore.patches", "mcore.batches", "memory", "config.megatron", never="ray"),
     "mcore.random_weights": layer(never="ray"),
-    "mcore.build": layer(
-        "mcore.patches", "mcore.optimizer", "mcore.weights", "mcore.random_weights", "mcore.model", "config.megatron",
-        "config.schema", "hf_config", never="ray"
-    ),
-    "mcore.checkpoint": layer(
-        "mcore.patches", "mcore.optimizer", "mcore.distributed", "mcore.weights", "mcore.build", "memory", "storage",
-        never="ray"
-    ),
+    "mcore.build": layer("mcore.patches", "mcore.optimizer", "mcore.weights", "mcore.random_weights", "mcore.model",
+        "config.megatron", "config.schema", "hf_config", never="ray"),
+    "mcore.checkpoint": layer("mcore.patches", "mcore.optimizer", "mcore.distributed", "mcore.weights", "mcore.build",
+        "memory", "storage", never="ray"),
     "mcore": layer("memory", "data.batch", never="ray"),
     "model_check": layer("config", "mcore", "hf_config", "data.batch", *LEAVES, never="ray"),
     "model_check.twin": layer(never=NO_LIBRARY),
     "refit": layer("data.batch", "metrics", "memory", never="megatron transformer_engine"),
-    "generation": layer(
-        "data.batch", "data.tokenizer", "metrics", "memory.units", "placement.cluster", "placement.gather",
-        "placement.network", "placement.relay", "placement.signals", "refit",
-        "config.megatron", "config.schema", "hf_config", "hub", never="megatron transformer_engine",
-    ),
-    "worker": layer(
-        "plan", "model_check", "mcore", "memory", "residency", "activation_offload", "placement",
-        "refit", "config", "data.batch",
-        "hf_config", *LEAVES
-    ),
-    "run": layer(
-        "worker.group", "worker.environment", "worker.errors", "generation", "refit", "data", "environments",
-        "placement.cluster", "placement.nodes",
-        "placement.gpu_monitor", "placement.machine", "placement.gpus", "placement.rates", "plan", "config",
-        "hf_config", *LEAVES,
-        never="megatron transformer_engine",
-    ),
-    "algorithms": layer(
-        "run", "worker.group", "generation", "refit", "data", "environments", "placement.cluster", "config", *LEAVES,
-        never="megatron transformer_engine",
-    ),
-    "cli": layer(
-        "config", "plan", "memory", "residency", "activation_offload", "placement",
-        "data", "environments", "mcore", "refit", "generation", "worker",
-        "model_check", "run", "hf_config", *LEAVES,
-    ),
+    "generation": layer("data.batch", "data.tokenizer", "metrics", "memory.units", "placement.cluster",
+        "placement.gather", "placement.network", "placement.relay", "placement.signals", "refit", "config.megatron",
+        "config.schema", "hf_config", "hub", never="megatron transformer_engine"),
+    "worker": layer("plan", "model_check", "mcore", "memory", "residency", "activation_offload", "placement", "refit",
+        "config", "data.batch", "hf_config", *LEAVES),
+    "run": layer("worker.group", "worker.environment", "worker.errors", "generation", "refit", "data", "environments",
+        "placement.cluster", "placement.nodes", "placement.gpu_monitor", "placement.machine", "placement.gpus",
+        "placement.rates", "plan", "config", "hf_config", *LEAVES, never="megatron transformer_engine"),
+    "algorithms": layer("run", "worker.group", "generation", "refit", "data", "environments", "placement.cluster",
+        "config", *LEAVES, never="megatron transformer_engine"),
+    "cli": layer("config", "plan", "memory", "residency", "activation_offload", "placement", "data", "environments",
+        "mcore", "refit", "generation", "worker", "model_check", "run", "hf_config", *LEAVES),
 }  # fmt: skip
 
 
