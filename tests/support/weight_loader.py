@@ -4,19 +4,29 @@ import os
 import sys
 import time
 
+import psutil
 import ray
+
+from nemo_offload_rl.refit.interface import Receiver
 
 # The actors cannot import this module, so Ray pickles its classes by value.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class WeightLoader:
-    """Keeps a copy of each weight; refuses one named `unwanted`, and ends its process at one named `deadly`."""
+    """Keeps a copy of each weight; refuses `unwanted`, takes a minute for `late`, and ends its process at `deadly`."""
 
     def __init__(self, seconds=0.0):
         """Sets how many `seconds` each load is delayed."""
         self.seconds = seconds
         self.take()
+
+    def process(self):
+        return ray.util.get_node_ip_address(), os.getpid()
+
+    def addresses(self):
+        connections = psutil.Process().net_connections("tcp")
+        return {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
 
     def load_weights(self, bucket):
         self.num_loads += 1
@@ -25,6 +35,8 @@ class WeightLoader:
             for name, tensor in named_tensors:
                 if name == "unwanted":
                     raise ValueError("there is no such weight here")
+                if name == "late":
+                    time.sleep(60)
                 if name == "deadly":
                     time.sleep(0.5)  # an answer that Ray has not yet sent would be lost with the process
                     os._exit(1)
@@ -42,3 +54,8 @@ class WeightLoader:
 def take(receiver):
     """Returns what the receiver's actor has loaded since the last call."""
     return ray.get(receiver.actor.take.remote())
+
+
+def start(rank, kind=WeightLoader, **arguments):
+    """Starts an actor, as the engine of a rank."""
+    return Receiver(ray.remote(kind).options(num_cpus=0).remote(**arguments), (rank,), f"engine {rank}")

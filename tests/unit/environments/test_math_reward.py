@@ -72,28 +72,13 @@ def test_dapos_way_needs_no_package_and_gives_the_same_kind_of_reward():
 @pytest.mark.parametrize(
     ("written", "even"),
     [
-        ("42", "42"),
-        ("x = 42", "42"),
-        ("a total of $42$", "42"),
-        ("1,234", "1234"),
-        ("1,2", "12"),  # digits and commas are one number
-        ("(1, 2)", "(1,2)"),
-        ("12 dollars", "12"),
-        (r"12\text{ cm}", "12"),
-        (r"90^{\circ}", "90"),
-        (r"\$5.", "5."),
-        (r"\frac12", r"\frac{1}{2}"),
-        (r"\sqrt3", r"\sqrt{3}"),
-        (r"the answer is $\frac{3}{4}$ of it", r"\frac{3}{4}"),
-        (r"\textbf{7}", "7"),
-        (r"\overline{AB}", "AB"),
-        (r"12{,}345", "12345"),
-        (r"\mbox{east}", "east"),
-        (r"x\text{and}y", "x,y"),
-        (r"3\text{m}^2", "3"),
-        (r"5^\mathrm{th}", "5^"),
+        ("42", "42"), ("x = 42", "42"), ("a total of $42$", "42"), ("1,234", "1234"), ("1,2", "12"),
+        ("(1, 2)", "(1,2)"), ("12 dollars", "12"), (r"12\text{ cm}", "12"), (r"90^{\circ}", "90"), (r"\$5.", "5."),
+        (r"\frac12", r"\frac{1}{2}"), (r"\sqrt3", r"\sqrt{3}"), (r"the answer is $\frac{3}{4}$ of it", r"\frac{3}{4}"),
+        (r"\textbf{7}", "7"), (r"\overline{AB}", "AB"), (r"12{,}345", "12345"), (r"\mbox{east}", "east"),
+        (r"x\text{and}y", "x,y"), (r"3\text{m}^2", "3"), (r"5^\mathrm{th}", "5^"),
     ],
-)
+)  # fmt: skip
 def test_answers_are_evened_out(written, even):
     assert normalize_answer(written) == even
 

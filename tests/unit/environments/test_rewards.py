@@ -51,13 +51,10 @@ def test_an_answer_that_is_too_large_and_an_unknown_reward_are_refused():
 @pytest.mark.parametrize(
     ("text", "boxed"),
     [
-        (r"a \boxed{\frac{1}{2}} b", r"\frac{1}{2}"),
-        (r"\boxed{1} and \boxed{2", "1"),
-        (r"\boxed{1 \boxed{2} 3}", "2"),
-        (r"\boxed{\boxed{1} 2", "1"),
-        ("nothing", None),
+        (r"a \boxed{\frac{1}{2}} b", r"\frac{1}{2}"), (r"\boxed{1} and \boxed{2", "1"), (r"\boxed{1 \boxed{2} 3}", "2"),
+        (r"\boxed{\boxed{1} 2", "1"), ("nothing", None),
     ],
-)
+)  # fmt: skip
 def test_boxed_text_keeps_its_inner_braces(text, boxed):
     assert last_boxed(text) == boxed
 
@@ -65,31 +62,16 @@ def test_boxed_text_keeps_its_inner_braces(text, boxed):
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("first 3, then -4.50", Fraction(-9, 2)),
-        ("x = -3", Fraction(-3)),
-        ("x = \u22123", Fraction(-3)),
-        ("(2)-7", Fraction(7)),
-        ("1/3", Fraction(1, 3)),
-        (r"\frac{3}{4}", Fraction(3, 4)),
-        (r"\frac{1{,}000}{3}", Fraction(1000, 3)),
-        (r"\boxed{3\frac{1}{2}}", Fraction(7, 2)),
-        (r"-2\frac{3}{4}", Fraction(-11, 4)),
-        ("\u22120\\,\\tfrac{3}{4}", Fraction(-3, 4)),
-        (r"1\frac{1}{0}", None),
-        ("答案是42。", Fraction(42)),
-        ("答えは-1,234.5です", Fraction(-2469, 2)),
-        (r"\boxed{7} and not 8", Fraction(7)),
-        (r"\boxed{1} no, \boxed{\frac{1}{2}} km 5", Fraction(1, 2)),
-        ("2.5e3", Fraction(2500)),
-        (".5", Fraction(1, 2)),
-        ("1,2", Fraction(2)),
-        ("#### 18", Fraction(18)),
-        ("5/0", None),
-        (r"\boxed{}", None),
-        ("area51 then v2", None),
+        ("first 3, then -4.50", Fraction(-9, 2)), ("x = -3", Fraction(-3)), ("x = \u22123", Fraction(-3)),
+        ("(2)-7", Fraction(7)), ("1/3", Fraction(1, 3)), (r"\frac{3}{4}", Fraction(3, 4)),
+        (r"\frac{1{,}000}{3}", Fraction(1000, 3)), (r"\boxed{3\frac{1}{2}}", Fraction(7, 2)),
+        (r"-2\frac{3}{4}", Fraction(-11, 4)), ("\u22120\\,\\tfrac{3}{4}", Fraction(-3, 4)), (r"1\frac{1}{0}", None),
+        ("答案是42。", Fraction(42)), ("答えは-1,234.5です", Fraction(-2469, 2)), (r"\boxed{7} and not 8", Fraction(7)),
+        (r"\boxed{1} no, \boxed{\frac{1}{2}} km 5", Fraction(1, 2)), ("2.5e3", Fraction(2500)), (".5", Fraction(1, 2)),
+        ("1,2", Fraction(2)), ("#### 18", Fraction(18)), ("5/0", None), (r"\boxed{}", None), ("area51 then v2", None),
         ("β2 and ж3", None),
     ],
-)
+)  # fmt: skip
 def test_final_number(text, number):
     assert final_number(text) == number
 

@@ -15,7 +15,6 @@ from nemo_offload_rl.memory import shared_buffer
 from nemo_offload_rl.refit import cuda_ipc, loads
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.cuda_ipc import CudaIpcTransport
-from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.loads import EngineLostError
 from nemo_offload_rl.refit.plan import ExportPlan
 
@@ -38,18 +37,6 @@ class EndedByRay(WeightLoader):
         raise OutOfMemoryError("the node's memory ran short")
 
 
-def start(rank, kind=WeightLoader, **arguments):
-    return Receiver(ray.remote(kind).options(num_cpus=0).remote(**arguments), (rank,), f"engine {rank}")
-
-
-@pytest.fixture(scope="module")
-def receivers(ray_cluster):
-    receivers = [start(rank) for rank in range(2)]
-    yield receivers
-    for receiver in receivers:
-        ray.kill(receiver.actor)
-
-
 def connect(receivers, weights, *, rank=0, bucket_bytes=1000, verify=False):
     transport = CudaIpcTransport(receivers, verify, graphs=False)
     return transport.connect(ExportPlan.of(weights), rank=rank, bucket_bytes=bucket_bytes)
@@ -67,7 +54,7 @@ def test_each_rank_sends_every_tensor_bit_for_bit_to_its_own_receiver(receivers)
         require_mixed(loaded["weights"])
 
 
-def test_buckets_take_turns_in_the_buffers_and_none_is_written_while_it_is_read(ray_cluster):
+def test_buckets_take_turns_in_the_buffers_and_none_is_written_while_it_is_read(start):
     receiver = start(0, seconds=0.05)
     take(receiver)
     reused = torch.empty(1000)
@@ -89,7 +76,6 @@ def test_buckets_take_turns_in_the_buffers_and_none_is_written_while_it_is_read(
         ]
         # Two are in flight; from then on, each waits until the one before those two is loaded. Processes share a clock.
         assert all(loaded < begun for loaded, begun in zip(finished[:5], drawn[2:], strict=True))
-    ray.kill(receiver.actor)
 
 
 def test_what_a_receiver_refuses_stops_the_refit(receivers):
@@ -103,7 +89,7 @@ def test_what_a_receiver_refuses_stops_the_refit(receivers):
 
 
 @pytest.mark.parametrize("deadly", [0, 4])
-def test_a_receiver_that_dies_stops_the_refit_and_is_named(ray_cluster, deadly):
+def test_a_receiver_that_dies_stops_the_refit_and_is_named(start, deadly):
     receiver = start(0)
     weights = [(f"w{index}", torch.ones(1)) for index in range(5)]
     weights[deadly] = ("deadly", torch.ones(1))
@@ -122,12 +108,11 @@ def test_a_receiver_that_dies_stops_the_refit_and_is_named(ray_cluster, deadly):
         (OnAnotherNode, RuntimeError, r"failed at engine 0 with the weights a to transposed: .* cannot be opened on"),
     ],
 )
-def test_a_receiver_that_ray_ends_for_memory_or_that_cannot_open_a_buffer_is_named(ray_cluster, kind, error, message):
+def test_a_receiver_that_ray_ends_for_memory_or_that_cannot_open_a_buffer_is_named(start, kind, error, message):
     receiver = start(0, kind)
     with pytest.raises(error, match=message):
         connect([receiver], MIXED).send(iter(MIXED))
     assert num_open_buffers() == 0
-    ray.kill(receiver.actor)
 
 
 class FailingGpu(WeightLoader):
@@ -146,7 +131,7 @@ def kept(monkeypatch):
     assert num_open_buffers() == 0
 
 
-def test_buffers_that_a_failed_engine_may_still_read_stay_allocated(ray_cluster, kept, caplog):
+def test_buffers_that_a_failed_engine_may_still_read_stay_allocated(start, kept, caplog):
     receiver = start(0, FailingGpu)
     sender = connect([receiver], MIXED, bucket_bytes=128)
     for number in (1, 2):
@@ -154,10 +139,9 @@ def test_buffers_that_a_failed_engine_may_still_read_stay_allocated(ray_cluster,
             sender.send(iter(MIXED))
         assert num_open_buffers() == 2 * 2 * number  # two, each a file and its mapping
         assert len(kept) == caplog.text.count("stay allocated until this process ends") == number
-    ray.kill(receiver.actor)
 
 
-def test_so_do_those_that_an_engine_still_reads_after_an_error_of_another(ray_cluster, kept, monkeypatch):
+def test_so_do_those_that_an_engine_still_reads_after_an_error_of_another(start, kept, monkeypatch):
     monkeypatch.setattr(loads, "_SETTLE_TIMEOUT_S", 0.1)
     slow, refusing = start(0, seconds=1.0), start(0)
     take(slow)
@@ -166,12 +150,10 @@ def test_so_do_those_that_an_engine_still_reads_after_an_error_of_another(ray_cl
     with pytest.raises(ValueError, match="no such weight here"):
         connect([refusing, slow], weights).send(weights)
     assert len(kept) == 1
-    for receiver in (slow, refusing):
-        ray.kill(receiver.actor)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1000, 128])  # a bucket, three of them
-def test_the_time_from_the_first_export_to_the_last_load_is_measured(ray_cluster, bucket_bytes):
+def test_the_time_from_the_first_export_to_the_last_load_is_measured(start, bucket_bytes):
     receiver = start(0, seconds=0.05)
 
     def weights():
@@ -184,7 +166,6 @@ def test_the_time_from_the_first_export_to_the_last_load_is_measured(ray_cluster
     sender.send(weights())
     whole_s, metrics = time.perf_counter() - began, sender.metrics
     assert 0.02 + 0.05 * take(receiver)["num_loads"] < metrics["first_kernel_to_loaded_s"] < whole_s
-    ray.kill(receiver.actor)
 
 
 def test_a_refit_leaves_no_buffer_behind(receivers):

@@ -72,19 +72,18 @@ def engine(engine_process, device):
 def make_sender(engine, device):
     made = []
 
-    def make(
-        weights, *, receivers=None, bucket_bytes=1000, verify=False, recorder=None, min_gain_s=-100.0, **arguments
-    ):
-        receivers, recorder = receivers or [Receiver(engine, (0,))], recorder or Counting(device)
-        layouts = ExportPlan.of(weights).buckets(bucket_bytes)
+    def make(receivers=None, bucket_bytes=1000, verify=False, recorder=None, exchanged="", refused=(), **arguments):
+        """Returns weights, the recorder of their exports, and a sender of them."""
+        weights, recorder = Weights(device, exchanged=exchanged, refused=refused), recorder or Counting(device)
+        receivers, layouts = receivers or [Receiver(engine, (0,))], ExportPlan.of(weights).buckets(bucket_bytes)
         made.append(
             GraphSender(
                 layouts, min(2, len(layouts)), receivers, CudaIpcSender(layouts, receivers, verify=verify),
-                verify=verify, make_recorder=lambda: recorder, device=torch.device(device), min_gain_s=min_gain_s,
-                **arguments,
+                verify=verify, make_recorder=lambda: recorder, device=torch.device(device),
+                **{"min_gain_s": -100.0} | arguments,
             )
         )  # fmt: skip
-        return made[-1]
+        return weights, recorder, made[-1]
 
     yield make
     for sender in made:
@@ -97,8 +96,7 @@ def make_sender(engine, device):
 def test_later_refits_run_no_python_and_bring_the_weights_of_then(
     engine, make_sender, device, bucket_bytes, num_buckets
 ):
-    weights, recorder = Weights(device), Counting(device)
-    sender = make_sender(weights, bucket_bytes=bucket_bytes, recorder=recorder)
+    weights, recorder, sender = make_sender(bucket_bytes=bucket_bytes)
     assert sender.send(weights) == {}
     first = look(engine)
     assert first["sums"] == weights.sums()
@@ -116,19 +114,15 @@ def test_later_refits_run_no_python_and_bring_the_weights_of_then(
 
 
 @on_each_device
-def test_a_changed_address_has_the_export_recorded_anew_at_once_or_when_there_is_memory(
-    engine, make_sender, device, monkeypatch
-):
-    weights, recorder = Weights(device), Counting(device)
-    sender = make_sender(weights, recorder=recorder)
+def test_a_changed_address_has_the_export_recorded_anew_at_once_or_when_there_is_memory(engine, make_sender, device):
+    weights, recorder, sender = make_sender()
     for number in range(4):
         if number in (1, 3):
             weights.tensors[0] = weights.tensors[0].clone()
         if number == 3:
-            with monkeypatch.context() as patch:
-                patch.setattr(sender._buckets, "mapped", mock.Mock(side_effect=OutOfGpuMemoryError("full")))
-                with pytest.raises(OutOfGpuMemoryError):
-                    sender.send(weights)
+            full = mock.Mock(side_effect=OutOfGpuMemoryError("full"))
+            with mock.patch.object(sender._buckets, "mapped", full), pytest.raises(OutOfGpuMemoryError):
+                sender.send(weights)
         refit(engine, sender, weights)
         assert recorder.num_recordings == (1, 2, 2, 3)[number]
     assert sender.metrics["graphs"] == 1
@@ -136,8 +130,7 @@ def test_a_changed_address_has_the_export_recorded_anew_at_once_or_when_there_is
 
 @on_each_device
 def test_addresses_that_never_stay_have_exports_driven_from_python(engine, make_sender, device, caplog):
-    weights, recorder = Weights(device), Counting(device)
-    sender = make_sender(weights, recorder=recorder)
+    weights, recorder, sender = make_sender()
     with caplog.at_level(logging.INFO):
         for _ in range(4):
             weights.tensors[1] = weights.tensors[1] + 1
@@ -151,8 +144,7 @@ def test_addresses_that_never_stay_have_exports_driven_from_python(engine, make_
 
 @on_each_device
 def test_an_engine_whose_parameters_move_records_its_loads_anew(engine, make_sender, device):
-    weights = Weights(device)
-    sender = make_sender(weights)
+    weights, _, sender = make_sender()
     sender.send(weights)
     look(engine, "first")
     found = refit(engine, sender, weights)
@@ -164,8 +156,7 @@ def test_an_engine_whose_parameters_move_records_its_loads_anew(engine, make_sen
 def test_an_export_that_cannot_be_recorded_is_driven_from_python_and_said_once(
     engine, make_sender, device, caplog, first
 ):
-    weights = Weights(device)
-    sender = make_sender(weights)
+    weights, _, sender = make_sender()
     with caplog.at_level(logging.INFO):
         for number in range(4):
             weights.reads_a_number = first or number
@@ -177,8 +168,7 @@ def test_an_export_that_cannot_be_recorded_is_driven_from_python_and_said_once(
 
 @on_each_device
 def test_what_ranks_exchange_is_driven_from_python_and_its_loads_are_replayed(engine, make_sender, device, caplog):
-    weights, recorder = Weights(device, exchanged=EXCHANGED), Counting(device)
-    sender = make_sender(weights, recorder=recorder)
+    weights, recorder, sender = make_sender(exchanged=EXCHANGED)
     with caplog.at_level(logging.INFO):
         for number in range(3):
             found = refit(engine, sender, weights)
@@ -191,8 +181,7 @@ def test_what_ranks_exchange_is_driven_from_python_and_its_loads_are_replayed(en
 @on_each_device
 @pytest.mark.parametrize(("refused", "num_recordings"), [((), 1), ((4,), 2)])
 def test_ranks_that_exchange_weights_replay_them_if_all_say_so(engine, make_sender, device, refused, num_recordings):
-    weights, recorder = Weights(device, exchanged=EXCHANGED, refused=refused), Counting(device)
-    sender = make_sender(weights, recorder=recorder, **REPLAYS_EXCHANGES)
+    weights, recorder, sender = make_sender(exchanged=EXCHANGED, refused=refused, **REPLAYS_EXCHANGES)
     for number in range(3):
         refit(engine, sender, weights)
         assert sender.metrics["graphs"] == 1
@@ -214,8 +203,8 @@ def test_ranks_that_exchange_weights_replay_them_if_all_say_so(engine, make_send
 def test_a_rank_drives_exports_from_python_if_another_one_does(
     engine, make_sender, device, caplog, refused, max_pool_bytes, num_recordings, answers, log
 ):
-    weights, recorder = Weights(device, exchanged=EXCHANGED, refused=(refused,)), Counting(device)
-    sender = make_sender(weights, recorder=recorder, record_collectives=True, max_pool_bytes=max_pool_bytes)
+    pool = {"max_pool_bytes": max_pool_bytes}
+    weights, recorder, sender = make_sender(exchanged=EXCHANGED, refused=(refused,), record_collectives=True, **pool)
     with caplog.at_level(logging.INFO):
         refit(engine, sender, weights, 2)
     assert sender.metrics["graphs"] == 0
@@ -230,8 +219,7 @@ def test_an_engine_that_cannot_open_buckets_that_stay_gets_others(
     engine, make_sender, device, caplog, options, answers
 ):
     ray.get(engine.start.remote(device, opens_fixed=False))
-    weights = Weights(device, exchanged=EXCHANGED)
-    sender = make_sender(weights, **options)
+    weights, _, sender = make_sender(exchanged=EXCHANGED, **options)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             assert refit(engine, sender, weights)["num_exports"] == 1  # as often as on the other ranks
@@ -242,16 +230,13 @@ def test_an_engine_that_cannot_open_buckets_that_stay_gets_others(
 @on_each_device
 @pytest.mark.parametrize("exchanged", ["", EXCHANGED])
 def test_a_refit_whose_buckets_find_no_memory_is_streamed_and_the_next_one_tries_again(
-    engine, make_sender, device, monkeypatch, caplog, exchanged
+    engine, make_sender, device, caplog, exchanged
 ):
     """Other ranks of an exchange drive theirs from Python by then: an export is drawn as often on each, unasked."""
-    weights, recorder = Weights(device, exchanged=exchanged), Counting(device)
-    sender = make_sender(weights, recorder=recorder, **(REPLAYS_EXCHANGES if exchanged else {}))
+    weights, recorder, sender = make_sender(exchanged=exchanged, **(REPLAYS_EXCHANGES if exchanged else {}))
     for number in range(4):
-        with monkeypatch.context() as patch:
-            if number < 2:
-                full = mock.Mock(side_effect=OutOfGpuMemoryError("the GPU is full"))
-                patch.setattr(graphs, "FixedBuckets", full)
+        full = mock.Mock(side_effect=OutOfGpuMemoryError("the GPU is full"))
+        with mock.patch.object(graphs, "FixedBuckets", full if number < 2 else graphs.FixedBuckets):
             found = refit(engine, sender, weights)
         assert sender.metrics["graphs"] == float(number >= 2 and not exchanged)
         assert found["num_exports"] == 1 or not exchanged
@@ -281,8 +266,7 @@ def test_what_ranks_exchange_is_recorded_only_where_nccl_registers_no_graphs_mem
 def test_engines_forget_buckets_that_another_engine_cannot_open(ray_cluster, engine, make_sender, device):
     other = start_engine(ray_cluster)
     ray.get(other.start.remote(device, opens_fixed=False))
-    weights = Weights(device)
-    sender = make_sender(weights, receivers=[Receiver(engine, (0,)), Receiver(other, (0,))])
+    weights, _, sender = make_sender(receivers=[Receiver(engine, (0,)), Receiver(other, (0,))])
     for _ in range(2):
         weights.step()
         sender.send(weights)
@@ -293,9 +277,8 @@ def test_engines_forget_buckets_that_another_engine_cannot_open(ray_cluster, eng
 
 @on_each_device
 def test_an_exports_graphs_that_gain_too_little_are_given_back(engine, make_sender, device, caplog):
-    weights, recorder = Weights(device), Counting(device)
     # Both ways read the clock as often, and each reading is 1 ms after the one before.
-    sender = make_sender(weights, recorder=recorder, min_gain_s=0.005, clock=itertools.count(0, 0.001).__next__)
+    weights, recorder, sender = make_sender(min_gain_s=0.005, clock=itertools.count(0, 0.001).__next__)
     with caplog.at_level(logging.INFO):
         sender.send(weights)
     assert "a replay takes 5.0 ms instead of 5.0 ms, and must save at least 5 ms" in caplog.text
@@ -310,8 +293,7 @@ def test_an_exports_graphs_that_gain_too_little_are_given_back(engine, make_send
 def test_a_load_that_fails_once_graphs_are_taken_names_the_engine_and_the_weights(
     engine, make_sender, device, bucket_bytes, named
 ):
-    weights = Weights(device)
-    sender = make_sender(weights, bucket_bytes=bucket_bytes)
+    weights, _, sender = make_sender(bucket_bytes=bucket_bytes)
     sender.send(weights)
     ray.get(engine.start.remote(device, opens_fixed=False))
     match = f"failed at a generation engine with the weight{named}: SharedBufferError: this memory cannot be opened"
@@ -323,8 +305,7 @@ def test_a_load_that_fails_once_graphs_are_taken_names_the_engine_and_the_weight
 def test_an_engine_that_dies_once_graphs_are_taken_is_named_with_the_weights(ray_cluster, make_sender, device):
     doomed = start_engine(ray_cluster)
     ray.get(doomed.start.remote(device))
-    weights = Weights(device)
-    sender = make_sender(weights, receivers=[Receiver(doomed, (0,), "engine 3")])
+    weights, _, sender = make_sender(receivers=[Receiver(doomed, (0,), "engine 3")])
     sender.send(weights)
     assert sender.metrics["graphs"] == 1
     kill_and_wait(doomed)
@@ -345,8 +326,7 @@ class ForgetfulRecorder(OpsRecorder):
 
 @on_each_device
 def test_checksums_are_those_of_an_export_and_not_of_what_a_graph_has_made(engine, make_sender, device):
-    weights = Weights(device)
-    sender = make_sender(weights, verify=True)
+    weights, _, sender = make_sender(verify=True)
     for _ in range(3):
         weights.step()
         assert sender.send(weights) == weights.sums() == look(engine)["sums"]
@@ -354,8 +334,7 @@ def test_checksums_are_those_of_an_export_and_not_of_what_a_graph_has_made(engin
 
 @on_cpu
 def test_a_graph_that_exports_anything_else_is_found(engine, make_sender, device):
-    weights = Weights(device)
-    sender = make_sender(weights, verify=True, recorder=ForgetfulRecorder())
+    weights, _, sender = make_sender(verify=True, recorder=ForgetfulRecorder())
     sender.send(weights)
     weights.step()
     sent, received = sender.send(weights), look(engine)["sums"]
