@@ -6,7 +6,6 @@ import pytest
 from support.html_page import Page
 from support.limits import files_of_at_most
 
-from nemo_offload_rl.metrics.logger import RunLogger
 from nemo_offload_rl.metrics.page import (
     FACTS_FILE,
     PAGE_FILE,
@@ -15,6 +14,7 @@ from nemo_offload_rl.metrics.page import (
     update_facts,
     write_page,
 )
+from tests.unit.metrics.test_logger import write
 
 STEP = {
     "train/reward": 0.5, "timing/train/sampling": 3.0, "timing/train/training": 1.0,
@@ -34,26 +34,18 @@ HOSTILE = "</td></table><script>alert('&amp;')</script><img src=http://x.example
 @pytest.fixture
 def run_dir(tmp_path):
     folder = tmp_path / "exp_007"
-    logger = RunLogger(folder, tensorboard=False)
-    for step in (1, 2):
-        logger.log(step, STEP)
-    logger.close()
+    write(folder, dict.fromkeys((1, 2), STEP))
     for name in ("grpo", "step_timeline"):
         (folder / f"{name}.png").write_bytes(PNG)
     return folder
 
 
 FACTS = {
-    "algorithm": "grpo",
-    "recipe": "recipes/mine.yaml",
+    "algorithm": "grpo", "recipe": "recipes/mine.yaml", "config": "grpo:\n  max_num_steps: 2\n",
     "settings": [["grpo.max_num_steps", 2, "command line: grpo.max_num_steps=2"]],
-    "config": "grpo:\n  max_num_steps: 2\n",
-    "version": "0.1.0, commit 0123456789ab",
-    "started": "2026-11-26 10:00:00+00:00",
-    "ended": "2026-11-26 11:00:00+00:00",
-    "ending": "all steps are done",
-    "planned_peak_gib": {},
-}
+    "version": "0.1.0, commit 0123456789ab", "started": "2026-11-26 10:00:00+00:00",
+    "ended": "2026-11-26 11:00:00+00:00", "ending": "all steps are done", "planned_peak_gib": {},
+}  # fmt: skip
 
 
 def page_with(run_dir, **facts):
@@ -96,9 +88,7 @@ def test_nothing_of_a_runs_data_is_markup(run_dir):
 
 def test_measured_peaks_stand_beside_planned_ones_only_on_gpus(run_dir):
     assert "planned" not in page_with(run_dir).text
-    logger = RunLogger(run_dir, tensorboard=False, resumed_step=2)
-    logger.log(3, STEP | ON_GPUS)
-    logger.close()
+    write(run_dir, {3: STEP | ON_GPUS}, resumed_step=2)
     text = page_with(run_dir, planned_peak_gib={"train": 13.25}).text
     memory = text[text.index("Memory") : text.index("Settings")]
     for part in ("planned", "training12.5013.25", "refit7.00", "generation, by torch30.00", "9.25"):

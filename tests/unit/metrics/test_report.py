@@ -55,32 +55,24 @@ def test_progress_is_one_line_a_step_where_there_is_no_terminal():
     console = Console(file=io.StringIO(), width=40)  # narrower than a line: a log must not wrap
     with LiveProgress("grpo", 20, console) as progress:
         progress.update(1, {"train/reward": 0.5, "validation/accuracy": 0.25, "performance/tokens_per_sec": 12345.6})
-        progress.update(
-            2,
-            {"train/reward": 0.75, "train/kl_penalty": 0.00123, "timing/train/sampling": 1.0,
-             "timing/train/total_step_time": 1.5},
-        )  # fmt: skip
-    lines = console.file.getvalue().splitlines()
-    assert lines[0] == "grpo 1/20  reward 0.500  accuracy 0.250  tokens/s 12,346"
-    # The last measured accuracy is shown, and the last tokens/s.
-    assert lines[1] == ("grpo 2/20  reward 0.750  accuracy 0.250  KL 1.23e-03  tokens/s 12,346  1.50 s (sampling 1.00)")
-    assert len(lines) == 2
+        times = {"timing/train/sampling": 1.0, "timing/train/total_step_time": 1.5}
+        progress.update(2, {"train/reward": 0.75, "train/kl_penalty": 0.00123} | times)
+    assert console.file.getvalue().splitlines() == [
+        "grpo 1/20  reward 0.500  accuracy 0.250  tokens/s 12,346",
+        # The last measured accuracy is shown, and the last tokens/s.
+        "grpo 2/20  reward 0.750  accuracy 0.250  KL 1.23e-03  tokens/s 12,346  1.50 s (sampling 1.00)",
+    ]
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_progress_on_a_terminal_shows_the_last_step_and_gives_the_cursor_back(interrupted):
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
-    try:
-        with LiveProgress("sft", 8, console) as progress:
-            progress.update(7, {"train/loss": 1.25, "timing/train/training": 0.25})
-            if interrupted:
-                raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        assert interrupted
+    with suppress(KeyboardInterrupt), LiveProgress("sft", 8, console) as progress:
+        progress.update(7, {"train/loss": 1.25, "timing/train/training": 0.25})
+        if interrupted:
+            raise KeyboardInterrupt
     text = console.file.getvalue()
-    assert "7/8" in text
-    assert "1.2500" in text
-    assert "training 0.25" in text
+    assert "7/8" in text and "1.2500" in text and "training 0.25" in text
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # show cursor comes after hide cursor
 
 
@@ -141,15 +133,11 @@ def test_peaks_are_known_by_name_or_not_at_all():
 
 def test_a_phase_has_tflops_and_a_share_only_of_a_known_peak():
     flops, seconds = {"training": 400e12, "logprobs": 50e12}, {"training": 2.0, "logprobs": 0.5, "refit": 1.0}
+    tflops = {"performance/tflops_per_gpu/training": 100.0, "performance/tflops_per_gpu/logprobs": 50.0}
+    utilization = "performance/model_flop_utilization"
     metrics = utilization_metrics(flops, seconds, num_gpus=2, peak_tflops=1000.0)
-    assert metrics == {
-        "performance/tflops_per_gpu/training": 100.0,
-        "performance/tflops_per_gpu/logprobs": 50.0,
-        "performance/model_flop_utilization/training": 0.1,
-        "performance/model_flop_utilization/logprobs": 0.05,
-    }
-    without_peak = utilization_metrics(flops, seconds, num_gpus=2, peak_tflops=None)
-    assert list(without_peak) == ["performance/tflops_per_gpu/training", "performance/tflops_per_gpu/logprobs"]
+    assert metrics == tflops | {f"{utilization}/training": 0.1, f"{utilization}/logprobs": 0.05}
+    assert utilization_metrics(flops, seconds, num_gpus=2, peak_tflops=None) == tflops
 
 
 def row(seconds, tflops, share=None):
@@ -243,12 +231,8 @@ def test_medians_are_over_the_steps_that_moved_it():
         {"step": 5, "residency/train/grads/exposed_s": None},  # its value was not finite
     ]
     medians = median_moves(rows)
-    assert list(medians) == [
-        ("refit", "optimizer_state"),
-        ("generate", "params"),
-        ("train", "grads"),
-        ("train", "optimizer_state"),
-    ]
+    names = [" ".join(name) for name in medians]
+    assert names == ["refit optimizer_state", "generate params", "train grads", "train optimizer_state"]
     assert medians["refit", "optimizer_state"]["exposed_s"] == 0.02
     assert medians["train", "grads"] == {"exposed_s": 0.001}
 

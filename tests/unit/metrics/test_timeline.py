@@ -2,7 +2,7 @@ import pytest
 from matplotlib.image import imread
 
 from nemo_offload_rl.metrics import plot
-from nemo_offload_rl.metrics.logger import RunLogger
+from tests.unit.metrics.test_logger import write
 
 STEP = {
     "timing/train/refit": 1.0, "timing/train/sampling": 4.0, "timing/train/logprobs": 2.0,
@@ -65,9 +65,7 @@ def test_the_typical_step_is_not_the_first_where_there_are_others():
 
 
 def picture_of(folder, row):
-    logger = RunLogger(folder, tensorboard=False)
-    logger.log(1, row)
-    logger.close()
+    write(folder, {1: row})
     assert plot.plot_step(folder) == folder / "step_timeline.png"
     picture = imread(folder / "step_timeline.png")
     assert picture[..., :3].std() > 0.02  # not a blank sheet
@@ -82,28 +80,18 @@ def test_a_run_gets_its_picture_and_one_with_a_gpu_a_taller_one(tmp_path):
         plot.plot_step(tmp_path)
 
 
-def write_run(run_dir, rows):
-    logger = RunLogger(run_dir, tensorboard=False)
-    for step, metrics in rows:
-        logger.log(step, metrics)
-    logger.close()
-
-
 def test_a_reward_run_has_two_panels_and_a_loss_run_without_validation_one(tmp_path):
     assert plot.smoothed([1.0, 3.0, 5.0, 7.0], num_steps=2) == [1.0, 2.0, 4.0, 6.0]
     with pytest.raises(ValueError, match="run at least one step"):
         plot.plot_training(tmp_path, "grpo")
-    write_run(tmp_path / "grpo", [
-        (0, {"validation/accuracy": 0.4}),
-        (1, {"train/reward": 0.5, "train/loss": 0.1}),
-        (2, {"train/reward": 0.6, "train/loss": 0.1, "validation/accuracy": 0.5}),
-    ])  # fmt: skip
-    write_run(tmp_path / "sft", [(1, {"train/loss": 2.0}), (2, {"train/loss": float("nan")}), (3, {"train/loss": 1.0})])
+    answers = {"train/reward": 0.6, "train/loss": 0.1}
+    write(tmp_path / "grpo", {0: {"validation/accuracy": 0.4}, 1: answers, 2: answers | {"validation/accuracy": 0.5}})
+    write(tmp_path / "sft", {step + 1: {"train/loss": loss} for step, loss in enumerate((2.0, float("nan"), 1.0))})
     grpo = imread(plot.plot_training(tmp_path / "grpo", "grpo"))
     sft = imread(plot.plot_training(tmp_path / "sft", "sft"))
     assert (tmp_path / "grpo" / "grpo.png").is_file()
     assert (tmp_path / "sft" / "sft.png").is_file()
     assert grpo.shape[1] == 2 * sft.shape[1]
-    write_run(tmp_path / "ahead", [(1, {"train/reward": 0.5, "train/avg_trajectory_age": 1.0})])
+    write(tmp_path / "ahead", {1: {"train/reward": 0.5, "train/avg_trajectory_age": 1.0}})
     assert imread(plot.plot_training(tmp_path / "ahead", "grpo")).shape[1] == grpo.shape[1]  # reward and age
     assert grpo[..., :3].std() > 0.02  # not a blank sheet
