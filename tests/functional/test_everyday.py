@@ -48,11 +48,8 @@ def _recipe(inputs: Path, algorithm: str, train: str, *, style: str, warmup: int
     return {
         "defaults": str(ROOT / "examples/configs/common" / f"{algorithm}.yaml"),
         "policy": {
-            "model_name": str(inputs / "model"),
-            "precision": "float32",
-            "max_total_sequence_length": LONGEST,
-            "train_global_batch_size": 4,
-            "train_micro_batch_size": 2,
+            "model_name": str(inputs / "model"), "precision": "float32", "max_total_sequence_length": LONGEST,
+            "train_global_batch_size": 4, "train_micro_batch_size": 2,
             "megatron_cfg": {
                 "apply_rope_fusion": False,
                 "bias_activation_fusion": False,
@@ -63,7 +60,7 @@ def _recipe(inputs: Path, algorithm: str, train: str, *, style: str, warmup: int
         },
         "data": {"train": dataset(train), "validation": dataset("validation.jsonl")},
         "checkpointing": {"checkpoint_dir": "overridden"},
-    }
+    }  # fmt: skip
 
 
 def _write(folder: Path, recipe: dict[str, Any]) -> Path:
@@ -82,10 +79,8 @@ def grpo(inputs, tmp_path_factory):
         "max_val_samples": 7, "val_batch_size": 4,
     }  # fmt: skip
     recipe["policy"] |= {
-        "sequence_packing": {"enabled": True},
-        "generation": {"max_new_tokens": 16},
-        "refit_buffer_size_gb": 0.01,
-    }
+        "sequence_packing": {"enabled": True}, "generation": {"max_new_tokens": 16}, "refit_buffer_size_gb": 0.01,
+    }  # fmt: skip
     recipe["data"]["default"] = {"env_name": "vowels"}
     recipe["env"] = {"vowels": {"reward": "python", "reward_function": "support.rewards:share_of_vowels"}}
     recipe["checkpointing"] |= {"save_period": 1, "keep_top_k": 1, "metric_name": "val:accuracy"}

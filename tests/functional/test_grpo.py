@@ -162,15 +162,10 @@ def test_weights_are_sent_while_answers_are_generated(tmp_path):
         "grpo.async_grpo.in_flight_weight_updates=true",
         "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
         "grpo.val_period=3",  # before a validation no weights are in flight
-        "grpo.val_at_start=false",
-        "grpo.max_val_samples=8",
-        "checkpointing.enabled=false",
-        "policy.generation_batch_size=4",
-        "policy.generation.stop_token_ids=[]",
-        "policy.generation.max_new_tokens=60",
-        "policy.max_total_sequence_length=68",
-        "policy.hf_config.max_position_embeddings=68",
-    ]
+        "grpo.val_at_start=false", "grpo.max_val_samples=8", "checkpointing.enabled=false",
+        "policy.generation_batch_size=4", "policy.generation.stop_token_ids=[]", "policy.generation.max_new_tokens=60",
+        "policy.max_total_sequence_length=68", "policy.hf_config.max_position_embeddings=68",
+    ]  # fmt: skip
     done = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=3", *APART, *ahead, *in_flight])
     assert done.status == 0, done.output
     rows = done.metrics()

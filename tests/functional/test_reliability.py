@@ -183,10 +183,8 @@ def test_a_run_that_is_hit_while_it_starts_leaves_nothing(tmp_path, event, phase
 
 # The step takes minutes, so that a run that waited for its end would time out.
 ENDLESS = [
-    "policy.generation.max_new_tokens=240",
-    "grpo.num_prompts_per_step=1024",
-    "grpo.num_generations_per_prompt=8",
-]
+    "policy.generation.max_new_tokens=240", "grpo.num_prompts_per_step=1024", "grpo.num_generations_per_prompt=8",
+]  # fmt: skip
 
 
 @pytest.mark.reliability

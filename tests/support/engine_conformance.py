@@ -58,14 +58,9 @@ def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
         "max_model_len": MAX_LENGTH, "enforce_eager": True, "precision": "float32", "build_beside_policy": False,
     }  # fmt: skip
     policy = {
-        "model_name": "a label",
-        "hf_config": QWEN3 | {"eos_token_id": list(range(QWEN3["vocab_size"]))},
-        "precision": "float32",
-        "generation_batch_size": 8,
-        "max_total_sequence_length": MAX_LENGTH,
-        "tokenizer": {"name": str(tokenizer)},
-        "refit_buffer_size_gb": 1.0,
-        "residency": {"generation_weights": None},
+        "model_name": "a label", "hf_config": QWEN3 | {"eos_token_id": list(range(QWEN3["vocab_size"]))},
+        "precision": "float32", "generation_batch_size": 8, "max_total_sequence_length": MAX_LENGTH,
+        "tokenizer": {"name": str(tokenizer)}, "refit_buffer_size_gb": 1.0, "residency": {"generation_weights": None},
         "generation": {
             "backend": backend,
             "vllm_cfg": section,
@@ -74,7 +69,7 @@ def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
             "vllm_kwargs": {"kv_cache_memory_bytes": 16 * GIB},
             "stop_strings": tokenizer and ["<no number>"],
         },
-    }
+    }  # fmt: skip
     resolve_absent_keys({"policy": policy})
     return policy
 

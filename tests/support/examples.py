@@ -15,23 +15,15 @@ ROOT = Path(__file__).parents[2]
 
 # Eight prompts with four answers each: a GRPO step is over in no time and still runs all of its parts.
 SHORT_GRPO = [
-    "~warm_start",
-    "grpo.num_prompts_per_step=8",
-    "grpo.num_generations_per_prompt=4",
-    "grpo.val_period=2",
-    "grpo.max_val_samples=32",
-    "policy.train_global_batch_size=32",
-    "policy.train_micro_batch_size=16",
+    "~warm_start", "grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "grpo.val_period=2",
+    "grpo.max_val_samples=32", "policy.train_global_batch_size=32", "policy.train_micro_batch_size=16",
     "policy.megatron_cfg.scheduler.lr_decay_iters=10",  # the same schedule for runs of any length
-    "loss_fn.reference_policy_kl_penalty=0.01",
-    "loss_fn.force_on_policy_ratio=false",
-    "env.arithmetic.reward=python",
-    "++env.arithmetic.reward_function=support.rewards:starts_low",
-    "policy.verify_refit=true",
+    "loss_fn.reference_policy_kl_penalty=0.01", "loss_fn.force_on_policy_ratio=false", "env.arithmetic.reward=python",
+    "++env.arithmetic.reward_function=support.rewards:starts_low", "policy.verify_refit=true",
     "checkpointing.save_period=2",
     "grpo.stop_at_validation_metric=null",  # this reward can be learnt in two steps
     "grpo.stop_at_validation_threshold=null",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

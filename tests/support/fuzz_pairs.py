@@ -18,11 +18,9 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 _BINARY = {
-    "dataset_name": "BinaryPreferenceDataset",
-    "prompt_key": "prompt",
-    "chosen_key": "chosen",
+    "dataset_name": "BinaryPreferenceDataset", "prompt_key": "prompt", "chosen_key": "chosen",
     "rejected_key": "rejected",
-}
+}  # fmt: skip
 _RANKED = {"dataset_name": "PreferenceDataset"}
 
 

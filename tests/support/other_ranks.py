@@ -13,11 +13,9 @@ from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 ROWS = 12
 SEVERAL_BUCKETS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20_000}
 CPU_OPTIMIZER = {
-    "optimizer_cpu_offload": True,
-    "optimizer_offload_fraction": 0.5,
-    "overlap_cpu_optimizer_d2h_h2d": True,
+    "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True,
     "use_precision_aware_optimizer": True,
-}
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "resident": {},
     "streamed": {"table": {"train": {"optimizer_state": "streamed"}}},

@@ -80,11 +80,9 @@ class Engine:
             self.parameters[name].data = self.parameters[name].clone()
         found = {
             "sums": {name: tensor_checksum(tensor) for name, tensor in self.parameters.items()},
-            "num_copied": self.num_copied,
-            "num_recordings": self.recorder.num_recordings,
-            "num_senders": len(fixed_buckets._SENDERS),
-            "num_open": num_open_buffers(),
-        }
+            "num_copied": self.num_copied, "num_recordings": self.recorder.num_recordings,
+            "num_senders": len(fixed_buckets._SENDERS), "num_open": num_open_buffers(),
+        }  # fmt: skip
         self.num_copied = 0
         return found
 

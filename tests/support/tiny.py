@@ -124,11 +124,9 @@ def _batch(ids: torch.Tensor, lengths: torch.Tensor, prompt: int) -> BatchedData
     columns = torch.arange(ids.shape[1])[None]
     real = columns < lengths[:, None]
     return BatchedData(
-        input_ids=torch.where(real, ids, 0),
-        input_lengths=lengths,
-        token_mask=(real & (columns >= prompt)).float(),
+        input_ids=torch.where(real, ids, 0), input_lengths=lengths, token_mask=(real & (columns >= prompt)).float(),
         sample_mask=torch.ones(len(ids)),
-    )
+    )  # fmt: skip
 
 
 def in_transformers(worker: Any) -> Any:

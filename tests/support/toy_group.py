@@ -13,14 +13,10 @@ from nemo_offload_rl.plan.planner import WorkerPlan
 from nemo_offload_rl.worker.group import PolicyWorkerGroup
 
 SIZES = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-    "sequence_parallel": False,
+    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
+    "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1, "sequence_parallel": False,
     "env_vars": {"TOY_VARIABLE": "from the recipe"},
-}
+}  # fmt: skip
 TOY_WORKER = "tests.unit.worker.toy_worker:ToyWorker"  # Ray's processes have the working folder on their path
 
 

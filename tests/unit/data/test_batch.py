@@ -65,13 +65,9 @@ def test_rows_that_belong_together_cannot_be_separated():
         assert kept.group_size == 2
     assert [piece.size for piece in data.chunks(4)] == [4, 2]
     for separate in (
-        lambda: data.slice(1, 3),
-        lambda: data.slice(0, 5),
-        lambda: list(data.chunks(3)),
-        lambda: data.select([0, 2]),
-        lambda: data.select([1, 2]),
-        lambda: data.select([0]),
-    ):
+        lambda: data.slice(1, 3), lambda: data.slice(0, 5), lambda: list(data.chunks(3)), lambda: data.select([0, 2]),
+        lambda: data.select([1, 2]), lambda: data.select([0]),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="no whole groups of 2 rows"):
             separate()
     with pytest.raises(ValueError, match="5 rows is no whole number of groups of 2"):

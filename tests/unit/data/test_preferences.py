@@ -39,14 +39,11 @@ def write_rows(path, *rows):
 @pytest.mark.parametrize(
     "row",
     [
-        binary(),
-        binary(prompt=[USER]),
-        binary(chosen=[said("2")], rejected=2 + 1),
+        binary(), binary(prompt=[USER]), binary(chosen=[said("2")], rejected=2 + 1),
         binary(chosen=[USER, said("2")], rejected=[USER, said("3")]),
-        binary(prompt=[USER | {"name": None}], chosen=[USER, said("2")]),
-        binary() | {"score": 0.5, "messages": None},
+        binary(prompt=[USER | {"name": None}], chosen=[USER, said("2")]), binary() | {"score": 0.5, "messages": None},
     ],
-)
+)  # fmt: skip
 def test_a_prompt_and_two_answers_are_texts_or_messages(tmp_path, row):
     (pair,) = load_jsonl(write_rows(tmp_path / "a.jsonl", row), BINARY)
     assert pair == PAIR

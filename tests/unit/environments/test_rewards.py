@@ -24,18 +24,13 @@ LARGEST = "9" * MAX_CHARS
 @pytest.mark.parametrize(
     ("kind", "response", "answer", "wanted"),
     [
-        ("exact_match", " 092\n", "092", 1.0),
-        ("exact_match", "92", "092", 0.0),
-        ("exact_match", "092 ", "92", 0.0),
-        ("numeric_match", "so the answer is 0.5", "1/2", 1.0),
-        ("numeric_match", "1,000", "1000.0", 1.0),
-        ("numeric_match", "0.333", "1/3", 0.0),
-        ("numeric_match", "no number", "no number", 0.0),
-        ("numeric_match", "", "5", 0.0),
-        ("numeric_match", LARGEST, LARGEST, 1.0),
+        ("exact_match", " 092\n", "092", 1.0), ("exact_match", "92", "092", 0.0), ("exact_match", "092 ", "92", 0.0),
+        ("numeric_match", "so the answer is 0.5", "1/2", 1.0), ("numeric_match", "1,000", "1000.0", 1.0),
+        ("numeric_match", "0.333", "1/3", 0.0), ("numeric_match", "no number", "no number", 0.0),
+        ("numeric_match", "", "5", 0.0), ("numeric_match", LARGEST, LARGEST, 1.0),
         ("numeric_match", f"1e{MAX_EXPONENT}", f"10e{MAX_EXPONENT - 1}", 1.0),
     ],
-)
+)  # fmt: skip
 def test_answers_are_matched_as_text_or_as_numbers(kind, response, answer, wanted):
     assert judge_of(kind)(response, answer) == wanted
 

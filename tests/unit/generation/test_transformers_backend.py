@@ -29,11 +29,9 @@ POLICY = {
     "generation": {"backend": "transformers", "stop_strings": None, "bad_words": None},
 }  # fmt: skip
 REQUEST = GenerationRequest(
-    prompt_ids=[[5, 6, 7], [5, 6, 7], [8], [9, 10], [9, 10]],
-    sample_ids=[0, 1, 0, 0, 1],
-    step=3,
+    prompt_ids=[[5, 6, 7], [5, 6, 7], [8], [9, 10], [9, 10]], sample_ids=[0, 1, 0, 0, 1], step=3,
     sampling=SamplingParams(10, 1.0, 1.0, None, (2,), 11),
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

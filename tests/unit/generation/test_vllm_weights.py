@@ -19,24 +19,18 @@ from nemo_offload_rl.refit.plan import TensorSpec
 
 LAYER = "model.layers.0"
 CHECKPOINT = {
-    "model.embed_tokens.weight": torch.randn(30, 8),
-    f"{LAYER}.self_attn.q_proj.weight": torch.randn(16, 8),
-    f"{LAYER}.self_attn.k_proj.weight": torch.randn(4, 8),
-    f"{LAYER}.self_attn.v_proj.weight": torch.randn(4, 8),
-    f"{LAYER}.self_attn.q_proj.bias": torch.randn(16),
-    f"{LAYER}.self_attn.k_proj.bias": torch.randn(4),
-    f"{LAYER}.self_attn.v_proj.bias": torch.randn(4),
-    f"{LAYER}.self_attn.o_proj.weight": torch.randn(8, 16),
-    f"{LAYER}.mlp.gate_proj.weight": torch.randn(12, 8),
-    f"{LAYER}.mlp.up_proj.weight": torch.randn(12, 8),
-    "model.layers.1.mlp.gate.weight": torch.randn(2, 8),
-    "model.norm.weight": torch.randn(8),
+    "model.embed_tokens.weight": torch.randn(30, 8), f"{LAYER}.self_attn.q_proj.weight": torch.randn(16, 8),
+    f"{LAYER}.self_attn.k_proj.weight": torch.randn(4, 8), f"{LAYER}.self_attn.v_proj.weight": torch.randn(4, 8),
+    f"{LAYER}.self_attn.q_proj.bias": torch.randn(16), f"{LAYER}.self_attn.k_proj.bias": torch.randn(4),
+    f"{LAYER}.self_attn.v_proj.bias": torch.randn(4), f"{LAYER}.self_attn.o_proj.weight": torch.randn(8, 16),
+    f"{LAYER}.mlp.gate_proj.weight": torch.randn(12, 8), f"{LAYER}.mlp.up_proj.weight": torch.randn(12, 8),
+    "model.layers.1.mlp.gate.weight": torch.randn(2, 8), "model.norm.weight": torch.randn(8),
     **{
         f"model.layers.1.mlp.experts.{expert}.{part}.weight": torch.randn(*shape)
         for expert in range(2)
         for part, shape in {"gate_proj": (6, 8), "up_proj": (6, 8), "down_proj": (8, 6)}.items()
     },
-}
+}  # fmt: skip
 SPECS = [TensorSpec.of(name, tensor) for name, tensor in CHECKPOINT.items()]
 
 

@@ -19,12 +19,9 @@ STEP = {
 def test_phases_follow_one_another_and_fill_the_step():
     bars = plot.phase_bars(STEP)
     assert [(bar.label, bar.start_s, bar.seconds) for bar in bars] == [
-        ("refit", 0.0, 1.0),
-        ("sampling", 1.0, 4.0),
-        ("logprobs", 5.0, 2.0),
-        ("training", 7.0, 2.5),
+        ("refit", 0.0, 1.0), ("sampling", 1.0, 4.0), ("logprobs", 5.0, 2.0), ("training", 7.0, 2.5),
         (plot.OUTSIDE, 9.5, 0.5),
-    ]
+    ]  # fmt: skip
     assert bars[3].note == "2.50 s (25%), 400 TFLOP/s a GPU (40% of its peak)"
 
 

@@ -81,11 +81,9 @@ def limit_v2(limit: object, current: int, **stat: int) -> dict[str, object]:
 
 
 NESTED = {
-    "slice/pod/container": limit_v2("max", GIB),
-    "slice/pod": limit_v2(8 * GIB, 6 * GIB, inactive_file=0),
-    "slice": limit_v2(20 * GIB, 19 * GIB, inactive_file=GIB // 2),
-    "slice/other": limit_v2(1, 1),
-}
+    "slice/pod/container": limit_v2("max", GIB), "slice/pod": limit_v2(8 * GIB, 6 * GIB, inactive_file=0),
+    "slice": limit_v2(20 * GIB, 19 * GIB, inactive_file=GIB // 2), "slice/other": limit_v2(1, 1),
+}  # fmt: skip
 DOCKER = {
     "memory/docker/abc": limit_v1(10 * GIB, 4 * GIB, inactive_file=1, total_inactive_file=GIB),
     "memory/docker": limit_v1(NO_LIMIT_V1, 60 * GIB),

@@ -88,11 +88,9 @@ def test_ranks_of_a_host_share_the_measured_speed_of_its_cpu():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resolve, "cheapest_fit", lambda _, planner: seen.append(planner.rates) or Fit((), 1.0, 0, 0, 1))
         resolve.resolve(
-            validated.config,
-            Machine(has_gpus=True, gpu_bytes=80 << 30, hosts=(), rates=measured),
-            hf_config(validated.config["policy"]).to_dict(),
-            algorithm=validated.algorithm,
-        )
+            validated.config, Machine(has_gpus=True, gpu_bytes=80 << 30, hosts=(), rates=measured),
+            hf_config(validated.config["policy"]).to_dict(), algorithm=validated.algorithm,
+        )  # fmt: skip
     assert [rates.cpu_params_per_s for rates in seen] == [2e9]
 
 

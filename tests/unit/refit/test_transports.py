@@ -48,9 +48,7 @@ def test_one_memory_may_serve_tensor_after_tensor(receivers, name):
 @each_transport
 def test_what_a_receiver_refuses_stops_the_refit(receivers, name):
     weights = [("a", torch.ones(1)), ("unwanted", torch.ones(1))]
-    with pytest.raises(
-        ValueError, match=r"at engine \d with the weights a to unwanted: .*no such weight here"
-    ):
+    with pytest.raises(ValueError, match=r"at engine \d with the weights a to unwanted: .*no such weight here"):
         connect(name, receivers, weights).send(iter(weights))
 
 

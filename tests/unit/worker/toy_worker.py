@@ -70,11 +70,9 @@ class ToyWorker:
     def memory_stats(self):
         is_collected = any(tracked is self for tracked in gc.get_objects())  # exempt objects are not listed
         return {
-            "host_rss_gib": float(self.rank),
-            "pid": float(os.getpid()),
-            "returned": self.num_returned,
+            "host_rss_gib": float(self.rank), "pid": float(os.getpid()), "returned": self.num_returned,
             "is_collected": float(is_collected),
-        }
+        }  # fmt: skip
 
     def residency_metrics(self):
         seconds = 1.0 + self.rank
