@@ -99,14 +99,10 @@ def job_with_legacy_format():
 
 
 def parameter_state(path):
-    return {
-        f"{bucket} {dtype} {name}": tensor
-        for bucket, of_dtypes in torch.load(path, weights_only=False).items()
-        if isinstance(bucket, int)
-        for dtype, tensors in of_dtypes.items()
-        for name, tensor in tensors.items()
-        if torch.is_tensor(tensor)
-    }
+    """Returns the tensors that are saved, by bucket and name."""
+    buckets = {name: one for name, one in torch.load(path, weights_only=False).items() if isinstance(name, int)}
+    named = [(f"{bucket} {dtype}", part) for bucket, parts in buckets.items() for dtype, part in parts.items()]
+    return {f"{place} {name}": one for place, part in named for name, one in part.items() if torch.is_tensor(one)}
 
 
 def test_legacy_parameter_state_is_saved_and_loaded_whole_right_behind_the_start_of_the_return(

@@ -83,11 +83,8 @@ def conversation(number, where):
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
 def test_a_class_is_called_with_its_section_and_gives_its_rows(algorithm):
-    recipe = loaded(
-        "dataset_name: own_data.Rows, num_rows: 2, data_path: absent.jsonl",
-        "++data.default.prompt_file=null",
-        algorithm=algorithm,
-    )
+    own = "dataset_name: own_data.Rows, num_rows: 2, data_path: absent.jsonl"
+    recipe = loaded(own, "++data.default.prompt_file=null", algorithm=algorithm)
     assert "own_data" not in sys.modules  # reading a recipe executes nothing
     check_named_files(recipe)  # its data_path means what the class takes it for
     train, validation = read_data(recipe.config["data"], 1)

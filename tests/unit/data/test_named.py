@@ -15,10 +15,9 @@ from nemo_offload_rl.data.problem import AnsweredContext, DataError, Message, Pr
 from nemo_offload_rl.named_datasets import NAMED_DATASETS
 
 VERL_ROW = {
-    "data_source": "math_dapo",
-    "prompt": [{"role": "user", "content": "What is 1+1?"}],
+    "data_source": "math_dapo", "prompt": [{"role": "user", "content": "What is 1+1?"}],
     "reward_model": {"ground_truth": "2", "style": "rule-lighteval/MATH_v2"},
-}
+}  # fmt: skip
 QUESTION = {"role": "user", "content": "1+1?"}
 USER = Message("user", "1+1?")
 
@@ -27,12 +26,13 @@ def said(text):
     return {"role": "assistant", "content": text}
 
 
+SOLUTION = {"generated_solution": "It is 2.", "problem_source": "gsm8k"}
+SURE = {"role": "user", "content": "Sure?"}
+TALK = AnsweredContext((USER, Message("assistant", "2"), Message(**SURE)), "Yes", trains_all_answers=True)
+PAIR = PreferencePair((USER,), "2", "3")
 # For each dataset: a row with the columns that it has on the hub, and the sample that NeMo-RL makes of it.
 ROWS = {
-    "OpenMathInstruct-2": (
-        {"problem": "1+1?", "generated_solution": "It is 2.", "expected_answer": "2", "problem_source": "gsm8k"},
-        Problem("1+1?", "2"),
-    ),
+    "OpenMathInstruct-2": ({"problem": "1+1?", "expected_answer": "2", **SOLUTION}, Problem("1+1?", "2")),
     "DAPOMath17K": (VERL_ROW, Problem("What is 1+1?", "2")),
     "DAPOMathAIME2024": (VERL_ROW, Problem("What is 1+1?", "2")),
     "AIME2024": ({"id": 1, "problem": "1+1?", "solution": "It is 2.", "answer": "002"}, Problem("1+1?", "002")),
@@ -43,22 +43,13 @@ ROWS = {
         {"context": "One and one are two.", "question": "1+1?", "answers": {"text": ["two", "2"], "answer_start": [1]}},
         AnsweredContext((Message("system", "One and one are two."), USER), "two"),
     ),
-    "tulu3_sft_mixture": (
-        {"id": "a", "messages": [QUESTION, said("2"), {"role": "user", "content": "Sure?"}, said("Yes")]},
-        AnsweredContext((USER, Message("assistant", "2"), Message("user", "Sure?")), "Yes", trains_all_answers=True),
-    ),
+    "tulu3_sft_mixture": ({"id": "a", "messages": [QUESTION, said("2"), SURE, said("Yes")]}, TALK),
     "Nemotron-Cascade-2-SFT-Math": (
         {"messages": [{"role": "system", "content": "Add."}, QUESTION, said("2")], "source": "a"},
         AnsweredContext((Message("system", "Add."), USER), "2", trains_all_answers=True),
     ),
-    "HelpSteer3": (
-        {"context": [QUESTION], "response1": "3", "response2": "2", "overall_preference": 2},
-        PreferencePair((USER,), "2", "3"),
-    ),
-    "Tulu3Preference": (
-        {"chosen": [QUESTION, said("2")], "rejected": [QUESTION, said("3")]},
-        PreferencePair((USER,), "2", "3"),
-    ),
+    "HelpSteer3": ({"context": [QUESTION], "response1": "3", "response2": "2", "overall_preference": 2}, PAIR),
+    "Tulu3Preference": ({"chosen": [QUESTION, said("2")], "rejected": [QUESTION, said("3")]}, PAIR),
 }
 
 
@@ -115,9 +106,8 @@ def test_max_samples_are_those_that_datasets_draws(tmp_path):
     rows = [{"messages": [{"role": "user", "content": str(number)}, said("2")]} for number in range(40)]
     (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "other" / name / "train.parquet")
-    wanted = [
-        row["messages"][0]["content"] for row in datasets.Dataset.from_list(rows).shuffle(seed=7).select(range(9))
-    ]
+    drawn = datasets.Dataset.from_list(rows).shuffle(seed=7).select(range(9))
+    wanted = [row["messages"][0]["content"] for row in drawn]
     for root in (tmp_path, tmp_path / "other"):
         drawn = load_named(name, split="train", max_samples=9, seed=7, root=root)
         assert [sample.context[0].content for sample in drawn] == wanted
@@ -126,11 +116,9 @@ def test_max_samples_are_those_that_datasets_draws(tmp_path):
 
 def test_what_is_nowhere_is_refused_with_both_ways(tmp_path):
     message = error_of("gsm8k", split="test", root=tmp_path)
-    for part in (
-        "HF_HUB_OFFLINE is set", f"{tmp_path} has neither a folder gsm8k nor a file gsm8k.jsonl",
-        "datasets.load_dataset('openai/gsm8k', 'main')", "data.dataset_root to a folder that has gsm8k/",
-    ):  # fmt: skip
-        assert part in message
+    assert "HF_HUB_OFFLINE is set" in message and "data.dataset_root to a folder that has gsm8k/" in message
+    assert f"{tmp_path} has neither a folder gsm8k nor a file gsm8k.jsonl" in message
+    assert "datasets.load_dataset('openai/gsm8k', 'main')" in message
     assert "neither" not in error_of("gsm8k", split="test")
 
 
@@ -175,9 +163,8 @@ def test_what_is_in_the_cache_of_datasets_needs_no_hub(tmp_path, monkeypatch):
         writer.write_table(rows.data.table)
         num_examples, num_bytes = writer.finalize()
     split = datasets.SplitInfo("train", num_bytes, num_examples, dataset_name="gsm8k")
-    splits = datasets.SplitDict({"train": split}, dataset_name="gsm8k")
     info = datasets.DatasetInfo(features=rows.features, config_name="main", dataset_name="gsm8k", version="0.0.0")
-    info.splits = splits
+    info.splits = datasets.SplitDict({"train": split}, dataset_name="gsm8k")
     info.write_to_directory(str(folder))
     assert list(load_named("gsm8k", split="train")) == [ROWS["gsm8k"][1]]
     assert constants.HF_HUB_OFFLINE is False

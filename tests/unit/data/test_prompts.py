@@ -16,13 +16,8 @@ from nemo_offload_rl.data.preferences import PreferencePair
 from nemo_offload_rl.data.problem import AnsweredContext, DataError, Message, Problem
 from nemo_offload_rl.data.prompts import PromptedSamples, PromptFormat, PromptTexts, read_prompt_file, read_text_file
 from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
+from tests.unit.data.test_preferences import EOS, TEMPLATE
 
-# A turn is its content between digits for its role: 1 system, 2 user, 3 assistant; `+` opens, `=` closes.
-TEMPLATE = (
-    "{% for m in messages %}{{ {'system': '1', 'user': '2', 'assistant': '3'}[m['role']] }}+{{ m['content'] }}="
-    "{% endfor %}{% if add_generation_prompt %}3+{% endif %}"
-)
-EOS = 12
 # Qwen 2.5's template, without its tools.
 CHATML = (
     "{% if messages[0]['role'] == 'system' %}{{ '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}"
@@ -130,14 +125,11 @@ def test_chatml_trains_the_newline_after_the_end_of_a_turn(opened):
 @pytest.mark.parametrize(
     ("end", "add_eos", "rendered"),
     [
-        ("", True, "13<|im_end|>"),
-        ("\n", True, "13\n<|im_end|>"),
-        ("<|im_end|>", True, "13<|im_end|>"),
-        ("<|im_end|>\n\n", True, "13<|im_end|>\n\n"),
-        ("<|im_end|> ", True, "13<|im_end|> <|im_end|>"),
+        ("", True, "13<|im_end|>"), ("\n", True, "13\n<|im_end|>"), ("<|im_end|>", True, "13<|im_end|>"),
+        ("<|im_end|>\n\n", True, "13<|im_end|>\n\n"), ("<|im_end|> ", True, "13<|im_end|> <|im_end|>"),
         ("\n", False, "13\n"),
     ],
-)
+)  # fmt: skip
 def test_an_end_of_sequence_is_added_unless_only_newlines_follow_one(end, add_eos, rendered):
     turns = "{% for m in messages %}{{ m['content'] + (END if m['role'] == 'assistant' else ':') }}{% endfor %}"
     tokenizer = bpe_tokenizer(turns.replace("END", repr(end)))
@@ -159,10 +151,8 @@ def test_a_template_that_hides_the_answer_is_refused():
 def test_a_begin_of_sequence_is_put_first_once():
     tokenizer = arithmetic_tokenizer()
     tokenizer.bos_token = "="
-    ids = [
-        p.prompt_ids for p in PromptFormat(tokenizer, 9, add_bos=True).prompts([Problem("1", ""), Problem("=1", "")])
-    ]
-    assert ids == [[11, 1], [11, 1]]
+    prompts = PromptFormat(tokenizer, 9, add_bos=True).prompts([Problem("1", ""), Problem("=1", "")])
+    assert [prompt.prompt_ids for prompt in prompts] == [[11, 1], [11, 1]]
 
 
 def test_long_prompts_lose_their_beginning_and_say_so():
@@ -268,11 +258,9 @@ def test_texts_go_around_the_first_message_of_the_user():
 
 
 def test_a_second_system_message_is_refused_with_its_place():
-    samples = PromptedSamples(
-        [AnsweredContext((Message("system", "x"), Message("user", "y")), "z", "a.jsonl:7")], TEXTS
-    )
+    sample = AnsweredContext((Message("system", "x"), Message("user", "y")), "z", "a.jsonl:7")
     with pytest.raises(DataError, match=r"^a\.jsonl:7: the prompt has a system message, and system_prompt_file gives"):
-        samples[0]
+        PromptedSamples([sample], TEXTS)[0]
 
 
 def test_our_prompts_ask_for_a_boxed_answer():

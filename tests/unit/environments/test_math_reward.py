@@ -22,14 +22,10 @@ def judge_all():
 
 def test_equal_formulas_and_numbers_are_right_and_other_answers_wrong(judge_all):
     right = [
-        (r"So it is \boxed{\frac{1}{2}}.", "0.5"),
-        (r"So it is \boxed{0.5}.", r"\frac{1}{2}"),
-        ("The answer is 42", "42"),
-        (r"\boxed{x^2+2x+1}", "(x+1)^2"),
-        (r"\boxed{1,234}", "1234"),
-        ("#### 18", "18"),
+        (r"So it is \boxed{\frac{1}{2}}.", "0.5"), (r"So it is \boxed{0.5}.", r"\frac{1}{2}"), ("#### 18", "18"),
+        ("The answer is 42", "42"), (r"\boxed{x^2+2x+1}", "(x+1)^2"), (r"\boxed{1,234}", "1234"),
         (r"$\{1, 2\}$", r"\{2, 1\}"),
-    ]
+    ]  # fmt: skip
     wrong = [(r"\boxed{2}", "3"), ("I do not know", "3"), ("", "3"), (r"\boxed{", "3")]
     judged = judge_all(*right, *wrong)
     assert judged.rewards == [1.0] * len(right) + [0.0] * len(wrong)

@@ -14,12 +14,8 @@ from nemo_offload_rl.generation.transformers_generator import TransformersGenera
 from nemo_offload_rl.refit.plan import ExportPlan
 
 QWEN3 = engine_conformance.QWEN3 | {"vocab_size": 30, "hidden_size": 32, "head_dim": 8, "intermediate_size": 48}
-QWEN3_MOE = (
-    engine_conformance.QWEN3_MOE
-    | QWEN3
-    | {"model_type": "qwen3_moe", "moe_intermediate_size": 16}
-    | {"tie_word_embeddings": False}
-)
+QWEN3_MOE = engine_conformance.QWEN3_MOE | QWEN3 | {"model_type": "qwen3_moe", "moe_intermediate_size": 16}
+QWEN3_MOE |= {"tie_word_embeddings": False}
 STOP = 3
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=None, stop_token_ids=(STOP,), seed=0)
 SAMPLED = dataclasses.replace(GREEDY, temperature=1.0)
@@ -45,19 +41,16 @@ def _generator(model, batch_size=64, max_length=128, device="cpu", **options):
     return TransformersGenerator(model, device=device, **sizes, **{"has_weights": True} | options)
 
 
-def _request(sampling, prompts=PROMPTS, step=0):
-    return engine_conformance.request(sampling, prompts, step)
+def _request(sampling, prompts=PROMPTS):
+    return engine_conformance.request(sampling, prompts)
 
 
 def test_greedy_equals_transformers_own_generate(model):
     output = _generator(model).generate(_request(GREEDY))
     for prompt, tokens in zip(PROMPTS, output.output_ids, strict=True):
         config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=STOP, pad_token_id=0)
-        expected = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            generation_config=config,
-        )
+        ids, mask = torch.tensor([prompt]), torch.ones(1, len(prompt), dtype=torch.long)
+        expected = model.generate(ids, attention_mask=mask, generation_config=config)
         assert tokens == expected[0, len(prompt) :].tolist()
 
 
@@ -128,32 +121,35 @@ def test_tied_embeddings_may_be_sent_under_both_names(model):
 
 def test_weights_that_do_not_fit_are_refused(model):
     target = _generator(copy.deepcopy(model))
-    with pytest.raises(ValueError, match=r"'model\.nrm\.weight', which the generation model does not have"):
-        target.load_weights([("model.nrm.weight", torch.ones(32))])
-    with pytest.raises(ValueError, match=r"'model.norm.weight' as torch.float32 \[31\]"):
-        target.load_weights([("model.norm.weight", torch.ones(31))])
-    with pytest.raises(ValueError, match=r"torch.bfloat16 \[32\], but the generation model has it as torch.float32"):
-        target.load_weights([("model.norm.weight", torch.ones(32, dtype=torch.bfloat16))])
+    for name, weight, message in [
+        ("model.nrm.weight", torch.ones(32), r"'model\.nrm\.weight', which the generation model does not have"),
+        ("model.norm.weight", torch.ones(31), r"'model.norm.weight' as torch.float32 \[31\]"),
+        ("model.norm.weight", torch.ones(32).bfloat16(), r"torch.bfloat16 \[32\], but .* has it as torch.float32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            target.load_weights([(name, weight)])
     weights = weights_by_name(model)
     del weights["model.norm.weight"], weights["lm_head.weight"]
     with pytest.raises(ValueError, match=r"no weight for 1 .* \(model.norm.weight\)"):
         target.prepare_refit_info(ExportPlan.of(weights.items()))
 
 
+def _greedy(**changes):
+    return lambda: dataclasses.replace(GREEDY, **changes)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: dataclasses.replace(GREEDY, top_p=0), "top_p is 0"),
-        (lambda: dataclasses.replace(GREEDY, temperature=-1), "temperature is -1"),
-        (lambda: dataclasses.replace(GREEDY, top_k=0), "top_k is 0"),
-        (lambda: dataclasses.replace(GREEDY, max_new_tokens=0), "max_new_tokens is 0"),
-        (lambda: dataclasses.replace(GREEDY, bad_words=("a", " ")), "bad_words has an empty word"),
-        (lambda: dataclasses.replace(GREEDY, stop_strings=("a", "")), "stop_strings has an empty string"),
+        (_greedy(top_p=0), "top_p is 0"), (_greedy(temperature=-1), "temperature is -1"),
+        (_greedy(top_k=0), "top_k is 0"), (_greedy(max_new_tokens=0), "max_new_tokens is 0"),
+        (_greedy(bad_words=("a", " ")), "bad_words has an empty word"),
+        (_greedy(stop_strings=("a", "")), "stop_strings has an empty string"),
         (lambda: GenerationRequest([[1], []], [0, 0], 0, GREEDY), "empty prompt"),
         (lambda: GenerationRequest([[1], [2]], [0], 0, GREEDY), "2 prompts and 1 sample ids"),
         (lambda: build_model("tiny", QWEN3, "fp8"), r"policy\.precision is 'fp8'"),
     ],
-)
+)  # fmt: skip
 def test_bad_settings_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -277,10 +277,8 @@ def test_a_seed_depends_on_what_the_uniforms_depend_on():
 
 def answer(reason: str):
     """Returns an object like `vllm.RequestOutput` whose second token is not the most likely one."""
-    logprobs = [
-        {5: SimpleNamespace(logprob=-0.5)},
-        {9: SimpleNamespace(logprob=-0.1), 2: SimpleNamespace(logprob=-3.0)},
-    ]
+    of_tokens = ({5: -0.5}, {9: -0.1, 2: -3.0})
+    logprobs = [{token: SimpleNamespace(logprob=one) for token, one in given.items()} for given in of_tokens]
     return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 2], logprobs=logprobs, finish_reason=reason)])
 
 
@@ -524,22 +522,14 @@ def test_it_needs_gpus(ray_cluster):
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_tokens_know_how_often_the_weights_had_changed(monkeypatch, recomputes):
     """Weights come before the second step: row 0 has ended then, row 1 has two tokens, one of them under way."""
-    llm, steps = StandIn(), []
-    request_of = {"0-a": (9, 0), "1-b": (1, 1)}
-    scheduler = SimpleNamespace(
-        requests={
-            name: SimpleNamespace(num_output_tokens=tokens, num_output_placeholders=under_way)
-            for name, (tokens, under_way) in request_of.items()
-            if name != "0-a"
-        }
-    )
-    resets = []
+    llm, steps, resets = StandIn(), [], []
+    states = {name: SimpleNamespace(external_req_id=name[0]) for name in ("0-a", "1-b")}
+    running = {"1-b": SimpleNamespace(num_output_tokens=1, num_output_placeholders=1)}
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(requests=running)))
     llm.llm_engine = SimpleNamespace(
         step=lambda: steps.append("a step") or "a step",
-        output_processor=SimpleNamespace(
-            request_states={name: SimpleNamespace(external_req_id=name[0]) for name in request_of}
-        ),
-        engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)),
+        output_processor=SimpleNamespace(request_states=states),
+        engine_core=core,
         reset_prefix_cache=lambda *, reset_running_requests: resets.append(reset_running_requests),
     )
 

@@ -27,11 +27,14 @@ def row_of(text: str, phase: str) -> list[str]:
     return next(row for row in cells(text) if row[0] == phase)
 
 
+def times(**phases):
+    return {f"timing/train/{phase}": seconds for phase, seconds in phases.items()}
+
+
 ROWS = [
     {"step": 0, "validation/accuracy": 0.4, "timing/train/validation": 2.0},
-    {"step": 1, "timing/train/sampling": 1.0, "timing/train/training": 0.5, "timing/train/total_step_time": 2.0},
-    {"step": 2, "timing/train/sampling": 2.0, "timing/train/training": 0.5, "timing/train/refit": 1.0}
-    | {"timing/train/total_step_time": 6.0},
+    {"step": 1, **times(sampling=1.0, training=0.5, total_step_time=2.0)},
+    {"step": 2, **times(sampling=2.0, training=0.5, refit=1.0, total_step_time=6.0)},
 ]
 
 
@@ -55,8 +58,8 @@ def test_progress_is_one_line_a_step_where_there_is_no_terminal():
     console = Console(file=io.StringIO(), width=40)  # narrower than a line: a log must not wrap
     with LiveProgress("grpo", 20, console) as progress:
         progress.update(1, {"train/reward": 0.5, "validation/accuracy": 0.25, "performance/tokens_per_sec": 12345.6})
-        times = {"timing/train/sampling": 1.0, "timing/train/total_step_time": 1.5}
-        progress.update(2, {"train/reward": 0.75, "train/kl_penalty": 0.00123} | times)
+        took = times(sampling=1.0, total_step_time=1.5)
+        progress.update(2, {"train/reward": 0.75, "train/kl_penalty": 0.00123, **took})
     assert console.file.getvalue().splitlines() == [
         "grpo 1/20  reward 0.500  accuracy 0.250  tokens/s 12,346",
         # The last measured accuracy is shown, and the last tokens/s.
@@ -142,9 +145,8 @@ def test_a_phase_has_tflops_and_a_share_only_of_a_known_peak():
 
 def row(seconds, tflops, share=None):
     rates = {"tflops_per_gpu": tflops, "model_flop_utilization": share}
-    times = {"training": seconds, "refit": 1.0, "total_step_time": seconds + 1.0}
     named = {f"performance/{name}/training": value for name, value in rates.items()}
-    return {"step": 1} | {f"timing/train/{phase}": value for phase, value in times.items()} | named
+    return {"step": 1, **times(training=seconds, refit=1.0, total_step_time=seconds + 1.0), **named}
 
 
 def test_the_phase_table_shows_what_gpus_reached_where_steps_count_by_their_seconds():
@@ -209,11 +211,10 @@ def moved(phase, target, **quantities):
 
 def out_and_back(exposed_s, **back):
     """Returns a step's metrics in which optimizer state moved to the host for the refit and back for training."""
-    out = moved("refit", "optimizer_state", gb=6.24, copy_s=0.1135, gb_per_s=54.98, share_of_link=0.997)
+    out = {"gb": 6.24, "copy_s": 0.1135, "gb_per_s": 54.98, "share_of_link": 0.997, "hidden_s": 0.1135 - exposed_s}
     return {
-        **out, "residency/refit/optimizer_state/exposed_s": exposed_s,
-        "residency/refit/optimizer_state/hidden_s": 0.1135 - exposed_s, "residency/refit/enter_s": exposed_s,
-        "residency/refit/gpu_free_before_gib": 100.0,
+        **moved("refit", "optimizer_state", exposed_s=exposed_s, **out),
+        "residency/refit/enter_s": exposed_s, "residency/refit/gpu_free_before_gib": 100.0,
         **moved("generate", "params", exposed_s=0.05, gb=3.0, copy_s=0.05, gb_per_s=60.0, hidden_s=0.0),
         **moved("train", "grads", exposed_s=0.001),
         **moved("train", "optimizer_state", exposed_s=0.0, gb=6.24, copy_s=0.2, gb_per_s=31.2, **back),
@@ -222,14 +223,10 @@ def out_and_back(exposed_s, **back):
 
 
 def test_medians_are_over_the_steps_that_moved_it():
-    rows = [
-        {"step": 0, "validation/accuracy": 0.4},
-        {"step": 1, **out_and_back(0.01)},
-        {"step": 2, **out_and_back(0.03)},
-        {"step": 3, **out_and_back(0.02)},
-        {"step": 4, "residency/train/grads/exposed_s": 0.003, "residency/host_rss_gib": 21.0},
-        {"step": 5, "residency/train/grads/exposed_s": None},  # its value was not finite
-    ]
+    steps = [{"validation/accuracy": 0.4}, *(out_and_back(exposed_s) for exposed_s in (0.01, 0.03, 0.02))]
+    steps.append({"residency/train/grads/exposed_s": 0.003, "residency/host_rss_gib": 21.0})
+    steps.append({"residency/train/grads/exposed_s": None})  # its value was not finite
+    rows = [{"step": step, **row} for step, row in enumerate(steps)]
     medians = median_moves(rows)
     names = [" ".join(name) for name in medians]
     assert names == ["refit optimizer_state", "generate params", "train grads", "train optimizer_state"]
