@@ -27,8 +27,7 @@ def small_disk(tmp_path):
 def test_a_run_on_a_full_disk_trains_on_and_says_what_is_not_saved(tmp_path, small_disk):
     overrides = [*SFT, "sft.max_num_steps=4", "checkpointing.save_period=2"]
     folder = small_disk / "checkpoints"
-    done = run_example("run_sft.py", tmp_path, [*overrides, f"checkpointing.checkpoint_dir={folder}"])
-    assert done.status == 1, done.output
+    done = run_example("run_sft.py", tmp_path, [*overrides, f"checkpointing.checkpoint_dir={folder}"], status=1)
     told = "".join(done.output.split())  # the console may wrap inside a path
     for step in (2, 4):
         place = f"{folder}/tmp_step_{step}/policy"

@@ -23,7 +23,6 @@ def test_a_run_learns_and_its_export_answers_as_the_policy_did(tmp_path):
     from transformers import AutoModelForCausalLM
 
     done = run_example("run_sft.py", tmp_path, [*SHORT_SFT, "sft.export_hf=true"])
-    assert done.status == 0, done.output
     metrics = done.metrics()
     assert metrics[30]["train/loss"] < 0.9 * metrics[1]["train/loss"]
     assert metrics[30]["validation/val_loss"] < 0.9 * metrics[0]["validation/val_loss"]
@@ -39,7 +38,6 @@ SHORT_DPO = [
 
 def test_a_run_learns_to_prefer_and_one_that_resumes_from_its_middle_ends_alike(tmp_path):
     whole = run_example("run_dpo.py", tmp_path, SHORT_DPO)
-    assert whole.status == 0, whole.output
     metrics = whole.metrics()
     assert metrics[0]["validation/accuracy"] == 0
     assert metrics[12]["validation/accuracy"] > 0.55
@@ -48,8 +46,7 @@ def test_a_run_learns_to_prefer_and_one_that_resumes_from_its_middle_ends_alike(
     shutil.rmtree(tmp_path / "checkpoints" / "step_12")
     log = whole.folder / "logs" / "exp_001" / "metrics.jsonl"
     log.write_text("".join(f"{line}\n" for line in log.read_text().splitlines() if json.loads(line)["step"] <= 6))
-    resumed = run_example("run_dpo.py", tmp_path, SHORT_DPO)
-    assert resumed.status == 0, resumed.output
+    run_example("run_dpo.py", tmp_path, SHORT_DPO)
     assert whole.metrics() == metrics
 
 
@@ -67,8 +64,7 @@ def known_as_wrong(tmp_path, monkeypatch):
 
 
 def test_a_wrong_model_ends_the_run_in_one_sentence(tmp_path, known_as_wrong):
-    done = run_example("run_sft.py", tmp_path, SHORT)
-    assert done.status == 1
+    done = run_example("run_sft.py", tmp_path, SHORT, status=1)
     assert "model differ from transformers': log-probs of a small twin differ by 0.25" in done.output
     assert "policy.skip_model_check" in done.output.strip().splitlines()[-1]
     assert "Traceback" not in done.output

@@ -57,10 +57,12 @@ def environment() -> dict[str, str]:
 
 
 def run_example(
-    script: str, folder: Path, overrides: list[str], *, recipe: Path | None = None, **variables: str
+    script: str, folder: Path, overrides: list[str], *, recipe: Path | None = None, status: int = 0, **variables: str
 ) -> Finished:
+    """Runs an example to its end, which has this exit status."""
     done = subprocess.run(
         command(script, folder, overrides, python=forked_python(), recipe=recipe), cwd=ROOT,
         env=environment() | variables, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    return Finished(folder, done.returncode, done.stdout + done.stderr)
+    assert done.returncode == status, done.stdout + done.stderr
+    return Finished(folder, status, done.stdout + done.stderr)

@@ -47,6 +47,13 @@ class ApartCluster:
         return self._cluster.options_beside(0)
 
 
+class NamedNodes(ApartCluster):
+    """Names its nodes in messages."""
+
+    def node_name(self, bundle):
+        return self.node_of(bundle).id
+
+
 def toy_batch(num_rows):
     rows = torch.arange(num_rows)
     lengths = torch.full((num_rows,), 3)

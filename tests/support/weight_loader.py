@@ -29,9 +29,11 @@ class WeightLoader:
         return {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
 
     def load_weights(self, bucket):
-        self.num_loads += 1
         time.sleep(self.seconds)
         with bucket.opened() as named_tensors:
+            if named_tensors:  # other messages register buckets, or unregister them
+                self.num_loads += 1
+                self.origins.add(getattr(bucket, "origin", None))
             for name, tensor in named_tensors:
                 if name == "unwanted":
                     raise ValueError("there is no such weight here")
@@ -45,9 +47,9 @@ class WeightLoader:
         return self.seconds
 
     def take(self):
-        """Returns the weights, `num_loads` and the moments at which loads `finished`, all since the last call."""
+        """Returns the weights, `num_loads`, buckets' `origins` and when loads `finished`, all since the last call."""
         taken = self.__dict__.copy()
-        self.weights, self.num_loads, self.finished = {}, 0, []
+        self.weights, self.num_loads, self.origins, self.finished = {}, 0, set(), []
         return taken
 
 

@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
@@ -26,13 +27,14 @@ ALL = [Target.PARAMS, Target.GRADS, Target.OPTIMIZER_STATE]
 
 @pytest.fixture
 def adopted():
-    """Adopts jobs; closes them when the test ends and checks that they freed everything."""
+    """Makes and adopts jobs; closes them when the test ends and checks that they freed everything."""
     made: list[AdoptedState] = []
     torch.set_num_threads(1)
 
-    def make(job: Job) -> AdoptedState:
+    def make(**options: Any) -> tuple[Job, AdoptedState]:
+        job = make_job(**options)
         made.append(adopt(job.model, job.optimizer, PinnedArena()))
-        return made[-1]
+        return job, made[-1]
 
     yield make
     for state in made:
@@ -51,8 +53,7 @@ def moments(job: Job) -> dict[str, torch.Tensor]:
 
 
 def test_steps_between_moves_of_single_targets_are_bit_equal_to_none(adopted, monkeypatch):
-    plain, job = make_job(dtype=torch.bfloat16), make_job(dtype=torch.bfloat16)
-    state = adopted(job)
+    plain, (job, state) = make_job(dtype=torch.bfloat16), adopted(dtype=torch.bfloat16)
     delay_moves(monkeypatch, seconds=0.003)
     for step in range(10):
         wanted = plain.step(step)
@@ -67,8 +68,7 @@ def test_steps_between_moves_of_single_targets_are_bit_equal_to_none(adopted, mo
 
 
 def test_each_call_moves_its_kind_alone_twice_is_once_and_what_is_away_is_refused(adopted):
-    job = make_job()
-    state = adopted(job)
+    job, state = adopted()
     job.step(0)
     for _ in range(2):
         state.move_optimizer("cpu")
@@ -84,8 +84,7 @@ def test_each_call_moves_its_kind_alone_twice_is_once_and_what_is_away_is_refuse
 
 
 def test_what_saves_or_loads_optimizer_state_waits_for_it_and_refuses_while_it_is_away(adopted, monkeypatch):
-    job = make_job()
-    state = adopted(job)
+    job, state = adopted()
     job.step(0)
     saved, wanted = copy.deepcopy(job.optimizer.state_dict()), moments(job)
     job.step(1)
@@ -106,8 +105,7 @@ def test_what_saves_or_loads_optimizer_state_waits_for_it_and_refuses_while_it_i
 
 
 def test_state_that_is_away_is_on_the_gpu_for_a_checkpoint_and_away_again_after_it(adopted):
-    job = make_job()
-    state = adopted(job)
+    job, state = adopted()
     job.step(0)
     wanted = job.everything()
     state.move("cpu", ALL)
@@ -124,8 +122,7 @@ def test_state_that_is_away_is_on_the_gpu_for_a_checkpoint_and_away_again_after_
 
 
 def test_what_leaves_for_another_process_is_not_in_a_range(adopted):
-    job = make_job()
-    state = adopted(job)
+    job, state = adopted()
     weight = next(job.model.parameters())
     copy, other = state.outside_ranges(weight[1:]), torch.ones(3)
     assert torch.equal(copy, weight[1:])
@@ -216,7 +213,7 @@ def test_sharded_parameters_are_refused():
 @pytest.mark.parametrize("device", ["meta", torch.device("xpu", 0)])
 def test_an_unknown_place_is_refused(adopted, device):
     with pytest.raises(ValueError, match='it moves to "cpu" and back to "cuda"'):
-        adopted(make_job()).move_params(device)
+        adopted()[1].move_params(device)
 
 
 def test_adopting_needs_neither_ray_nor_megatron_nor_transformers_nor_recipes():

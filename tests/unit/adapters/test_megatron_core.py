@@ -14,6 +14,21 @@ from nemo_offload_rl.residency.optimizer_state import state_tensors
 from nemo_offload_rl.residency.table import Placement, Target
 from nemo_offload_rl.residency.target import ResidencyError
 
+
+@pytest.fixture
+def adopted(rank):
+    """Adopts jobs; closes them when the test ends."""
+    made = []
+
+    def make(job):
+        made.append(adopt_own_methods([job.model], job.optimizer, PinnedArena()))
+        return made[-1]
+
+    yield make
+    for state in made:
+        state.close()
+
+
 AWAY = "optimizer_state is needed on the GPU, but it is host"
 
 
@@ -40,12 +55,12 @@ def offload_by_part_and_buffer(job):
 
 @pytest.mark.parametrize("use_distributed_optimizer", [True, False])
 @pytest.mark.parametrize("way", [offload_by_optimizer_and_model, offload_by_part_and_buffer])
-def test_steps_with_offloading_between_are_bit_equal_to_none(rank, monkeypatch, way, use_distributed_optimizer):
+def test_steps_with_offloading_between_are_bit_equal_to_none(adopted, monkeypatch, way, use_distributed_optimizer):
     plain = tiny_megatron(use_distributed_optimizer=use_distributed_optimizer)
     wanted = [plain.step(seed) for seed in range(10)]
     delay_moves(monkeypatch, seconds=0.003)
     job = tiny_megatron(use_distributed_optimizer=use_distributed_optimizer)
-    state = adopt_own_methods([job.model], job.optimizer, PinnedArena())
+    state = adopted(job)
     found = []
     for seed in range(10):
         found.append(job.step(seed))
@@ -58,12 +73,11 @@ def test_steps_with_offloading_between_are_bit_equal_to_none(rank, monkeypatch, 
         assert left == (set() if where(Target.PARAMS) is Placement.HOST else {Target.PARAMS})
         next(moves, None)
     assert found == wanted
-    state.close()
 
 
-def test_what_is_loaded_right_behind_the_start_of_the_return_stays(rank, monkeypatch):
+def test_what_is_loaded_right_behind_the_start_of_the_return_stays(adopted, monkeypatch):
     job = tiny_megatron(use_distributed_optimizer=False)
-    state = adopt_own_methods([job.model], job.optimizer, PinnedArena())
+    state = adopted(job)
     job.step(0)
     saved, wanted = copy.deepcopy(job.optimizer.state_dict()), job.optimizer_state()
     job.step(1)
@@ -83,7 +97,6 @@ def test_what_is_loaded_right_behind_the_start_of_the_return_stays(rank, monkeyp
     job.optimizer.restore_from_cpu()
     state.offloader.residency.require(Target.OPTIMIZER_STATE)
     assert_equal(job.optimizer_state(), wanted)
-    state.close()
 
 
 def job_with_legacy_format():
@@ -106,10 +119,10 @@ def parameter_state(path):
 
 
 def test_legacy_parameter_state_is_saved_and_loaded_whole_right_behind_the_start_of_the_return(
-    rank, monkeypatch, tmp_path
+    adopted, monkeypatch, tmp_path
 ):
     job, first, again = job_with_legacy_format(), str(tmp_path / "first.pt"), str(tmp_path / "again.pt")
-    state = adopt_own_methods([job.model], job.optimizer, PinnedArena())
+    adopted(job)
     job.optimizer.save_parameter_state(first)
     assert len(parameter_state(first)) == 3
     delay_moves(monkeypatch, seconds=0.05)
@@ -128,10 +141,9 @@ def test_legacy_parameter_state_is_saved_and_loaded_whole_right_behind_the_start
     job.optimizer.load_parameter_state(first)
     job.optimizer.save_parameter_state(again)
     assert_equal(parameter_state(again), parameter_state(first))
-    state.close()
 
 
-def test_masters_are_made_of_parameters_only_when_they_have_come(rank, monkeypatch):
+def test_masters_are_made_of_parameters_only_when_they_have_come(adopted, monkeypatch):
     def with_new_parameters():
         job = tiny_megatron()
         job.step(0)
@@ -142,7 +154,7 @@ def test_masters_are_made_of_parameters_only_when_they_have_come(rank, monkeypat
     plain = with_new_parameters()
     plain.optimizer.reload_model_params()
     job = with_new_parameters()
-    state = adopt_own_methods([job.model], job.optimizer, PinnedArena())
+    adopted(job)
     delay_moves(monkeypatch, seconds=0.05)
     job.optimizer.offload_to_cpu()
     with pytest.raises(ResidencyError, match=AWAY):
@@ -150,12 +162,11 @@ def test_masters_are_made_of_parameters_only_when_they_have_come(rank, monkeypat
     job.optimizer.restore_from_cpu()
     job.optimizer.reload_model_params()
     assert_equal(job.optimizer_state(), plain.optimizer_state())
-    state.close()
 
 
-def test_gradients_alone_come_back_zeroed(rank):
+def test_gradients_alone_come_back_zeroed(adopted):
     job = tiny_megatron()
-    state = adopt_own_methods([job.model], job.optimizer, PinnedArena())
+    state = adopted(job)
     job.forward_backward(0)
     grads = job.model.buffers[0].grad_data
     address = grads.data_ptr()

@@ -130,6 +130,20 @@ def adapter(monkeypatch):
     sys.modules.pop("nemo_offload_rl.adapters.nemo_rl", None)
 
 
+@pytest.fixture
+def ranged(adapter, rank):
+    """Makes workers whose state is in ranges; closes it when the test ends."""
+    made = []
+
+    def make(**settings: bool) -> Any:
+        made.append(adapter.RangeOffload(**settings))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker._adopted.close()
+
+
 def where(worker: Any) -> dict[str, str]:
     residency = worker._adopted.offloader.residency
     return {str(target): str(residency.where(target)) for target in worker._adopted.offloader.targets}
@@ -157,10 +171,10 @@ def steps(worker: Any, num_steps: int = 10) -> list[Any]:
         ({"keep_params_for_generation": True}, "gpu"),
     ],
 )
-def test_ten_steps_equal_those_without_any_moves(adapter, rank, monkeypatch, settings, params):
+def test_ten_steps_equal_those_without_any_moves(ranged, monkeypatch, settings, params):
     plain = steps(WorkerDouble())
     delay_moves(monkeypatch, seconds=0.002)
-    worker = adapter.RangeOffload(**settings)
+    worker = ranged(**settings)
     assert steps(worker) == plain
     assert where(worker) == {"params": params, "grads": "dropped", "optimizer_state": "host"}
     assert (worker._adopted.offloader.mapped_bytes == 0) == (params == "host")
@@ -168,7 +182,6 @@ def test_ten_steps_equal_those_without_any_moves(adapter, rank, monkeypatch, set
     inference_model = torch.nn.Linear(1, 1)  # another model moves in NeMo-RL's own way
     assert worker.move_model(inference_model, "cpu") is inference_model
     assert worker.own_moves[-1] == "model cpu"
-    worker._adopted.close()
 
 
 def streamed_steps(worker: Any, num_steps: int = 5) -> list[Any]:
@@ -190,15 +203,14 @@ def streamed_steps(worker: Any, num_steps: int = 5) -> list[Any]:
     return reports
 
 
-def test_gradients_that_are_kept_through_log_probs_survive_the_preparation_for_training(adapter, rank, monkeypatch):
+def test_gradients_that_are_kept_through_log_probs_survive_the_preparation_for_training(ranged, monkeypatch):
     plain = streamed_steps(WorkerDouble())
     delay_moves(monkeypatch, seconds=0.002)
-    worker = adapter.RangeOffload(offload_optimizer_for_logprob=True)
+    worker = ranged(offload_optimizer_for_logprob=True)
     assert streamed_steps(worker) == plain
     worker.prepare_for_training()
     worker.prepare_for_lp_inference(keep_train_buffers=True)
     assert where(worker) == {"params": "gpu", "grads": "gpu", "optimizer_state": "gpu"}
-    worker._adopted.close()
 
 
 def steps_with_reference(worker: Any, num_steps: int = 5) -> list[Any]:
@@ -215,42 +227,39 @@ def steps_with_reference(worker: Any, num_steps: int = 5) -> list[Any]:
     return reports
 
 
-def test_steps_with_a_reference_model_and_an_end_of_inference_equal_those_without_any_moves(adapter, rank, monkeypatch):
+def test_steps_with_a_reference_model_and_an_end_of_inference_equal_those_without_any_moves(ranged, monkeypatch):
     plain = steps_with_reference(WorkerDouble())
     assert plain[0] == plain[1]
     assert plain[-3] != plain[-2]
     delay_moves(monkeypatch, seconds=0.002)
-    worker = adapter.RangeOffload()
+    worker = ranged()
     assert steps_with_reference(worker) == plain
     worker.finish_inference()
     assert where(worker) == {"params": "host", "grads": "gpu", "optimizer_state": "gpu"}
-    worker._adopted.close()
 
 
-def test_optimizer_state_that_never_leaves_takes_no_host_memory(adapter, rank):
+def test_optimizer_state_that_never_leaves_takes_no_host_memory(ranged):
     for settings in ({"optimizer_cpu_offload": True}, {"offload_optimizer_for_refit": False}):
-        worker = adapter.RangeOffload(**settings)
+        worker = ranged(**settings)
         worker.offload_after_refit()
         assert where(worker) == {"params": "host", "grads": "dropped", "optimizer_state": "gpu"}
         offloader = worker._adopted.offloader
         assert offloader.context.arena.allocated_bytes < 1.1 * offloader.nbytes()["params"]
         worker.prepare_for_training()
-        worker._adopted.close()
 
 
-def test_a_checkpoint_of_state_that_is_away_has_its_contents(adapter, rank, monkeypatch):
+def test_a_checkpoint_of_state_that_is_away_has_its_contents(ranged, monkeypatch):
     plain = WorkerDouble()
     plain.job.step(0)
-    worker = adapter.RangeOffload()
+    worker = ranged()
     worker.job.step(0)
     worker.offload_after_refit()
     delay_moves(monkeypatch, seconds=0.05)
     assert_equal(worker.save_checkpoint(), plain.save_checkpoint())
-    worker._adopted.close()
 
 
-def test_sglang_gets_memory_that_it_can_open(adapter, rank):
-    worker = adapter.RangeOffload()
+def test_sglang_gets_memory_that_it_can_open(ranged):
+    worker = ranged()
     params = worker._adopted.offloader.targets[Target.PARAMS].flat_buffer
     (bucket,) = worker._iter_sglang_hf_weight_buckets(target_precision="bf16")
     for (name, tensor), (wanted, parameter) in zip(bucket, worker.model.named_parameters(), strict=True):
@@ -258,7 +267,6 @@ def test_sglang_gets_memory_that_it_can_open(adapter, rank):
         assert torch.equal(tensor, parameter)
         assert params.holds(parameter)
         assert not params.holds(tensor)
-    worker._adopted.close()
 
 
 @pytest.mark.parametrize(

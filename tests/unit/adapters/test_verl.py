@@ -9,6 +9,7 @@ import torch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
+HEADS = {"language": "LM", "value": "Value"}
 WAYS = ["verl", "ours", "ours, optimizer alone"]
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
 WITH_VERL = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="tools/setup.sh --group adapters")
@@ -43,16 +44,10 @@ def result(scenario: str) -> Any:
 
 def test_with_external_lib_the_registry_hands_out_our_engines():
     classes = result("registry")
-    assert classes["before"] == {
-        "language_model megatron": "MegatronEngineWithLMHead",
-        "value_model megatron": "MegatronEngineWithValueHead",
-        "language_model fsdp2": "FSDPEngineWithLMHead",
-    }
-    assert classes["after"] == {
-        "language_model megatron": "RangeOffloadWithLMHead",
-        "value_model megatron": "RangeOffloadWithValueHead",
-        "language_model fsdp2": "RefusedEngine",
-    }
+    ours, verls = (f"{kind}With{{}}Head" for kind in ("RangeOffload", "MegatronEngine"))
+    for time, head, fsdp in (("before", verls, "FSDPEngineWithLMHead"), ("after", ours, "RefusedEngine")):
+        of_megatron = {f"{model}_model megatron": head.format(kind) for model, kind in HEADS.items()}
+        assert classes[time] == of_megatron | {"language_model fsdp2": fsdp}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import ray
 from ray import cloudpickle
-from support.toy_group import ApartCluster
+from support.toy_group import NamedNodes
 
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor, GeneratorProcess, engine_class
 from nemo_offload_rl.generation.interface import (
@@ -61,11 +61,6 @@ class ToyGenerator:
 class ToyProcess(GeneratorProcess):
     def build(self, number, faults, _late):
         self._generator = ToyGenerator(number, faults)
-
-
-class NamedNodes(ApartCluster):
-    def node_name(self, bundle):
-        return self.node_of(bundle).id
 
 
 @pytest.fixture

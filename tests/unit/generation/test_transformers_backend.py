@@ -6,7 +6,7 @@ import ray
 import torch
 from support import engine_conformance
 from support.actors import kill_and_wait
-from support.toy_group import ApartCluster
+from support.toy_group import ApartCluster, NamedNodes
 
 from nemo_offload_rl.config.schema.generation import GenerationConfig
 from nemo_offload_rl.generation import ENGINES, make_generation
@@ -145,10 +145,6 @@ def test_replicas_share_a_request_out(pair, local, weights):
 
 
 def test_an_engine_that_dies_and_a_relay_that_dies_are_errors_of_their_bundle(ray_cluster, start_pair, weights):
-    class NamedNodes(ApartCluster):
-        def node_name(self, bundle):
-            return self.node_of(bundle).id
-
     pair = start_pair(NamedNodes(ray_cluster))
     _send(weights, pair.receivers)
     pair.memory_stats()

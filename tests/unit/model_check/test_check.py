@@ -35,6 +35,10 @@ def no_process(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
 
 
+def check_of(policy):
+    return ModelCheck(policy, hf_config(policy), device="cpu")
+
+
 def keep(policy, result):
     cache.write(cache.key_of(alone(policy, twin_config(hf_config(policy)).to_dict()), device="cpu"), result)
 
@@ -42,39 +46,38 @@ def keep(policy, result):
 def test_what_is_not_known_is_found_out_by_a_process_and_then_known(monkeypatch):
     monkeypatch.setattr(sys, "executable", forked_python())
     policy = tiny_policy()
-    with ModelCheck(policy, hf_config(policy), device="cpu") as check:
-        assert check.finish().startswith(
-            "Megatron's results for the model agree with transformers': log-probs of a small twin"
-        )
+    with check_of(policy) as check:
+        message = check.finish()
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with ModelCheck(policy, hf_config(policy), device="cpu") as check:
-        assert check.finish().startswith("Megatron's results for the model agree with transformers'")
+    with check_of(policy) as check:
+        assert check.finish() == message
+    assert message.startswith("Megatron's results for the model agree with transformers': log-probs of a small twin")
 
 
 def test_a_model_that_is_known_to_be_wrong_is_refused_before_it_is_built(no_process):
     policy = tiny_policy()
     with pytest.raises(FileNotFoundError):  # shows that the fixture works
-        ModelCheck(policy, hf_config(policy), device="cpu")
+        check_of(policy)
     keep(policy, WRONG)
     with pytest.raises(ModelCheckError, match=r"qwen3 model differ from .* differ by 0\.25.*tie_word_embeddings true"):
-        ModelCheck(policy, hf_config(policy), device="cpu")
+        check_of(policy)
 
 
 def test_a_model_without_a_twin_is_trained_only_if_the_check_is_skipped(no_process):
     policy = tiny_policy({"model_type": "mamba"})  # a config without attention heads
     with pytest.raises(ValueError, match=r"cannot make a small model of this mamba config .* policy\.skip_model_check"):
-        ModelCheck(policy, hf_config(policy), device="cpu")
+        check_of(policy)
     skipping = policy | {"skip_model_check": True}
     assert "was not checked" in ModelCheck(skipping, hf_config(policy), device="cpu").finish()
 
 
 def test_a_skipped_check_says_what_is_known(no_process):
     policy = tiny_policy() | {"skip_model_check": True}
-    assert "was not checked" in ModelCheck(policy, hf_config(policy), device="cpu").finish()
+    assert "was not checked" in check_of(policy).finish()
     keep(policy, WRONG)
-    assert "is trained although" in ModelCheck(policy, hf_config(policy), device="cpu").finish()
+    assert "is trained although" in check_of(policy).finish()
     keep(policy, RIGHT)
-    assert "agree with transformers'" in ModelCheck(policy, hf_config(policy), device="cpu").finish()
+    assert "agree with transformers'" in check_of(policy).finish()
 
 
 @pytest.fixture
@@ -114,7 +117,7 @@ def shell_process(tmp_path, monkeypatch):
 
 def test_a_check_that_takes_too_long_is_a_warning(shell_process):
     shell_process("exec sleep 600")
-    with ModelCheck(tiny_policy(), hf_config(tiny_policy()), device="cpu") as check:
+    with check_of(tiny_policy()) as check:
         message = check.finish(timeout_s=0.1)
     assert not [child for child in psutil.Process().children() if "sleep" in " ".join(child.cmdline())]
     assert message.startswith("The model was not checked against transformers: it did not finish within 0 s")
@@ -126,9 +129,8 @@ def test_the_process_ends_with_the_one_that_started_it():
         "import json, sys, time\nfrom nemo_offload_rl.model_check.process import CheckProcess\n"
         "process = CheckProcess(json.loads(sys.argv[1]))\nprint(process._process.pid, flush=True)\ntime.sleep(600)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, json.dumps(tiny_policy())], stdout=subprocess.PIPE, text=True
-    ) as starter:
+    command = [sys.executable, "-c", script, json.dumps(tiny_policy())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None
         checking = psutil.Process(int(starter.stdout.readline()))
         os.kill(starter.pid, signal.SIGKILL)
@@ -136,12 +138,9 @@ def test_the_process_ends_with_the_one_that_started_it():
 
 
 def test_an_error_that_says_nothing_to_users_gives_way_to_what_the_check_says(failing_process):
-    with (
-        pytest.raises(ModelCheckError, match="failed with status 3"),
-        ModelCheck(tiny_policy(), hf_config(tiny_policy()), device="cpu"),
-    ):
+    with pytest.raises(ModelCheckError, match="failed with status 3"), check_of(tiny_policy()):
         raise KeyError("obscure")
-    with pytest.raises(ValueError, match="clear"), ModelCheck(tiny_policy(), hf_config(tiny_policy()), device="cpu"):
+    with pytest.raises(ValueError, match="clear"), check_of(tiny_policy()):
         raise ValueError("clear")
 
 

@@ -26,9 +26,8 @@ TAKE = (
 
 def in_another_process(folder: Path) -> subprocess.Popen:
     """Starts a process that takes the lock and holds it until its input ends or it is killed."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", TAKE, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", TAKE, str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "taken\n"
     return process
 
@@ -171,10 +170,8 @@ def no_flock(monkeypatch):
 
 
 def test_without_flock_a_process_that_lives_has_the_folder(tmp_path, no_flock):
-    with (
-        FolderLock(tmp_path, WHAT, beat_s=0.1),
-        pytest.raises(LockedError, match=f"in use by process {os.getpid()} of host"),
-    ):
+    refused = pytest.raises(LockedError, match=f"in use by process {os.getpid()} of host")
+    with FolderLock(tmp_path, WHAT, beat_s=0.1), refused:
         FolderLock(tmp_path, WHAT, silent_s=5).acquire()
     assert not (tmp_path / LOCK_FILE).exists()
 
@@ -206,16 +203,14 @@ def _compete(folder: Path, start, results, done) -> None:
 @pytest.mark.parametrize("is_stale", [False, True])
 def test_of_several_starts_at_once_exactly_one_wins(tmp_path, is_stale):
     context = multiprocessing.get_context("fork")
-    num_processes = 4
     for turn in range(5):
         folder = tmp_path / f"{turn}"
         if is_stale:
             folder.mkdir()
             sign(folder, replace(Owner.this_process(), pid=2**22 + 1))  # above the largest process id
         start, done, results = context.Event(), context.Event(), context.Queue()
-        processes = [
-            context.Process(target=_compete, args=(folder, start, results, done)) for _ in range(num_processes)
-        ]
+        given = (folder, start, results, done)
+        processes = [context.Process(target=_compete, args=given) for _ in range(4)]
         for process in processes:
             process.start()
         start.set()

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 import pytest
 import ray
 import torch
+from support import weight_loader
 from support.toy_group import ApartCluster, pids_of, processes, toy_batch, toy_group
+from support.weight_loader import take
 
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.metrics.timer import ProfileOptions
 from nemo_offload_rl.refit import TRANSPORTS, make_transport
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import WeightExport
-from nemo_offload_rl.refit.interface import Receiver, RefitSender
+from nemo_offload_rl.refit.interface import RefitSender
 from nemo_offload_rl.refit.plan import TensorSpec
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import FileSum, Manifest
@@ -161,29 +163,16 @@ def test_moves_are_those_of_the_slowest_rank(group, tensor_parallel_group):
         assert ranks.residency_metrics() == {"train/optimizer_state/copy_s": 2.0, "train/optimizer_state/gb_per_s": 3.0}
 
 
-class Engine:
-    def __init__(self):
-        self.weights, self.origins = [], []
-
-    def load_weights(self, bucket):
-        with bucket.opened() as named_tensors:
-            self.weights += ((name, tensor.clone()) for name, tensor in named_tensors)
-            if named_tensors:  # other messages register buckets, or unregister them
-                self.origins.append(getattr(bucket, "origin", None))
-        return 0.25
-
-    def take(self):
-        taken = self.weights, self.origins
-        self.weights, self.origins = [], []
-        return taken
-
-
 @pytest.fixture(scope="module")
 def receivers(ray_cluster):
-    receivers = [Receiver(ray.remote(Engine).options(num_cpus=0).remote(), (rank,)) for rank in range(2)]
+    receivers = [weight_loader.start(rank) for rank in range(2)]
     yield receivers
     for receiver in receivers:
         ray.kill(receiver.actor)
+
+
+def sums(found):
+    return {name: tensor_checksum(tensor) for name, tensor in found["weights"].items()}
 
 
 @pytest.mark.parametrize(("name", "num_buckets"), [("object_store", 3), ("cuda_ipc", 5)])  # of half the size
@@ -192,13 +181,13 @@ def test_weights_go_through_the_group_to_every_receiver(group, receivers, name, 
     assert plan.tensors == tuple(TensorSpec(f"w{index}", (2, 2), torch.float32) for index in range(5))
     checksums = group.send_weights()
     assert len(checksums) == 5
-    for weights, origins in ray.get([receiver.actor.take.remote() for receiver in receivers]):
-        assert len(origins) == num_buckets
-        assert {name: tensor_checksum(tensor) for name, tensor in weights} == checksums
-        assert dict(weights)["w3"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    for found in map(take, receivers):
+        assert found["num_loads"] == num_buckets
+        assert sums(found) == checksums
+        assert found["weights"]["w3"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
     group.prepare_refit_info(make_transport(name, receivers, verify=False))
     assert group.send_weights() == {}
-    ray.get([receiver.actor.take.remote() for receiver in receivers])
+    assert [len(take(receiver)["weights"]) for receiver in receivers] == [5, 5]
 
 
 @dataclass
@@ -239,12 +228,15 @@ class NeighbourSender(RefitSender):
 def test_by_a_registered_transport_each_rank_sends_to_its_own_engine_as_planned(group, receivers, monkeypatch):
     monkeypatch.setitem(TRANSPORTS, "neighbour", f"{__name__}:NeighbourTransport")
     plan = group.prepare_refit_info(make_transport("neighbour", receivers, verify=True))
-    first, second = (group.send_weights() for _ in range(2))
-    assert first == second
-    for rank, (weights, origins) in enumerate(ray.get([receiver.actor.take.remote() for receiver in receivers])):
-        assert [TensorSpec.of(name, tensor) for name, tensor in weights] == 2 * list(plan.tensors)
-        assert {name: tensor_checksum(tensor) for name, tensor in weights} == first
-        assert len(set(origins)) == 1 and origins[0][0] == rank  # both refits used one buffer
+    origins = set()
+    for _ in range(2):
+        sent = group.send_weights()
+        for rank, found in enumerate(map(take, receivers)):
+            assert [TensorSpec.of(*named) for named in found["weights"].items()] == list(plan.tensors)
+            assert sums(found) == sent
+            assert [of_rank for of_rank, _ in found["origins"]] == [rank]
+            origins |= found["origins"]
+    assert len(origins) == 2  # both refits used one buffer a rank
 
 
 def test_a_refit_before_its_plan_is_refused():
