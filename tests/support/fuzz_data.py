@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from support.fuzz_pairs import pair_lines
+from support.fuzz_pairs import TEMPLATE, pair_lines
 from support.fuzz_run import PropertyError
 from support.fuzz_values import EXTREMES
 
@@ -66,9 +66,8 @@ def _read(dataset: dict[str, Any], chat_template: str | None = None) -> list[Pro
     section["dataset_root"] = None
     config: Any = {"name": str(_tokenizer_folder), "chat_template": chat_template, "chat_template_kwargs": None}
     train, _ = read_data(section, 0)
-    prompts = make_prompt_format(
-        section, read_tokenizer(config), {"tokenizer": config, "hf_config": {"model_type": "qwen3"}}
-    )
+    model = {"tokenizer": config, "hf_config": {"model_type": "qwen3"}}
+    prompts = make_prompt_format(section, read_tokenizer(config), model)
     prompts.check_rows(train.problems, with_answers=True)
     problems = list(train.problems)
     first = [problem for problem in problems[:20] if len(problem.prompt) + len(problem.answer) < 10_000]
@@ -158,18 +157,14 @@ def _bytes_of_lines(rng: random.Random, folder: Path) -> None:
 def _template(rng: random.Random, folder: Path) -> None:
     path = folder / "data.jsonl"
     path.write_text('{"question": "1+1=", "answer": "2"}')
-    good = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
     odd = [
         "{{", "{% for", "{{ nope() }}", "{{ 1/0 }}", "{% for m in messages %}{{ m.x.y }}{% endfor %}", "",
         "{{ messages }}",
         "{{ ''.__class__.__mro__ }}", "{{ raise_exception('no') }}", "{{ range(10**9)|list }}", "{% include 'x' %}",
         "{{ 'x' * 10**10 }}", "{{ messages|tojson }}", "{{ bos_token }}", "{{ 10**10**6 }}",
     ]  # fmt: skip
-    place = rng.randrange(len(good))
-    template = rng.choice([good, good[:place], good[:place] + good[place + 1 :], *odd])
+    place = rng.randrange(len(TEMPLATE))
+    template = rng.choice([TEMPLATE, TEMPLATE[:place], TEMPLATE[:place] + TEMPLATE[place + 1 :], *odd])
     _read(_jsonl(path), chat_template=template)
 
 

@@ -13,7 +13,7 @@ from nemo_offload_rl.data.preferences import PreferencePair
 from nemo_offload_rl.run.setup import make_prompt_format, read_pairs, read_tokenizer
 
 _LIMIT = 100
-_TEMPLATE = (
+TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -31,12 +31,11 @@ def pair_lines(rng: random.Random, folder: Path, tokenizer_folder: Path) -> None
     path.write_text("\n".join(json.dumps(row) for row in rows))
     section: Any = {"shuffle": False, "train": form | {"data_path": str(path)}, "max_input_seq_length": _LIMIT}
     section |= {"dataset_root": None, "default": {}}
-    config: Any = {"name": str(tokenizer_folder), "chat_template": rng.choice([_TEMPLATE, _TEMPLATE, None])}
-    config["chat_template_kwargs"] = None
+    template = rng.choice([TEMPLATE, TEMPLATE, None])
+    config: Any = {"name": str(tokenizer_folder), "chat_template": template, "chat_template_kwargs": None}
     train, _ = read_pairs(section, 0)
-    answers = make_prompt_format(
-        section, read_tokenizer(config), {"tokenizer": config, "hf_config": {"model_type": "qwen3"}}
-    )
+    model = {"tokenizer": config, "hf_config": {"model_type": "qwen3"}}
+    answers = make_prompt_format(section, read_tokenizer(config), model)
     check_pairs(answers, train.problems)
     if len(train.problems) != len(rows):
         raise PropertyError(f"{len(rows)} lines and {len(train.problems)} pairs")

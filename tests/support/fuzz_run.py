@@ -94,11 +94,8 @@ def _run_child(kind: str, seed: int, first: int, stop: int, report: Report) -> i
             errors.seek(0)
             if not is_ready:
                 raise RuntimeError(f"{' '.join(command)} did not start: {errors.read()[-3000:]}")
-            report.failures.append(
-                f"case {case} of seed {seed}: the process ended ({child.returncode}), or said nothing for "
-                f"{MAX_SILENT_S} s: "
-                f"{errors.read()[-3000:]}"
-            )
+            what = f"the process ended ({child.returncode}), or said nothing for {MAX_SILENT_S} s"
+            report.failures.append(f"case {case} of seed {seed}: {what}: {errors.read()[-3000:]}")
             return case + 1
     return stop
 

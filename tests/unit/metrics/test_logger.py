@@ -3,6 +3,7 @@ import json
 import os
 import sys
 import types
+from contextlib import closing
 from unittest import mock
 
 import pytest
@@ -31,10 +32,9 @@ def test_metrics_of_a_step_are_one_object_on_disk_at_once(tmp_path):
 
 def write(folder, rows, **options):
     """Logs metrics by step; returns all rows of the file."""
-    logger = RunLogger(folder, **{"tensorboard": False} | options)
-    for step, metrics in rows.items():
-        logger.log(step, metrics)
-    logger.close()
+    with closing(RunLogger(folder, **{"tensorboard": False} | options)) as logger:
+        for step, metrics in rows.items():
+            logger.log(step, metrics)
     return read_metrics(folder / "metrics.jsonl")
 
 
@@ -54,10 +54,9 @@ def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(tmp_path, resumed
 
 def test_tensorboard_has_every_scalar_and_every_text_and_forgets_steps_after_a_resume(tmp_path):
     write(tmp_path, {step: {"train/reward": step / 10} for step in range(1, 5)}, tensorboard=True)
-    resumed = RunLogger(tmp_path, tensorboard=True, resumed_step=2)
-    resumed.log(3, {"train/reward": 0.9})
-    resumed.log_text(3, "validation/answers", "| prompt |")
-    resumed.close()
+    with closing(RunLogger(tmp_path, tensorboard=True, resumed_step=2)) as resumed:
+        resumed.log(3, {"train/reward": 0.9})
+        resumed.log_text(3, "validation/answers", "| prompt |")
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     scalars = [(event.step, round(event.value, 3)) for event in events.Scalars("train/reward")]
     assert scalars == [(1, 0.1), (2, 0.2), (3, 0.9)]
@@ -106,9 +105,9 @@ def test_a_folder_has_one_run_in_wandb_with_the_newest_recipe(tmp_path, wandb, m
     names = {"project": "p", "name": "n", "entity": "e"}
 
     def log(folder, step, lr):
-        logger = RunLogger(tmp_path / folder, False, names, {"policy": {"lr": lr}}, resumed_step=step - 1)
-        logger.log(step, {"train/loss": 0.5})
-        logger.close()
+        recipe = {"policy": {"lr": lr}}
+        with closing(RunLogger(tmp_path / folder, False, names, recipe, resumed_step=step - 1)) as logger:
+            logger.log(step, {"train/loss": 0.5})
 
     log("a", 1, 0.1)
     log("a", 2, 0.2)

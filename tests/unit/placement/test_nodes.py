@@ -1,3 +1,4 @@
+import operator
 import os
 import socket
 import threading
@@ -25,8 +26,7 @@ def node(number, domain=None, *, slots=1, free=None, port=0, address="10.0.0.1")
     return Node(f"{number:08d}-id", address, port, domain, (number,), slots, free)
 
 
-def free_slots(one):
-    return one.num_free_slots
+free_slots = operator.attrgetter("num_free_slots")
 
 
 def ids(nodes):

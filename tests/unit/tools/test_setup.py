@@ -39,15 +39,16 @@ class Checkout:
         without_uv = [folder for folder in os.environ["PATH"].split(":") if not Path(folder, "uv").exists()]
         self.path = ":".join([str(self._bin), *without_uv])
 
-    def setup(self, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-        """Runs the script; returns its result and the calls of uv."""
+    def setup(self, *arguments: str, status: int = 0, **environment: str) -> tuple[str, list[str]]:
+        """Runs the script, which ends with this status; returns what it says and the calls of uv."""
         self._calls.write_text("")
         done = subprocess.run(
             [self.folder / "tools" / "setup.sh", *arguments],
             env={"PATH": self.path, "CALLS": str(self._calls), "HOME": str(self._bin)} | environment, cwd="/",
             capture_output=True, text=True, check=False,
         )  # fmt: skip
-        return done, self._calls.read_text().splitlines()
+        assert done.returncode == status, done.stderr
+        return done.stdout + done.stderr, self._calls.read_text().splitlines()
 
 
 @pytest.fixture
@@ -56,15 +57,13 @@ def checkout(tmp_path):
 
 
 def test_the_first_call_installs_with_hashes_and_the_second_does_nothing(checkout):
-    done, calls = checkout.setup(UV_PYTHON="/usr/bin/python3")  # is not passed on
-    assert done.returncode == 0, done.stderr
+    _, calls = checkout.setup(UV_PYTHON="/usr/bin/python3")  # is not passed on
     assert [call.split()[:2] for call in calls] == [
         ["python", "find"], ["venv", "--quiet"], ["export", "--frozen"], ["pip", "sync"], ["pip", "install"],
     ]  # fmt: skip
     assert "--require-hashes build/requirements.txt" in calls[3]
     assert "--no-deps --editable ." in calls[4]  # only the project: its dependencies are installed already
-    done, calls = checkout.setup()
-    assert (done.returncode, done.stdout, calls) == (0, "", [])
+    assert checkout.setup() == ("", [])
     with (checkout.folder / "uv.lock").open("a") as lock:
         lock.write("# changed\n")
     _, calls = checkout.setup()  # without a new environment
@@ -86,24 +85,20 @@ def test_the_environment_first_on_path_leaves_uv_a_link_to_the_real_one(checkout
     checkout.setup()
     real = checkout.uv_link.readlink()
     in_environment = f"{checkout.uv_link.parent}:{checkout.path}"
-    done, calls = checkout.setup("--group", "docs", PATH=in_environment)
-    assert done.returncode == 0, done.stderr
+    _, calls = checkout.setup("--group", "docs", PATH=in_environment)
     assert [call.split()[0] for call in calls] == ["export", "pip", "pip"]
     assert checkout.uv_link.readlink() == real
     # Only the environment is on PATH.
-    done, _ = checkout.setup("--group", "test", PATH=f"{checkout.uv_link.parent}:/usr/bin:/bin")
-    assert done.returncode == 0, done.stderr
+    checkout.setup("--group", "test", PATH=f"{checkout.uv_link.parent}:/usr/bin:/bin")
     assert checkout.uv_link.readlink() == real
     checkout.uv_link.unlink()
     checkout.uv_link.symlink_to(checkout.uv_link)  # a link to itself is mended
-    assert checkout.setup(PATH=in_environment)[0].returncode == 0
+    checkout.setup(PATH=in_environment)
     assert checkout.uv_link.resolve(strict=True).read_text() == STAND_IN
 
 
 def test_without_python_it_says_what_to_do_and_leaves_no_stamp(checkout):
-    done, calls = checkout.setup(FAKE_NO_PYTHON="1")
-    assert done.returncode == 1
-    assert "Python 3.12 is needed" in done.stderr
-    assert "pyenv install 3.12" in done.stderr
+    said, calls = checkout.setup(FAKE_NO_PYTHON="1", status=1)
+    assert "Python 3.12 is needed" in said and "pyenv install 3.12" in said
     assert not any(call.startswith(("venv", "pip")) for call in calls)
-    assert checkout.setup()[0].returncode == 0
+    checkout.setup()
