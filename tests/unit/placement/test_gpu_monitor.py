@@ -82,18 +82,13 @@ class Node:
         return self.answers.pop(0) if self.answers else []
 
 
-@pytest.fixture
-def node(ray_cluster):
-    """Starts actors with answers of their own; they cannot import this module."""
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    return ray.remote(Node).options(num_cpus=0)
-
-
 def reading(utilization, memory):
     return {0: {"utilization_percent": utilization, "memory_gib": memory}}
 
 
-def test_a_step_has_the_readings_of_all_nodes_since_the_step_before(node, caplog):
+def test_a_step_has_the_readings_of_all_nodes_since_the_step_before(ray_cluster, caplog):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    node = ray.remote(Node).options(num_cpus=0)
     answers = [[[reading(10.0, 7.0), reading(30.0, 5.0)], [reading(50.0, 1.0)]], ["it has no GPU"]]
     monitor = GpuMonitor([node.remote(of_node) for of_node in answers], flush_interval_s=0.2)
     seen = {}
@@ -140,9 +135,14 @@ def test_a_node_gives_its_readings_until_it_is_closed_or_says_why_not(monkeypatc
     assert NodeMonitor(3600.0).take() == "the driver reports no GPU"
 
 
-def test_a_late_node_is_told_of_once_and_then_read_and_a_dead_one_ends_its_own_readings_alone(node, caplog):
-    late, early = node.remote([[reading(7.0, 2.0)]], start_s=4.0), node.remote([[reading(1.0, 1.0)]])
-    dead = node.remote([])
+def test_a_late_node_is_told_of_once_and_then_read_and_a_dead_one_ends_its_own_readings_alone(ray_cluster, caplog):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    node = ray.remote(Node).options(num_cpus=0)
+    late, early, dead = (
+        node.remote([[reading(7.0, 2.0)]], start_s=4.0),
+        node.remote([[reading(1.0, 1.0)]]),
+        node.remote([]),
+    )
     kill_and_wait(dead)
     monitor = GpuMonitor([late, early, dead], flush_interval_s=0.1, late_after_s=0.5)
     wait_until(lambda: monitor.of_step(1))
