@@ -30,9 +30,8 @@ def inputs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("everyday")
     everyday.make_tokenizer(folder / "model", pad=everyday.END_OF_TEXT)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    everyday.make_model(
-        folder / "model", ends=tokenizer.convert_tokens_to_ids([everyday.TURN_END, everyday.END_OF_TEXT])
-    )
+    ends = tokenizer.convert_tokens_to_ids([everyday.TURN_END, everyday.END_OF_TEXT])
+    everyday.make_model(folder / "model", ends=ends)
     everyday.write_rows(folder / "train.jsonl", [(question, "the sum") for question in everyday.texts(16, 1, 150)])
     everyday.write_rows(folder / "validation.jsonl", [(question, "the sum") for question in everyday.texts(7, 2, 60)])
     answers = ["", *everyday.texts(23, 1, 40)]

@@ -15,9 +15,8 @@ def small_disk(tmp_path):
     """Mounts a disk of 3 MB, which is too small for a checkpoint of the tiny model."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(folder)], capture_output=True, text=True, check=False
-    )
+    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     if mounted.returncode != 0:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     yield folder

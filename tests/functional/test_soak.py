@@ -57,9 +57,8 @@ def test_two_thousand_steps_hold_no_more_than_a_hundred(tmp_path, record_propert
     with running(tmp_path, SOAK, timeout_s=3 * 3600) as run:
         samples = watch(run)
         assert run.end() == 0, run.output
-    (tmp_path / "samples.json").write_text(
-        json.dumps({name: [vars(s) for s in rows] for name, rows in samples.items()})
-    )
+    as_json = json.dumps({name: [vars(one) for one in rows] for name, rows in samples.items()})
+    (tmp_path / "samples.json").write_text(as_json)
     for name, rows in samples.items():
         quarter = len(rows) // 4
         begin, end = rows[:quarter], rows[-quarter:]

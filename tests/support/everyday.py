@@ -23,10 +23,8 @@ def make_tokenizer(folder: Path, *, bos: str | None = None, pad: str | None = No
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     special = [END_OF_TEXT, TURN_START, TURN_END, *filter(None, [bos, pad])]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    vocabulary = {"vocab_size": 320, "special_tokens": special, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(**vocabulary, show_progress=False)
     backend.train_from_iterator([_TEXT] * 4, trainer)
     names = {"eos_token": TURN_END} | ({"bos_token": bos} if bos else {}) | ({"pad_token": pad} if pad else {})
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)

@@ -55,9 +55,8 @@ def _row(rng: random.Random, form: dict[str, str]) -> Any:
     row: Any = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     if form is _RANKED:
         ranks = rng.choice([(0, 1), (1, 0), (1, 2), (2, 1), (7, 3), (-5, 10**30), (10**30, 0), (0, 0)])
-        completions = [
-            {"rank": rank, "completion": answer} for rank, answer in zip(ranks, (chosen, rejected), strict=True)
-        ]
+        answers = zip(ranks, (chosen, rejected), strict=True)
+        completions = [{"rank": rank, "completion": answer} for rank, answer in answers]
         row = {"context": prompt, "completions": completions}
     for _ in range(rng.choice([0, 0, 0, 0, 1, 2])):
         row = _mutated(rng, row)

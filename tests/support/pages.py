@@ -48,8 +48,7 @@ def _apply(change: str, path: Path) -> None:
 def run_in(copy: Path, *arguments: str) -> str:
     """Runs `python ...` with the copy of the package; returns its output, or raises with it."""
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=copy, env=environment, capture_output=True, text=True, timeout=400
-    )
+    streams = {"capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, *arguments], cwd=copy, env=environment, timeout=400, **streams)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -55,11 +55,9 @@ class NamedNodes(ApartCluster):
 
 
 def toy_batch(num_rows):
-    rows = torch.arange(num_rows)
-    lengths = torch.full((num_rows,), 3)
-    return BatchedData(
-        row=rows, input_ids=rows[:, None].expand(-1, 3), input_lengths=lengths, sample_mask=torch.ones(num_rows)
-    )
+    rows, lengths = torch.arange(num_rows), torch.full((num_rows,), 3)
+    ids = rows[:, None].expand(-1, 3)
+    return BatchedData(row=rows, input_ids=ids, input_lengths=lengths, sample_mask=torch.ones(num_rows))
 
 
 def processes():

@@ -205,9 +205,8 @@ class TableSampler:
         assert self.awake == {"weights", "kv_cache"}
         self.requests.append(request)
         sampling = request.sampling
-        uniforms = row_uniforms(
-            sampling.seed, request.step, request.prompt_ids, request.sample_ids, sampling.max_new_tokens
-        )
+        keys = (request.prompt_ids, request.sample_ids)
+        uniforms = row_uniforms(sampling.seed, request.step, *keys, sampling.max_new_tokens)
         rows = [list(prompt) for prompt in request.prompt_ids]
         output = GenerationOutput([[] for _ in rows], [[] for _ in rows], ["length"] * len(rows))
         for draws in torch.from_numpy(uniforms).T:

@@ -118,9 +118,7 @@ def parameter_state(path):
     return {f"{place} {name}": one for place, part in named for name, one in part.items() if torch.is_tensor(one)}
 
 
-def test_legacy_parameter_state_is_saved_and_loaded_whole_right_behind_the_start_of_the_return(
-    adopted, monkeypatch, tmp_path
-):
+def test_legacy_parameter_state_is_whole_right_behind_the_start_of_the_return(adopted, monkeypatch, tmp_path):
     job, first, again = job_with_legacy_format(), str(tmp_path / "first.pt"), str(tmp_path / "again.pt")
     adopted(job)
     job.optimizer.save_parameter_state(first)

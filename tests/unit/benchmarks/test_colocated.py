@@ -57,9 +57,8 @@ def test_a_worker_that_moves_its_state_as_nemo_rl_does_trains_as_ours():
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting_is_a_recipe_without_a_gpu_too(setting):
     arguments = SimpleNamespace(**vars(ARGUMENTS) | {"scale": "tiny", "backend": "transformers", "cycles": 20})
-    assert config.load(RECIPES["tiny"], overrides(setting, arguments)).config["policy"]["generation"]["backend"] == (
-        "transformers"
-    )
+    recipe = config.load(RECIPES["tiny"], overrides(setting, arguments)).config
+    assert recipe["policy"]["generation"]["backend"] == "transformers"
 
 
 def test_the_plan_of_the_full_recipe_names_every_phase():

@@ -8,9 +8,8 @@ from nemo_offload_rl.data.problem import DataError, Problem
 
 def batch(rows: int, width: int, first: int = 0) -> BatchedData:
     ids = torch.arange(first, first + rows * width).view(rows, width)
-    return BatchedData(
-        input_ids=ids, input_lengths=torch.full((rows,), width), texts=[f"t{first + r}" for r in range(rows)]
-    )
+    texts = [f"t{first + row}" for row in range(rows)]
+    return BatchedData(input_ids=ids, input_lengths=torch.full((rows,), width), texts=texts)
 
 
 def test_size_is_the_number_of_rows():
@@ -51,9 +50,8 @@ def test_chunks_cover_every_row_once():
 
 
 def test_counts_leave_out_the_first_position_and_dropped_samples():
-    data = BatchedData(
-        token_mask=torch.tensor([[1.0, 1, 0], [0, 1, 1], [0, 1, 1]]), sample_mask=torch.tensor([1.0, 1, 0])
-    )
+    mask = torch.tensor([[1.0, 1, 0], [0, 1, 1], [0, 1, 1]])
+    data = BatchedData(token_mask=mask, sample_mask=torch.tensor([1.0, 1, 0]))
     counts = GlobalCounts.of(data)
     assert counts.valid_seqs.item() == 2
     assert counts.valid_toks.item() == 1 + 2

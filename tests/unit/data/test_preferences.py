@@ -25,9 +25,8 @@ def binary(prompt="1+1", chosen="2", rejected="3"):
 
 
 def ranked(first=0, second=1, context=(USER,), answers=("2", "3")):
-    completions = [
-        {"rank": rank, "completion": [said(answer)]} for rank, answer in zip((first, second), answers, strict=True)
-    ]
+    ranks = zip((first, second), answers, strict=True)
+    completions = [{"rank": rank, "completion": [said(answer)]} for rank, answer in ranks]
     return {"context": list(context), "completions": completions}
 
 

@@ -33,9 +33,8 @@ def bpe_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
     backend = ByteLevelBPETokenizer()
     corpus = ["the user asks the assistant\n\nthe sum is 12\n\n"] * 4
     backend.train_from_iterator(corpus, vocab_size=290, show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend._tokenizer, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
-    )
+    names = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, **names)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.chat_template = template
     return tokenizer

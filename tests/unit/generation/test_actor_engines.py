@@ -115,9 +115,7 @@ def test_an_engine_that_does_not_sleep_is_an_error_of_the_driver_which_has_start
 
 @pytest.mark.parametrize("in_flight", [None, IN_FLIGHT], ids=["alone", "in flight"])
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_engines_that_are_ended_while_they_generate_end_the_call_and_leave_no_process(
-    start, ray_cluster, nodes, in_flight
-):
+def test_engines_that_are_ended_while_they_generate_leave_no_process(start, ray_cluster, nodes, in_flight):
     cluster = ray_cluster if nodes == 1 else NamedNodes(ray_cluster)
     engines = start({"generate": "hang"}, {"generate": "hang"}, cluster=cluster, in_flight=in_flight)
     engines.wait_until_ready()

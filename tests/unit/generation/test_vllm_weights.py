@@ -49,9 +49,8 @@ def fused() -> dict[str, torch.Tensor]:
         {part: CHECKPOINT[f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")}
         for expert in range(2)
     ]
-    parameters["model.layers.1.mlp.experts.w13_weight"] = torch.stack(
-        [torch.cat([one["gate"], one["up"]]) for one in experts]
-    )
+    gates_and_ups = [torch.cat([one["gate"], one["up"]]) for one in experts]
+    parameters["model.layers.1.mlp.experts.w13_weight"] = torch.stack(gates_and_ups)
     parameters["model.layers.1.mlp.experts.w2_weight"] = torch.stack([one["down"] for one in experts])
     return parameters
 

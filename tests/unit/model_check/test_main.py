@@ -71,9 +71,8 @@ def test_a_config_that_cannot_be_is_an_error_on_standard_output(checked, config,
 
 
 def test_a_recipes_section_for_megatron_counts(checked):
-    status, answer = checked(
-        "--recipe", TINY, "+policy.megatron_cfg.no_rope_freq=3", "policy.unchecked_megatron_fields=true"
-    )
+    overrides = ("+policy.megatron_cfg.no_rope_freq=3", "policy.unchecked_megatron_fields=true")
+    status, answer = checked("--recipe", TINY, *overrides)
     assert status == 1
     assert "Megatron cannot compute this model" in answer["error"] and "no_rope_freq" in answer["error"]
 

@@ -224,9 +224,8 @@ with cluster.Cluster(num_nodes=1, gpus_per_node=1) as started:
 
 @pytest.mark.slow
 def test_a_run_whose_gcs_is_killed_ends_with_the_message():
-    with subprocess.Popen(
-        [sys.executable, "-c", RUN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as run:
+    command = [sys.executable, "-c", RUN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         address, pid = run.stdout.readline().split()
         os.kill(int(pid), signal.SIGKILL)
         start_s = time.monotonic()

@@ -48,9 +48,8 @@ time.sleep(1000)
 
 
 def start(root: Path) -> tuple[subprocess.Popen, psutil.Process]:
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", DRIVER, str(root)]
+    driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     return driver, psutil.Process(int(driver.stdout.readline()))
 
 

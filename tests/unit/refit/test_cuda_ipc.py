@@ -71,9 +71,7 @@ def test_buckets_take_turns_in_the_buffers_and_none_is_written_while_it_is_read(
         sender.send(weights(first))
         taken = take(receiver)
         received, finished = taken["weights"], taken["finished"]
-        assert [received[f"w{index}"].unique().tolist() for index in range(7)] == [
-            [first + index] for index in range(7)
-        ]
+        assert [received[f"w{index}"].unique().tolist() for index in range(7)] == [[first + n] for n in range(7)]
         # Two are in flight; from then on, each waits until the one before those two is loaded. Processes share a clock.
         assert all(loaded < begun for loaded, begun in zip(finished[:5], drawn[2:], strict=True))
 

@@ -93,9 +93,7 @@ def make_sender(engine, device):
 
 @on_each_device
 @pytest.mark.parametrize(("bucket_bytes", "num_buckets"), [(1000, 1), (300, 3)])
-def test_later_refits_run_no_python_and_bring_the_weights_of_then(
-    engine, make_sender, device, bucket_bytes, num_buckets
-):
+def test_later_refits_run_no_python_and_bring_their_weights(engine, make_sender, device, bucket_bytes, num_buckets):
     weights, recorder, sender = make_sender(bucket_bytes=bucket_bytes)
     assert sender.send(weights) == {}
     first = look(engine)
@@ -153,9 +151,7 @@ def test_an_engine_whose_parameters_move_records_its_loads_anew(engine, make_sen
 
 @on_each_device
 @pytest.mark.parametrize("first", [True, False])
-def test_an_export_that_cannot_be_recorded_is_driven_from_python_and_said_once(
-    engine, make_sender, device, caplog, first
-):
+def test_an_export_that_cannot_be_recorded_is_driven_from_python(engine, make_sender, device, caplog, first):
     weights, _, sender = make_sender()
     with caplog.at_level(logging.INFO):
         for number in range(4):
@@ -215,9 +211,7 @@ def test_a_rank_drives_exports_from_python_if_another_one_does(
 
 @on_each_device
 @pytest.mark.parametrize(("options", "answers"), [({}, []), (REPLAYS_EXCHANGES, [False])])  # it tells the other ranks
-def test_an_engine_that_cannot_open_buckets_that_stay_gets_others(
-    engine, make_sender, device, caplog, options, answers
-):
+def test_an_engine_that_cannot_open_fixed_buckets_gets_others(engine, make_sender, device, caplog, options, answers):
     ray.get(engine.start.remote(device, opens_fixed=False))
     weights, _, sender = make_sender(exchanged=EXCHANGED, **options)
     with caplog.at_level(logging.INFO):
@@ -229,9 +223,7 @@ def test_an_engine_that_cannot_open_buckets_that_stay_gets_others(
 
 @on_each_device
 @pytest.mark.parametrize("exchanged", ["", EXCHANGED])
-def test_a_refit_whose_buckets_find_no_memory_is_streamed_and_the_next_one_tries_again(
-    engine, make_sender, device, caplog, exchanged
-):
+def test_a_refit_without_memory_for_buckets_is_streamed_and_tried_again(engine, make_sender, device, caplog, exchanged):
     """Other ranks of an exchange drive theirs from Python by then: an export is drawn as often on each, unasked."""
     weights, recorder, sender = make_sender(exchanged=exchanged, **(REPLAYS_EXCHANGES if exchanged else {}))
     for number in range(4):
@@ -248,9 +240,7 @@ def test_a_refit_whose_buckets_find_no_memory_is_streamed_and_the_next_one_tries
 
 @on_cpu
 @pytest.mark.parametrize(("registers", "is_asked"), [("0", True), ("1", False), (None, False)])
-def test_what_ranks_exchange_is_recorded_only_where_nccl_registers_no_graphs_memory(
-    engine, monkeypatch, registers, is_asked
-):
+def test_exchanges_are_recorded_only_where_nccl_registers_no_memory_of_graphs(engine, monkeypatch, registers, is_asked):
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", registers or "")
     if registers is None:
         monkeypatch.delenv("NCCL_GRAPH_REGISTER")
@@ -290,9 +280,7 @@ def test_an_exports_graphs_that_gain_too_little_are_given_back(engine, make_send
 
 @on_each_device
 @pytest.mark.parametrize(("bucket_bytes", "named"), [(1000, "s whole to scalar"), (300, " whole")])
-def test_a_load_that_fails_once_graphs_are_taken_names_the_engine_and_the_weights(
-    engine, make_sender, device, bucket_bytes, named
-):
+def test_a_load_that_fails_once_graphs_are_taken_is_named(engine, make_sender, device, bucket_bytes, named):
     weights, _, sender = make_sender(bucket_bytes=bucket_bytes)
     sender.send(weights)
     ray.get(engine.start.remote(device, opens_fixed=False))

@@ -104,9 +104,7 @@ def test_packed_rows_are_split_for_virtual_stages_before_filler_is_added(rows, g
     ("stages", "fixed_shapes", "widths"),
     [({}, False, [30, 6, 10, 4]), ({}, True, [32] * 4), ({"pipeline_model_parallel_size": 2}, False, [30] * 4)],
 )
-def test_padded_micro_batches_are_as_long_as_their_longest_row_unless_they_need_one_shape(
-    stages, fixed_shapes, widths, monkeypatch
-):
+def test_padded_micro_batches_are_as_long_as_their_longest_or_of_one_shape(stages, fixed_shapes, widths, monkeypatch):
     made = batcher(monkeypatch, stages, enabled=False)
     data = batch_of_lengths([3, 29, 6, 5, 2, 9, 4])  # cut by twos, and rounded up to an even number
     for forward_only in (False, True):

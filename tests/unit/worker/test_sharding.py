@@ -13,9 +13,8 @@ from nemo_offload_rl.worker.wire import WireBatch
 
 
 def _batch(num_rows):
-    return BatchedData(
-        row=torch.arange(num_rows), sample_mask=torch.ones(num_rows), name=[f"row {row}" for row in range(num_rows)]
-    )
+    names = [f"row {row}" for row in range(num_rows)]
+    return BatchedData(row=torch.arange(num_rows), sample_mask=torch.ones(num_rows), name=names)
 
 
 def _rows(shards):

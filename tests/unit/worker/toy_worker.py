@@ -116,9 +116,8 @@ class ToyWorker:
         return {f"{self.under_way} of rank {self.rank}": None}
 
     def find_damage(self, folder, files):
-        return [
-            f"{name} of {folder}, as rank {self.rank} sees it" for name in files.of_rank(self.rank, self.world_size)
-        ]
+        mine = files.of_rank(self.rank, self.world_size)
+        return [f"{name} of {folder}, as rank {self.rank} sees it" for name in mine]
 
     def shutdown(self):
         if self.config["toy"].get("hangs_in_shutdown"):
