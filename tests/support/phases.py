@@ -93,10 +93,7 @@ def delay_moves(monkeypatch: Any, seconds: float = 0.01) -> None:
 _UPDATE = (ChainedOptimizer, "step_with_ready_grads")
 _USES_OF_COMPUTED = [
     *((Mover, name) for name in ("out", "back", "save", "exchange", "put_back", "drop", "take")),
-    (Window, "store"),
-    (SpanCopyStream, "enqueue"),
-    (ExportedTensors, "fill"),
-    (_RecordedExport, "fill"),
+    *((Window, "store"), (SpanCopyStream, "enqueue"), (ExportedTensors, "fill"), (_RecordedExport, "fill")),
 ]
 """What uses memory that the caller's stream may still compute, or hands it on."""
 
