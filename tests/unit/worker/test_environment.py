@@ -66,15 +66,10 @@ def test_the_worst_rank_counts_whatever_the_quantity(ranks):
 
 def test_each_quantity_is_judged_alone():
     mixed = FAST | {"refit/optimizer_state/exposed_s": 0.5, "refit/gpu_free_after_gib": 1.0}
-    worst = worst_of_ranks([SLOW, mixed])
-    assert worst["refit/optimizer_state/exposed_s"] == 0.5
-    assert worst["refit/gpu_free_after_gib"] == 1.0
-    assert worst["refit/optimizer_state/copy_s"] == 0.26
+    assert worst_of_ranks([SLOW, mixed]) == SLOW | {name: mixed[name] for name in mixed if mixed[name] != FAST[name]}
 
 
 def test_what_only_some_ranks_moved_is_kept():
-    assert worst_of_ranks([{"host_rss_gib": 1.0}, {"generate/params/gb": 2.0, "host_rss_gib": 0.5}]) == {
-        "host_rss_gib": 1.0,
-        "generate/params/gb": 2.0,
-    }
+    moved = {"generate/params/gb": 2.0}
+    assert worst_of_ranks([{"host_rss_gib": 1.0}, moved | {"host_rss_gib": 0.5}]) == moved | {"host_rss_gib": 1.0}
     assert worst_of_ranks([{}, {}]) == {}

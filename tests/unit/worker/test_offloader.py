@@ -47,7 +47,7 @@ def test_torch_computes_with_no_more_threads_than_the_nodes_cpus():
         torch.set_num_threads(before)
 
 
-def test_a_verbs_peak_counts_the_most_that_was_mapped_and_what_it_took_does_not(monkeypatch):
+def test_a_verbs_peak_counts_the_most_that_was_mapped_and_without_a_gpu_there_is_none(monkeypatch):
     peak, given = 2.0, []
 
     def memory_stats(*beside_torch):
@@ -70,16 +70,11 @@ def test_a_verbs_peak_counts_the_most_that_was_mapped_and_what_it_took_does_not(
         peak = 2.5
     assert peaks.taken_gib("logprobs") == 0.5
     assert {"gpu_peak_train_gib": 11.0, "gpu_peak_logprobs_gib": 3.5}.items() <= peaks.memory_stats().items()
-
-
-def test_without_a_gpu_there_are_no_peaks(monkeypatch):
-    monkeypatch.setattr(offloader, "memory_stats", lambda *_: {"host_rss_gib": 1.0})
     monkeypatch.setattr(offloader, "gpu_allocated", lambda: None)
-    peaks = GpuPeaks(lambda: 0)
-    with peaks.of("train"):
+    without_gpu = GpuPeaks(lambda: 0)
+    with without_gpu.of("train"):
         pass
-    assert peaks.taken_gib("train") is None
-    assert peaks.memory_stats() == {"host_rss_gib": 1.0}
+    assert (without_gpu.taken_gib("train"), without_gpu.memory_stats()) == (None, {"host_rss_gib": 1.0})
 
 
 PADDED = {
