@@ -205,11 +205,7 @@ def test_the_table_has_no_cycle():
         (1, "config.validate", "from torch import nn"),
         (0, "algorithms.grpo", "from nemo_offload_rl.worker.group import PolicyWorkerGroup\nimport torch"),
         (0, "config.validate", "from . import recipe\nimport yaml"),
-        (
-            0,
-            "residency.residency",
-            "import torch\nfrom .table import Phase\nfrom nemo_offload_rl.memory.numa import bind",
-        ),
+        (0, "residency.residency", "import torch\nfrom .table import Phase\nfrom ..memory.numa import bind"),
         (0, "worker.worker", "from nemo_offload_rl import __version__\nfrom ..mcore import build"),
     ],
 )
