@@ -11,14 +11,9 @@ import ray
 from ray import cloudpickle
 from support.toy_group import NamedNodes
 
+from nemo_offload_rl.generation import interface
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor, GeneratorProcess, engine_class
-from nemo_offload_rl.generation.interface import (
-    GenerationError,
-    GenerationOutput,
-    GenerationRequest,
-    InFlightUpdates,
-    SamplingParams,
-)
+from nemo_offload_rl.generation.interface import GenerationError, GenerationOutput, GenerationRequest
 from nemo_offload_rl.placement import gather
 
 pytestmark = pytest.mark.slow
@@ -26,8 +21,8 @@ pytestmark = pytest.mark.slow
 # The actors cannot import this module, so Ray pickles its classes by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-IN_FLIGHT = InFlightUpdates(recomputes_kv_cache=False)
-REQUEST = GenerationRequest([[5], [6], [7]], [0, 0, 0], 3, SamplingParams(1, 1.0, 1.0, None, (2,), 11))
+IN_FLIGHT = interface.InFlightUpdates(recomputes_kv_cache=False)
+REQUEST = GenerationRequest([[5], [6], [7]], [0, 0, 0], 3, interface.SamplingParams(1, 1.0, 1.0, None, (2,), 11))
 
 
 class ToyGenerator:

@@ -17,17 +17,11 @@ import torch
 from huggingface_hub import constants
 from support import engine_conformance
 
-from nemo_offload_rl.generation import vllm_generator
+from nemo_offload_rl.generation import vllm_arguments, vllm_generator
 from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, InFlightUpdates, SamplingParams
 from nemo_offload_rl.generation.sampling import row_seed, row_uniforms
 from nemo_offload_rl.generation.saved_memory import SavedMemory
-from nemo_offload_rl.generation.vllm_arguments import (
-    ENVIRONMENT,
-    engine_arguments,
-    engine_environment,
-    is_built_beside_policy,
-    sampling_arguments,
-)
+from nemo_offload_rl.generation.vllm_arguments import engine_arguments, engine_environment, sampling_arguments
 from nemo_offload_rl.generation.vllm_backend import ENGINE, VllmActor, VllmGeneration
 from nemo_offload_rl.generation.vllm_generator import VllmGenerator, read_answer
 from nemo_offload_rl.generation.vllm_worker import RefitExtension
@@ -77,7 +71,8 @@ def test_an_engine_is_started_with_the_recipes_settings():
 
 def test_an_engine_that_is_built_beside_the_policy_starts_whatever_is_free():
     behind, beside = vllm_policy(build_beside_policy=False), vllm_policy(build_beside_policy=True)
-    assert (is_built_beside_policy(behind), is_built_beside_policy(beside)) == (False, True)
+    assert not vllm_arguments.is_built_beside_policy(behind)
+    assert vllm_arguments.is_built_beside_policy(beside)
     assert arguments_of(behind)["gpu_memory_utilization"] == 0.2
     assert 0 < arguments_of(beside)["gpu_memory_utilization"] < 0.01
     assert arguments_of(beside) | {"gpu_memory_utilization": 0.2} == arguments_of(behind)
@@ -231,8 +226,8 @@ def test_an_engine_that_stays_awake_is_built_so_and_not_asked_to_sleep(actors, w
 
 def test_an_engines_environment_has_the_recipes_variables():
     own = {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "x"}
-    assert engine_environment(vllm_policy(), num_threads=5) == {"OMP_NUM_THREADS": "5"} | ENVIRONMENT
-    assert engine_environment(vllm_policy(env_vars=own), num_threads=5) == own | ENVIRONMENT
+    assert engine_environment(vllm_policy(), num_threads=5) == {"OMP_NUM_THREADS": "5"} | vllm_arguments.ENVIRONMENT
+    assert engine_environment(vllm_policy(env_vars=own), num_threads=5) == own | vllm_arguments.ENVIRONMENT
 
 
 def test_each_row_has_its_limit_its_stops_and_its_seed():

@@ -6,15 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nemo_offload_rl.generation import vllm_memory
+from nemo_offload_rl.generation import vllm_memory, vllm_weights
 from nemo_offload_rl.generation.vllm_memory import engine_memory_stats
-from nemo_offload_rl.generation.vllm_weights import (
-    dropped_biases,
-    outside_of_parameters,
-    parameters_filled,
-    read_back,
-    transformed_after_loading,
-)
+from nemo_offload_rl.generation.vllm_weights import dropped_biases, read_back, transformed_after_loading
 from nemo_offload_rl.refit.plan import TensorSpec
 
 LAYER = "model.layers.0"
@@ -65,9 +59,10 @@ def test_every_weight_is_read_back(experts):
 
 def test_loads_of_experts_are_told_by_their_parameters_names():
     names = {"mlp.experts.routed_experts.w13_weight", "mlp.experts.routed_experts.w2_weight", "mlp.gate.weight"}
-    assert parameters_filled(["mlp.experts.w13_weight", "mlp.experts.w2_weight", "mlp.gate.weight"], names) == names
+    loaded = ["mlp.experts.w13_weight", "mlp.experts.w2_weight", "mlp.gate.weight"]
+    assert vllm_weights.parameters_filled(loaded, names) == names
     before = {"mlp.experts.w13_weight"}  # a vLLM without that module
-    assert parameters_filled(["mlp.experts.w13_weight"], before) == before
+    assert vllm_weights.parameters_filled(["mlp.experts.w13_weight"], before) == before
 
 
 def test_biases_of_layers_that_have_none_are_dropped():
@@ -104,7 +99,7 @@ def test_a_tensor_among_discarded_weights_that_nothing_restores_is_found():
         blocks[0] = (weight.data_ptr(), 400)
     with FakeTensorMode():
         fake = torch.zeros(1)
-    lost = outside_of_parameters([weight, weight[3:5], scale, elsewhere, fake], [weight], blocks)
+    lost = vllm_weights.outside_of_parameters([weight, weight[3:5], scale, elsewhere, fake], [weight], blocks)
     assert [id(tensor) for tensor in lost] == [id(scale)]
 
 

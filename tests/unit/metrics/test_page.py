@@ -6,14 +6,7 @@ import pytest
 from support.html_page import Page
 from support.limits import files_of_at_most
 
-from nemo_offload_rl.metrics.page import (
-    FACTS_FILE,
-    PAGE_FILE,
-    draw_and_write_page,
-    read_facts,
-    update_facts,
-    write_page,
-)
+from nemo_offload_rl.metrics import page as pages
 from tests.unit.metrics.test_logger import write
 
 STEP = {
@@ -49,8 +42,8 @@ FACTS = {
 
 
 def page_with(run_dir, **facts):
-    update_facts(run_dir, **FACTS | facts)
-    return Page(write_page(run_dir))
+    pages.update_facts(run_dir, **FACTS | facts)
+    return Page(pages.write_page(run_dir))
 
 
 def answers_after(step, text):
@@ -73,7 +66,7 @@ def test_the_page_needs_no_other_file_and_runs_nothing(run_dir):
     page = page_with(run_dir)
     assert page.addresses == [f"data:image/png;base64,{base64.b64encode(PNG).decode()}"] * 2
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
-    assert "url(" not in (run_dir / PAGE_FILE).read_text()
+    assert "url(" not in (run_dir / pages.PAGE_FILE).read_text()
     assert [path.name for path in run_dir.glob("*.partial")] == []
 
 
@@ -98,9 +91,9 @@ def test_measured_peaks_stand_beside_planned_ones_only_on_gpus(run_dir):
 @pytest.mark.parametrize("facts", [None, '{"algorithm": '])
 def test_an_old_or_a_damaged_folder_has_a_page_of_what_there_is(run_dir, facts, caplog):
     if facts is not None:
-        (run_dir / FACTS_FILE).write_text(facts)
+        (run_dir / pages.FACTS_FILE).write_text(facts)
     before = (run_dir / "grpo.png").read_bytes()
-    page = Page(draw_and_write_page(run_dir))
+    page = Page(pages.draw_and_write_page(run_dir))
     assert "the folder does not say how the run ended" in page.text
     assert "Where the time went" in page.text
     assert "Settings" not in page.text
@@ -124,12 +117,12 @@ def test_the_page_says_how_a_run_ended_and_what_was_answered(run_dir, facts, sho
 
 
 def test_facts_are_added_to_those_of_before_unless_there_is_no_space(run_dir, caplog):
-    update_facts(run_dir, **FACTS)
-    update_facts(run_dir, ending=None)
-    assert read_facts(run_dir) == FACTS | {"ending": None}
+    pages.update_facts(run_dir, **FACTS)
+    pages.update_facts(run_dir, ending=None)
+    assert pages.read_facts(run_dir) == FACTS | {"ending": None}
     with files_of_at_most(100):
-        update_facts(run_dir, ending="interrupted")
-    assert read_facts(run_dir)["ending"] is None
+        pages.update_facts(run_dir, ending="interrupted")
+    assert pages.read_facts(run_dir)["ending"] is None
     assert "run.json cannot be written: File too large" in caplog.text
-    (run_dir / FACTS_FILE).write_text("[]")
-    assert read_facts(run_dir) == {}
+    (run_dir / pages.FACTS_FILE).write_text("[]")
+    assert pages.read_facts(run_dir) == {}

@@ -19,13 +19,7 @@ from ray._common.network_utils import build_address
 from ray._private import auto_init_hook
 
 from nemo_offload_rl.placement import local_ray
-from nemo_offload_rl.placement.local_ray import (
-    GcsWatch,
-    disconnect_and_kill,
-    handlers_kept,
-    join_ray,
-    object_store_options,
-)
+from nemo_offload_rl.placement.local_ray import GcsWatch, handlers_kept, join_ray, object_store_options
 from nemo_offload_rl.placement.signals import ENDING_SIGNALS, ignore_ending_signals
 from nemo_offload_rl.run.failures import gcs_failure
 from nemo_offload_rl.run.interrupt import Progress
@@ -74,7 +68,7 @@ def test_a_thread_that_still_calls_ray_after_its_end_does_not_start_it_again(mon
     monkeypatch.setattr(auto_init_hook, "enable_auto_connect", True)  # Ray's default
     monkeypatch.setattr(ray._private.worker, "_global_node", None)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    disconnect_and_kill()
+    local_ray.disconnect_and_kill()
     started = []
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda: started.append("Ray"))
