@@ -6,7 +6,6 @@ the environment when it is.
 """
 
 import gc
-import sys
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache  # noqa: F401
 
@@ -17,6 +16,5 @@ import nemo_offload_rl.worker.worker  # noqa: F401
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
 
 auto_bridge()
-assert "ray" not in sys.modules, "Ray's workers, forked from here, would not start"
 gc.collect()
 gc.freeze()
