@@ -11,14 +11,13 @@ GPUs; `ep` shares experts alone, with one expert-parallel engine. `--cut` keeps 
 
 Columns of a training row: those of `context_parallel.py`, and `tokens_per_s_gpu`. Of a GRPO row: seconds of a step and
 of its phases, `switch_s` both ways, the refit with its parts and replayed graphs, tokens a second and GPU, GiB beside
-the planned, and `start_s`: from the command to the first token.
+the planned, and `start_s`: from the command to the first token. All rows of `colocated.py` are in OUTPUT_LAYOUT.json.
 """
 
 import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,13 +97,14 @@ def grpo_rows(name: str, arguments: argparse.Namespace) -> list[Row]:
     """Runs GRPO in a layout, in each setting; returns a row each."""
     overrides = [*overrides_of(name, arguments.gpus), *(CUT if arguments.cut else ()), *arguments.overrides]
     of_scale = ["--scale", "tiny"] if arguments.scale == "tiny" else ["--config", str(RECIPE)]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "colocated.json"
-        command = [sys.executable, str(BENCHMARKS / "colocated.py"), *of_scale, "--out", str(out)]
-        command += ["--backend", arguments.backend, "--settings", *arguments.settings]
-        command += ["--steps", str(arguments.steps + 1), "--switches", str(arguments.switches), *overrides]
-        subprocess.run(command, check=False)  # a setting that is refused has a row that says so
-        found = json.loads(out.read_text())["rows"]
+    # Not a temporary file: a run that is stopped leaves the settings that it has measured.
+    out = arguments.output.with_name(f"{arguments.output.stem}_{name}.json")
+    command = [sys.executable, str(BENCHMARKS / "colocated.py"), *of_scale, "--out", str(out)]
+    command += ["--backend", arguments.backend, "--settings", *arguments.settings]
+    command += ["--steps", str(arguments.steps + 1), "--switches", str(arguments.switches), *overrides]
+    out.unlink(missing_ok=True)
+    subprocess.run(command, check=False)  # a setting that is refused has a row that says so
+    found = json.loads(out.read_text())["rows"]
     return [condensed(name, setting, arguments.gpus, found) for setting in arguments.settings]
 
 
