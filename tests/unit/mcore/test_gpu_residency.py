@@ -189,8 +189,10 @@ def test_twenty_steps_with_all_phases_between_are_bit_equal_to_resident_state(ma
 def test_the_gpu_never_holds_more_of_it_than_the_window(make_worker, monkeypatch):
     """Checks the build of the optimizer, the creation of its state, and a step."""
 
-    resident_sizes = make_worker(streaming_policy("precision_aware", monkeypatch, streamed=False)).offloader.nbytes()
-    make_worker().shutdown()
+    resident = make_worker(streaming_policy("precision_aware", monkeypatch, streamed=False))
+    resident.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+    resident_sizes = resident.offloader.nbytes()
+    resident.shutdown()
     gc.collect()  # models are reference cycles
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
