@@ -257,12 +257,13 @@ def run_calibration(as_json: bool, console: Console | None = None) -> None:
     from nemo_offload_rl.placement.calibrate import calibrate_here
 
     rates, gpu = calibrate_here()
-    path = keep_rates(rates, gpu)
     console = _console() if console is None else console
     if as_json:
         console.file.write(json.dumps(rates.as_fields(), indent=2) + "\n")
     else:
         console.print(rates_table(gpu, rates))
+    path = keep_rates(rates, gpu)  # behind the table, which took half a minute
+    if not as_json:
         console.print(f"kept in {path}, from which nemo-offload-rl plan and runs on this machine predict seconds")
 
 

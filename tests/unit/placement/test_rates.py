@@ -15,9 +15,10 @@ from rich.console import Console
 from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.placement import calibrate as calibrating
 from nemo_offload_rl.placement import machine
 from nemo_offload_rl.placement.calibrate import Workload, calibrate
-from nemo_offload_rl.placement.doctor import rates_table
+from nemo_offload_rl.placement.doctor import rates_table, run_calibration
 from nemo_offload_rl.placement.rates import H200_RATES, Curve, Rates, keep_rates, rates_of, rates_path, read_rates
 from nemo_offload_rl.plan import resolve
 from nemo_offload_rl.plan.decisions import Machine
@@ -111,8 +112,11 @@ def test_a_cache_folder_that_cannot_be_used_stops_only_the_measurement(tmp_path,
         assert keep_rates(H200_RATES, "NVIDIA H200").is_relative_to(tmp_path / ".cache")
     monkeypatch.setattr(Path, "home", homeless)
     assert machine.rates_here() == H200_RATES
+    monkeypatch.setattr(calibrating, "calibrate_here", lambda: (H200_RATES, "NVIDIA H200"))
+    console = Console(width=160, file=io.StringIO())
     with pytest.raises(ValueError, match="XDG_CACHE_HOME"):
-        keep_rates(H200_RATES, "NVIDIA H200")
+        run_calibration(as_json=True, console=console)
+    assert Rates.from_fields(json.loads(console.file.getvalue())) == H200_RATES  # half a minute's work is not lost
 
 
 SEARCH = ("plan", str(RECIPE), "--fit", "--gpu-memory", "40", "--json")
