@@ -36,7 +36,7 @@ H200."""
 
 MARGIN = 1.1
 """Factor on the estimate of a pass: what torch's allocator reserves was 1.06 to 1.09 times what it allocates
-(docs/results/activation_offload.md), and an estimate is within 3% of that (docs/results/plan_accuracy.md)."""
+on an H200, and an estimate is within 3% of that (docs/results/plan_accuracy.md)."""
 
 # The number chosen is a multiple of this, unless it is one of the two limits.
 _STEP = 1024

@@ -345,8 +345,7 @@ class Residency:
         """Releases the cache of torch's allocator to the driver, unless enough memory is free.
 
         With the 1.5 B model on an H200, 38 ms passed between the optimizer's last kernel and the next move when the
-        cache was released, and 1 ms when it was not (docs/results/colocated.md); the next training step takes the
-        memory again.
+        cache was released, and 1 ms when it was not; the next training step takes the memory again.
         """
         if self._generator_bytes is not None:
             free = self._meter.memory().gpu_free
