@@ -1,6 +1,7 @@
 """What users read of recipes: each case of the golden file, and that each rule has one that breaks it."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +36,8 @@ def test_an_accepted_recipe_has_its_notes_and_no_others(group, case, golden):
 def test_each_rule_has_a_recipe_that_breaks_it():
     names = {rule.check.__name__ for rule in RULES if hasattr(rule.check, "__name__")}
     assert names - WRONG.keys() == {"offloading_megatron_core_version"}  # whose test pretends another version
+
+
+def test_groups_named_for_tests_have_one():
+    sources = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert [group for group in GOLDEN if group.startswith("test_") and f"def {group}(" not in sources] == []
