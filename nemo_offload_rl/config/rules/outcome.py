@@ -85,7 +85,7 @@ def checkpoint_metric_period(save: int, enabled: bool, metric: str | None, perio
     if not enabled or metric is None or not metric.startswith("val:") or (period and save % period == 0):
         return None
     if not period:
-        return f"{save} saves checkpoints without {metric}: val_period is 0, so at most the last one has it (val_at_end)"
+        return f"{save} saves checkpoints without {metric}: val_period is 0, so at most the last has it (val_at_end)"
     return f"{save} is not a multiple of val_period ({period}), so some checkpoints are saved without {metric}"
 
 
