@@ -91,17 +91,11 @@ def furthest(found: list[float], wanted: list[float]) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_are_those_of_whole_rows(case, monkeypatch):
-    """They are nearly as close as another order of the rows is, which moves tokens between experts by rounding alone.
-
-    Rings merge attention in other steps: grad norms of ten steps in bf16 differed by up to 1.7% with one seed of the
-    weights and by 1% with another, where a missing part would show as tens of percent.
-    """
+    """They are as close as another order of the rows is, which moves tokens between experts by rounding alone."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # One rank ignores all of a case but its model and its rows.
     whole, backwards = whole_rows(case if "experts" in case or "graphs" in case else case.partition(",")[0])
     for found in run_ranks(partial(run, case, False), 2, num_ports=1):
         assert furthest(found[0], whole[0]) < max(1e-3, 2 * furthest(backwards[0], whole[0]))
-        assert furthest(found[1], whole[1]) < max(3e-2, 2 * furthest(backwards[1], whole[1]))
-        distance = (torch.tensor(found[2]) - torch.tensor(whole[2])).abs()
-        assert distance.max() < 0.1
-        assert distance.mean() < 0.01
+        assert furthest(found[1], whole[1]) < max(1e-2, 2 * furthest(backwards[1], whole[1]))
+        torch.testing.assert_close(torch.tensor(found[2]), torch.tensor(whole[2]), rtol=0, atol=0.05)
