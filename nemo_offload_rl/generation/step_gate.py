@@ -55,7 +55,6 @@ class StepGate:
             self._is_holding = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self.num_updates > before)
-            self._is_holding = False
         self.held_s += time.perf_counter() - start
         return True
 
@@ -70,5 +69,6 @@ class StepGate:
         with self._changed:
             if self._is_wanted:
                 self._is_wanted = False
+                self._is_holding = False  # not where it wakes up: a `hold` that comes sooner would take it as its own
                 self.num_updates += 1
                 self._changed.notify_all()

@@ -62,6 +62,33 @@ def test_no_generation_begins_while_weights_come():
     assert gate.num_updates == 1
 
 
+def test_weights_that_follow_at_once_wait_for_the_next_step():
+    gate, log = StepGate(), []
+    gate.hold()
+
+    def generate():
+        with gate.generating():
+            log.append("step")
+            while gate.num_updates < 2:
+                gate.between_steps()
+
+    def update_again():
+        with gate._changed:  # the generation has no chance to wake up before the next weights wait for it
+            gate.release()
+            gate.hold()
+            log.append("weights")
+        gate.release()
+
+    thread = started(generate)
+    with gate._changed:
+        assert gate._changed.wait_for(lambda: gate._is_holding, LIMIT_S)
+    again = started(update_again)
+    for one in (again, thread):
+        one.join(LIMIT_S)
+        assert not one.is_alive()
+    assert log == ["step", "weights"]
+
+
 def test_all_ranks_hold_where_the_first_one_does():
     barrier, decisions = threading.Barrier(2), {}
 
