@@ -46,8 +46,8 @@ def test_the_positions_of_ranks_are_transformer_engines():
 Found = tuple[list[float], list[float], list[Any]]
 
 
-def run(case: str, backwards: bool, rank: int, world_size: int, ports: list[int]) -> Found:
-    """Returns the losses and gradient norms of ten steps, and the log-probs before them."""
+def run(case: str, rank: int, world_size: int, ports: list[int]) -> Found:
+    """Returns the losses and gradient norms of six steps, and the log-probs before them [4, 300]."""
     from nemo_offload_rl.algorithms.losses import NLLLoss
 
     hf_config = (TINY_QWEN3_MOE | {"moe_intermediate_size": 512} if "experts" in case else TINY_QWEN3) | SHAPE
@@ -62,11 +62,8 @@ def run(case: str, backwards: bool, rank: int, world_size: int, ports: list[int]
         policy["sequence_packing"] = packed_rows(512)
     worker = worker_of_rank(policy, rank, world_size, ports[0])
     reports, logprobs = [], []
-    for step in range(10):
-        lengths = LENGTHS[step % len(LENGTHS)]
-        batch = batch_of_lengths(lengths, prompt=1, seed=step)
-        if backwards:
-            batch = batch.select(range(len(lengths))[::-1])
+    for step in range(6):
+        batch = batch_of_lengths(LENGTHS[step % len(LENGTHS)], prompt=1, seed=step)
         if not step:
             logprobs = worker.get_logprobs(batch, mbs=2)["logprobs"].tolist()
         reports.append(worker.train(batch, NLLLoss(), gbs=4, mbs=2))
@@ -74,14 +71,10 @@ def run(case: str, backwards: bool, rank: int, world_size: int, ports: list[int]
     return [report["loss"] for report in reports], [report["grad_norm"] for report in reports], logprobs
 
 
-def run_orders(case: str, rank: int, world_size: int, ports: list[int]) -> list[Found]:
-    return [run(case, backwards, rank, world_size, ports[backwards:]) for backwards in (False, True)]
-
-
 @functools.cache
-def whole_rows(case: str) -> list[Found]:
-    """Returns what one rank finds, with rows in order and backwards."""
-    (found,) = run_ranks(partial(run_orders, case), 1, num_ports=2)
+def whole_rows(case: str) -> Found:
+    """Returns what one rank finds."""
+    (found,) = run_ranks(partial(run, case), 1, num_ports=1)
     return found
 
 
@@ -90,12 +83,19 @@ def furthest(found: list[float], wanted: list[float]) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ten_steps_are_those_of_whole_rows(case, monkeypatch):
-    """They are as close as another order of the rows is, which moves tokens between experts by rounding alone."""
+def test_steps_are_those_of_whole_rows(case, monkeypatch):
+    """Limits lie above how far bfloat16 itself strays from float32 on whole rows, and far below what a mistake does.
+
+    With six seeds, dense and experts, on CPUs: mean log-probs 0.003 to 0.005 apart, gradient norms of the first three
+    steps up to 1% (of ten: 9.4%), losses of six up to 0.3%. Rotary positions of another rank move log-probs by 0.06
+    to 0.12; keys' and values' gradients that are not summed over ranks move the first norm by 27 to 40%.
+    """
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # One rank ignores all of a case but its model and its rows.
-    whole, backwards = whole_rows(case if "experts" in case or "graphs" in case else case.partition(",")[0])
-    for found in run_ranks(partial(run, case, False), 2, num_ports=1):
-        assert furthest(found[0], whole[0]) < max(1e-3, 2 * furthest(backwards[0], whole[0]))
-        assert furthest(found[1], whole[1]) < max(1e-2, 2 * furthest(backwards[1], whole[1]))
-        torch.testing.assert_close(torch.tensor(found[2]), torch.tensor(whole[2]), rtol=0, atol=0.05)
+    whole = whole_rows(case if "experts" in case or "graphs" in case else case.partition(",")[0])
+    for losses, norms, logprobs in run_ranks(partial(run, case), 2, num_ports=1):
+        assert furthest(losses, whole[0]) < 5e-3
+        assert furthest(norms[:3], whole[1][:3]) < 2e-2
+        assert furthest(norms, whole[1]) < 0.1
+        found, wanted = torch.tensor(logprobs), torch.tensor(whole[2])
+        assert (found - wanted)[wanted != 0].abs().mean() < 0.015
