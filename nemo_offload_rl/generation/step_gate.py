@@ -9,11 +9,12 @@ from contextlib import contextmanager
 class StepGate:
     """Holds a generation between two steps while another thread brings weights.
 
-    All processes of a replica hold at the same step, or their shares of a layer would have different weights: the first
-    one decides. `hold` has returned in all of them before weights come, and `release` follows in all of them.
+    All processes of a replica hold at the same step, or their shares of a layer would have different weights: they do
+    once weights wait in one of them, since a `hold` that came before its process's first step has returned already.
+    `hold` has returned in all of them before weights come, and `release` follows in all of them.
 
     Args:
-        agree: returns what the replica's first process has passed; collective.
+        agree: returns whether any process of the replica has passed True; collective.
     """
 
     def __init__(self, agree: Callable[[bool], bool] = bool) -> None:

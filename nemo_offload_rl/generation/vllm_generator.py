@@ -322,12 +322,12 @@ def _replica() -> Any:
 
 
 def _agreed(wanted: bool) -> bool:
-    """Returns what the first process of this replica passes: its schedulers must take every step with equal weights."""
+    """Returns whether any process of this replica passes True: they must take every step with equal weights."""
     group = _replica()
     if group.world_size == 1:
         return wanted
-    flag = torch.tensor([wanted])
-    torch.distributed.broadcast(flag, src=group.first_rank, group=group.cpu_group)
+    flag = torch.tensor([int(wanted)])
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
     return bool(flag)
 
 

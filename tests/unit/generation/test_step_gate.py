@@ -1,7 +1,7 @@
 """Tests when a generation holds for new weights."""
 
-import itertools
 import threading
+from functools import partial
 
 import pytest
 
@@ -14,6 +14,17 @@ def started(function) -> threading.Thread:
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     return thread
+
+
+def join(threads):
+    for one in threads:
+        one.join(LIMIT_S)
+        assert not one.is_alive()
+
+
+def wait_for_hold(gate):
+    with gate._changed:
+        assert gate._changed.wait_for(lambda: gate._is_holding, LIMIT_S)
 
 
 def test_weights_come_between_two_steps_of_a_generation():
@@ -39,8 +50,7 @@ def test_weights_come_between_two_steps_of_a_generation():
     threads[1].join(0.05)
     assert log == ["step"]  # which is under way
     may_end.set()
-    for thread in threads:
-        thread.join(LIMIT_S)
+    join(threads)
     assert log == ["step", "weights", "step with new weights"]
 
 
@@ -56,7 +66,7 @@ def test_no_generation_begins_while_weights_come():
     thread.join(0.05)
     log.append("weights")
     gate.release()
-    thread.join(LIMIT_S)
+    join([thread])
     assert log == ["weights", "generates"]
     gate.release()  # a wake-up without new weights
     assert gate.num_updates == 1
@@ -80,55 +90,60 @@ def test_weights_that_follow_at_once_wait_for_the_next_step():
         gate.release()
 
     thread = started(generate)
-    with gate._changed:
-        assert gate._changed.wait_for(lambda: gate._is_holding, LIMIT_S)
-    again = started(update_again)
-    for one in (again, thread):
-        one.join(LIMIT_S)
-        assert not one.is_alive()
+    wait_for_hold(gate)
+    join([started(update_again), thread])
     assert log == ["step", "weights"]
 
 
-def test_all_ranks_hold_where_the_first_one_does():
-    barrier, decisions = threading.Barrier(2), {}
+class Ranks:
+    """Two ranks of a replica, each with a gate, that generate in step until they have made three with new weights."""
 
-    def agreement(rank):
-        calls = itertools.count()
+    def __init__(self) -> None:
+        self.barrier, self._wanted = threading.Barrier(2), [False, False]
+        self.gates = [StepGate(partial(self._agree, rank)) for rank in range(2)]
+        self.weights, self.computed, self.has_stepped = [0, 0], [[], []], threading.Event()
 
-        def agree(wanted):
-            call = next(calls)
-            if rank == 0:
-                decisions[call] = wanted
-            barrier.wait(LIMIT_S)
-            return decisions[call]
+    def _agree(self, rank, wanted):
+        self._wanted[rank] = wanted
+        self.barrier.wait(LIMIT_S)
+        agreed = any(self._wanted)
+        self.barrier.wait(LIMIT_S)
+        return agreed
 
-        return agree
+    def generate(self, rank):
+        with self.gates[rank].generating():
+            while sum(self.computed[rank]) < 3:
+                self.gates[rank].between_steps()
+                self.computed[rank].append(self.weights[rank])
+                self.has_stepped.set()
+                self.barrier.wait(LIMIT_S)  # the collectives of a step
 
-    gates = [StepGate(agreement(rank)) for rank in range(2)]
-    weights, computed = [0, 0], [[], []]
-    ready = threading.Event()
+    def bring_weights(self):
+        for rank, gate in enumerate(self.gates):
+            self.weights[rank] = 1
+            gate.release()
 
-    def generate(rank):
-        with gates[rank].generating():
-            while sum(computed[rank]) < 3:  # steps with the new weights
-                gates[rank].between_steps()
-                computed[rank].append(weights[rank])
-                ready.set()
-                barrier.wait(LIMIT_S)  # the collectives of a step
 
-    threads = [started(lambda rank=rank: generate(rank)) for rank in range(2)]
-    assert ready.wait(LIMIT_S)
-    holds = [started(gate.hold) for gate in reversed(gates)]
-    for one in holds:
-        one.join(LIMIT_S)
-    assert not any(one.is_alive() for one in holds)
-    for rank, gate in enumerate(gates):
-        weights[rank] = 1
-        gate.release()
-    for thread in threads:
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
-    assert computed[0] == computed[1] and computed[0][0] == 0
+def test_all_ranks_hold_at_the_same_step():
+    ranks = Ranks()
+    threads = [started(partial(ranks.generate, rank)) for rank in range(2)]
+    assert ranks.has_stepped.wait(LIMIT_S)
+    join([started(gate.hold) for gate in reversed(ranks.gates)])
+    ranks.bring_weights()
+    join(threads)
+    assert ranks.computed[0] == ranks.computed[1] and ranks.computed[0][0] == 0
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_rank_whose_hold_came_before_the_generation_holds_the_others(early):
+    ranks = Ranks()
+    ranks.gates[early].hold()  # no generation is under way there: at once
+    threads = [started(partial(ranks.generate, rank)) for rank in range(2)]
+    wait_for_hold(ranks.gates[1 - early])  # which knows of no weights
+    join([started(ranks.gates[1 - early].hold)])
+    ranks.bring_weights()
+    join(threads)
+    assert ranks.computed == [[1, 1, 1]] * 2
 
 
 def test_a_generation_that_fails_lets_weights_come():

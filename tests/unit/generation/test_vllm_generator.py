@@ -16,6 +16,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from support import engine_conformance
+from support.ranks import run_ranks
 
 from nemo_offload_rl.generation import vllm_arguments, vllm_generator
 from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, InFlightUpdates, SamplingParams
@@ -461,6 +462,17 @@ def test_a_policy_need_not_leave_first_where_there_is_room_for_twice_what_genera
     generator.generate(TOO_LONG)
     assert has_room(18)  # the cache of 10, twice 3, and a margin of 2
     assert not has_room(17.9)
+
+
+def _votes(rank, world_size, ports):
+    torch.distributed.init_process_group("gloo", f"tcp://localhost:{ports[0]}", rank=rank, world_size=world_size)
+    group = SimpleNamespace(world_size=world_size, cpu_group=torch.distributed.group.WORLD)
+    vllm_generator._replica = lambda: group
+    return [vllm_generator._agreed(wanted) for wanted in (False, rank == 0, rank == 1, True)]
+
+
+def test_all_processes_of_a_replica_hold_once_weights_wait_in_one():
+    assert run_ranks(_votes, 2, num_ports=1) == [[False, True, True, True]] * 2
 
 
 @pytest.mark.parametrize("shares_experts", [False, True])
