@@ -21,7 +21,7 @@ from nemo_offload_rl.generation.stop_strings import needs_tokenizer
 from nemo_offload_rl.generation.vllm_arguments import engine_arguments, engine_environment, is_built_beside_policy
 from nemo_offload_rl.hub import go_offline
 from nemo_offload_rl.placement.cluster import Cluster
-from nemo_offload_rl.placement.network import LOOPBACK, choose_interface, listening, rendezvous_store
+from nemo_offload_rl.placement.network import LOOPBACK, choose_interface, rendezvous_store, reserve_port
 
 # How long a process of an engine waits for the others, which import vLLM meanwhile, and for one that hangs.
 _TIMEOUT = timedelta(minutes=30)
@@ -33,7 +33,7 @@ class Meeting:
 
     Attributes:
         address: An address of the first process's node.
-        port: The port where the first process listens.
+        port: The port where the first process will listen.
         on_one_node: Whether all of them are on that node.
     """
 
@@ -74,21 +74,16 @@ class VllmActor(GeneratorProcess):
     requests: vLLM's scheduling is deterministic, so all of them sample the same tokens.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._listener: socket.socket | None = None
-
-    def listen(self, port_range: tuple[int, int] | None, num_processes: int, *, on_one_node: bool) -> Meeting:
-        """Listens for the other processes of this engine, and returns where they find this one.
+    def meeting(self, port_range: tuple[int, int] | None, *, on_one_node: bool) -> Meeting:
+        """Returns where the other processes of this engine find this one; the port stays reserved.
 
         Args:
-            port_range: First and last port that it may use; None for any.
-            num_processes: Number of the engine's processes.
+            port_range: See `reserve_port`.
             on_one_node: Whether all of them are on this node, so that its loopback address suffices.
         """
         address = LOOPBACK if on_one_node else ray.util.get_node_ip_address()
-        self._listener = listening(address, port_range, backlog=num_processes)
-        return Meeting(address, self._listener.getsockname()[1], on_one_node)
+        self._reserved = reserve_port(address, port_range)
+        return Meeting(address, self._reserved.getsockname()[1], on_one_node)
 
     def build(
         self,
@@ -159,12 +154,7 @@ class VllmActor(GeneratorProcess):
         torch.distributed.init_process_group(
             "nccl",
             store=rendezvous_store(
-                meeting.address,
-                meeting.port,
-                rank=rank,
-                world_size=num_processes,
-                timeout=_TIMEOUT,
-                listener=self._listener,
+                meeting.address, meeting.port, rank=rank, world_size=num_processes, timeout=_TIMEOUT
             ),
             rank=rank,
             world_size=num_processes,
@@ -215,8 +205,8 @@ class VllmGeneration(ActorEngines):
             ]
             meeting = None
             if len(bundles) > 1:
-                meeting = of_engine[0].listen.remote(
-                    cluster.master_port_range, len(bundles), on_one_node=cluster.are_on_one_node(bundles)
+                meeting = of_engine[0].meeting.remote(
+                    cluster.master_port_range, on_one_node=cluster.are_on_one_node(bundles)
                 )
             for rank, actor in enumerate(of_engine):
                 actors.append(

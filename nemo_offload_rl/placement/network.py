@@ -1,5 +1,6 @@
-"""Finds addresses, ports and interfaces over which processes of a run meet, and listens on no others."""
+"""Finds addresses, ports and interfaces over which processes of a run meet; no other is listened on."""
 
+import itertools
 import os
 import socket
 from datetime import timedelta
@@ -10,8 +11,11 @@ import torch
 LOOPBACK = "127.0.0.1"
 
 
-def free_port(address: str, port_range: tuple[int, int] | None) -> int:
-    """Returns a TCP port of this machine's `address` that nothing is bound to.
+def reserve_port(address: str, port_range: tuple[int, int] | None) -> socket.socket:
+    """Returns a socket that is bound to a free TCP port of this machine's `address`, and keeps it while it is open.
+
+    It does not listen. A server that names the port and may reuse addresses, as torch's stores do, can listen there;
+    the system gives the port to no connection and to no server that asks for any.
 
     Args:
         address: An address of this machine.
@@ -20,27 +24,18 @@ def free_port(address: str, port_range: tuple[int, int] | None) -> int:
     Raises:
         ValueError: If every port of the range is in use.
     """
-    with listening(address, port_range) as listener:
-        return int(listener.getsockname()[1])
-
-
-def listening(address: str, port_range: tuple[int, int] | None, *, backlog: int = 1) -> socket.socket:
-    """Returns a socket that listens on a TCP port of this machine's `address`, and so keeps the port from others.
-
-    Args:
-        address: An address of this machine.
-        port_range: First and last candidate; None lets the system choose.
-        backlog: Number of connections that may wait until they are accepted.
-
-    Raises:
-        ValueError: If every port of the range is in use.
-    """
+    family, *_ = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     candidates = range(0, 1) if port_range is None else range(port_range[0], port_range[1] + 1)
-    for port in candidates:
+    for reuses, port in itertools.product((False, True), candidates):  # at last a port of connections that just ended
+        reserved = socket.socket(family)
         try:
-            return _served(address, port, backlog)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
+            reserved.bind((address, port))
         except OSError:
+            reserved.close()
             continue
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)
+        return reserved
     raise ValueError(
         f"No port of {address} from {candidates.start} to {candidates.stop - 1} is free; widen "
         "cluster.master_port_range_low and cluster.master_port_range_high, or leave them out."
@@ -54,7 +49,6 @@ def rendezvous_store(
     rank: int,
     world_size: int,
     timeout: timedelta,
-    listener: socket.socket | None = None,
 ) -> torch.distributed.TCPStore:
     """Returns the store at which processes meet; rank 0 serves it, on this address only.
 
@@ -62,15 +56,15 @@ def rendezvous_store(
 
     Args:
         address: An address or name of rank 0's host.
-        port: A port there; rank 0 may give 0 if it is alone.
+        port: A port there, which `reserve_port` may keep; rank 0 may give 0 if it is alone.
         rank: This process's rank.
         world_size: Number of processes.
         timeout: How long a process waits for the others.
-        listener: Rank 0's socket that listens on the port already; it belongs to the store from then on.
     """
     descriptor: int | None = None
     if rank == 0:
-        served = _served(address, port, world_size) if listener is None else listener
+        family, *_ = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        served = socket.create_server((address, port), family=family, backlog=world_size)
         port = served.getsockname()[1]
         descriptor = served.detach()
     return torch.distributed.TCPStore(
@@ -97,8 +91,3 @@ def choose_interface(address: str) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             if name == "lo":
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-
-
-def _served(address: str, port: int, backlog: int) -> socket.socket:
-    family, *_ = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server((address, port), family=family, backlog=backlog)

@@ -14,7 +14,7 @@ from ray import cloudpickle
 
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.metrics.timer import Recording
-from nemo_offload_rl.placement.network import LOOPBACK, free_port
+from nemo_offload_rl.placement.network import LOOPBACK, reserve_port
 from nemo_offload_rl.placement.relay import Part
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.worker.rank_log import RankLog, Record, take_records
@@ -35,14 +35,15 @@ class WorkerActor:
         return ray.util.get_node_ip_address(), os.getpid()
 
     def rendezvous(self, port_range: tuple[int, int] | None, *, on_one_node: bool) -> tuple[str, int]:
-        """Returns the address at which all ranks reach this node, and a port there that is free now.
+        """Returns the address at which all ranks reach this node, and a port there, which stays reserved.
 
         Args:
-            port_range: See `free_port`.
+            port_range: See `reserve_port`.
             on_one_node: Whether all ranks are on this node, so that its loopback address suffices.
         """
         address = LOOPBACK if on_one_node else ray.util.get_node_ip_address()
-        return address, free_port(address, port_range)
+        self._reserved = reserve_port(address, port_range)
+        return address, self._reserved.getsockname()[1]
 
     def import_worker(self, worker_cls: str) -> None:
         """Import what `build` will need, which takes up to 25 s; errors are left for `build` to raise."""

@@ -26,7 +26,7 @@ from nemo_offload_rl.generation.vllm_arguments import engine_arguments, engine_e
 from nemo_offload_rl.generation.vllm_backend import ENGINE, VllmActor, VllmGeneration
 from nemo_offload_rl.generation.vllm_generator import VllmGenerator, read_answer
 from nemo_offload_rl.generation.vllm_worker import RefitExtension
-from nemo_offload_rl.placement.network import LOOPBACK, free_port
+from nemo_offload_rl.placement.network import LOOPBACK, reserve_port
 from nemo_offload_rl.refit.plan import ExportPlan
 
 SAMPLING = SamplingParams(10, 0.8, 0.9, None, (2, 3), 11)
@@ -83,15 +83,15 @@ class Started:
     """Replaces an actor: notes how it was built, and answers a request with its own number."""
 
     def __init__(self, number):
-        self.number, self.built, self.listens, self.rows, self.verbs = number, {}, None, None, []
-        for verb in ("build", "listen", "process", "call"):
+        self.number, self.built, self.meets, self.rows, self.verbs = number, {}, None, None, []
+        for verb in ("build", "meeting", "process", "call"):
             setattr(self, verb, SimpleNamespace(remote=getattr(self, f"on_{verb}")))
 
     def on_process(self):
         return ("127.0.0.1", self.number)
 
-    def on_listen(self, port_range, num_processes, *, on_one_node):
-        self.listens = (port_range, num_processes, on_one_node)
+    def on_meeting(self, port_range, *, on_one_node):
+        self.meets = (port_range, on_one_node)
         return ("meeting of", self.number)
 
     def on_build(self, policy, **how):
@@ -165,7 +165,7 @@ def test_the_processes_of_an_engine_meet_and_its_replicas_share_out_the_rows(act
     generation = VllmGeneration(a_cluster(), engines, policy)
     for bundles in engines:
         first, meets = bundles[0], size > 1
-        assert actors[first].listens == (((5000, 5010), size, max(bundles) < 2) if meets else None)
+        assert actors[first].meets == (((5000, 5010), max(bundles) < 2) if meets else None)
         assert [actors[bundle].built["rank"] for bundle in bundles] == list(range(size))
         assert {actors[bundle].built["meeting"] for bundle in bundles} == {("meeting of", first) if meets else None}
     output = generation.generate(GenerationRequest([[5]] * 5, list(range(5)), 0, SAMPLING))
@@ -178,15 +178,15 @@ def test_the_processes_of_an_engine_meet_and_its_replicas_share_out_the_rows(act
 
 def test_the_first_process_of_an_engine_keeps_the_port_where_they_meet(monkeypatch):
     monkeypatch.setattr("nemo_offload_rl.generation.actor_engines.ignore_ending_signals", lambda: None)
-    low = free_port(LOOPBACK, None)
-    ports = (low, low + 50)
+    with reserve_port(LOOPBACK, None) as reserved:
+        low = reserved.getsockname()[1]
     actors = [VllmActor(), VllmActor()]
-    first, second = (actor.listen(ports, 2, on_one_node=True) for actor in actors)
+    first, second = (actor.meeting((low, low + 50), on_one_node=True) for actor in actors)
     assert first.address == second.address == LOOPBACK
     assert first.port != second.port
     assert {first.port, second.port} <= set(range(low, low + 51))
     for actor in actors:
-        actor._listener.close()
+        actor._reserved.close()
 
 
 def test_a_node_reads_the_model_from_the_hub_and_its_vllm_only_the_folder(monkeypatch):

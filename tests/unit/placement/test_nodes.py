@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from support.waiting import wait_until
 
-from nemo_offload_rl.placement.network import LOOPBACK, choose_interface, free_port, listening, rendezvous_store
+from nemo_offload_rl.placement.network import LOOPBACK, choose_interface, rendezvous_store, reserve_port
 from nemo_offload_rl.placement.nodes import (
     Node,
     NodeWatch,
@@ -148,26 +148,37 @@ def test_a_node_that_is_asked_is_lost_at_once():
 TIMEOUT = timedelta(seconds=20)
 
 
-def test_ports_come_from_the_range():
-    low = free_port(LOOPBACK, None)
-    assert free_port(LOOPBACK, (low, low + 50)) in range(low, low + 51)
-    with socket.socket() as other:
-        other.bind((LOOPBACK, 0))
-        taken = other.getsockname()[1]
-        with pytest.raises(ValueError, match=f"from {taken} to {taken} is free; widen cluster.master_port_range_low"):
-            free_port(LOOPBACK, (taken, taken))
+def test_a_reserved_port_of_the_range_is_kept_from_all_but_the_server_that_names_it():
+    with reserve_port(LOOPBACK, None) as first:
+        low = first.getsockname()[1]
+        with reserve_port(LOOPBACK, (low, low + 50)) as second, socket.socket() as other:
+            assert second.getsockname()[1] in range(low + 1, low + 51)
+            with pytest.raises(OSError, match="in use"):
+                other.bind(second.getsockname())
+        none_free = pytest.raises(ValueError, match=f"{low} to {low} is free; widen cluster.master_port_range_low")
+        with socket.create_server(first.getsockname()), none_free:
+            reserve_port(LOOPBACK, (low, low))
 
 
-@pytest.mark.parametrize("listens_before", [True, False])
-def test_processes_meet_at_a_store_that_only_its_address_reaches(listens_before):
-    listener = listening("127.0.0.2", None) if listens_before else None
-    port = listener.getsockname()[1] if listener is not None else free_port("127.0.0.2", None)
+def test_a_range_of_one_port_serves_a_run_that_follows_another():
+    with reserve_port(LOOPBACK, None) as reserved:
+        address = reserved.getsockname()
+        with socket.create_server(address) as server, socket.create_connection(address):
+            server.accept()[0].close()  # the server's side closes first, so the port stays in TIME_WAIT
+    reserve_port(LOOPBACK, (address[1], address[1])).close()
+
+
+@pytest.mark.parametrize("is_reserved", [True, False])
+def test_processes_meet_at_a_store_that_only_its_address_reaches(is_reserved):
+    reserved = reserve_port("127.0.0.2", None)
+    port = reserved.getsockname()[1]
+    if not is_reserved:
+        reserved.close()
     found = []
     stores = []  # rank 0's serves both ranks: if it went with its thread, rank 1 would lose its connection
 
     def join(rank):
-        of_first = listener if rank == 0 else None
-        store = rendezvous_store("127.0.0.2", port, rank=rank, world_size=2, timeout=TIMEOUT, listener=of_first)
+        store = rendezvous_store("127.0.0.2", port, rank=rank, world_size=2, timeout=TIMEOUT)
         stores.append(store)
         store.set(f"from {rank}", "hello")
         found.append(store.get(f"from {1 - rank}"))
@@ -178,6 +189,7 @@ def test_processes_meet_at_a_store_that_only_its_address_reaches(listens_before)
     for thread in threads:
         thread.join()
     assert found == [b"hello", b"hello"]
+    reserved.close()
 
 
 def test_other_addresses_do_not_reach_the_store():
