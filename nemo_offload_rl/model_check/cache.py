@@ -12,16 +12,11 @@ from typing import Any
 
 import nemo_offload_rl
 from nemo_offload_rl.model_check.result import CheckResult
+from nemo_offload_rl.storage.disk import cache_folder
 
 _LIBRARIES = ("torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine")
 # Parts of this package that decide how a model and its twin are built and compared.
 _SOURCES = ("hf_config.py", "mcore", "model_check")
-
-
-def folder() -> Path:
-    """Returns the cache folder: below XDG_CACHE_HOME, or below ~/.cache if that is not set."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / nemo_offload_rl.__name__ / "model_check"
 
 
 def key_of(section: Mapping[str, Any], *, device: str) -> str:
@@ -38,15 +33,21 @@ def key_of(section: Mapping[str, Any], *, device: str) -> str:
 def read(key: str) -> CheckResult | None:
     """Returns the result cached under a key; None if there is none that can be read."""
     try:
-        return CheckResult.from_json(json.loads((folder() / f"{key}.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: the check runs again
+        return CheckResult.from_json(json.loads(_path(key).read_text(encoding="utf-8")))
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RuntimeError,
+    ):  # missing, damaged, or no home: the check runs again
         return None
 
 
 def write(key: str, result: CheckResult) -> None:
     """Caches a result; does nothing if the folder is not writable."""
-    path = folder() / f"{key}.json"
     try:
+        path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".partial", delete=False) as file:
             try:
@@ -57,8 +58,12 @@ def write(key: str, result: CheckResult) -> None:
             except BaseException:
                 os.unlink(file.name)
                 raise
-    except OSError:  # training does not need a writable home
+    except (OSError, RuntimeError):  # training does not need a writable home
         return
+
+
+def _path(key: str) -> Path:
+    return cache_folder("model_check") / f"{key}.json"
 
 
 @cache

@@ -14,7 +14,8 @@ from nemo_offload_rl.memory.numa import NumaNode, gpu_numa_node, numa_nodes, pre
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.gpus import GpuFacts, driver_version, gpu_facts, torch_pci_bus_id
 from nemo_offload_rl.placement.link import LinkBenchmark, benchmark_link
-from nemo_offload_rl.placement.rates import H200_RATES, Rates, rates_folder, rates_of
+from nemo_offload_rl.placement.rates import H200_RATES, Rates, rates_of
+from nemo_offload_rl.storage.disk import cache_folder
 
 PACKAGES = (
     "nemo-offload-rl",
@@ -157,7 +158,7 @@ def host_facts(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostFa
 def rates_here() -> Rates:
     """Returns the rates that `nemo-offload-rl doctor --calibrate` measured with a GPU of this machine; else assumed."""
     try:
-        are_kept = rates_folder().is_dir()
+        are_kept = cache_folder("rates").is_dir()
     except (OSError, RuntimeError):  # no run needs them: the folder may not be read, or there is no home
         are_kept = False
     if not are_kept:  # asking for the GPUs may import torch

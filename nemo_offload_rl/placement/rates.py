@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.storage.disk import UnreadableFileError, read_regular_file, write_whole
+from nemo_offload_rl.storage.disk import UnreadableFileError, cache_folder, read_regular_file, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -157,20 +157,10 @@ The CPU's are those of 16 threads, without the copies of the CPU optimizer: thes
 without overlap, 0.11 s of which are copies (docs/results/cpu_optimizer.md)."""
 
 
-def rates_folder() -> Path:
-    """Returns the folder of measured rates: below XDG_CACHE_HOME, or below ~/.cache if that is not an absolute path.
-
-    Raises:
-        RuntimeError: neither that nor the user's home is known.
-    """
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative path would be another folder for each process
-    return (given if given.is_absolute() else Path.home() / ".cache") / "nemo_offload_rl" / "rates"
-
-
 def rates_path(gpu: str) -> Path:
     """Returns the file with the rates of a kind of GPU on this machine."""
     host = f"{_cpu_name()} {os.cpu_count()} CPUs"
-    return rates_folder() / f"{_slug(gpu)}_{_slug(host)}_{_VERSION}.json"
+    return cache_folder("rates") / f"{_slug(gpu)}_{_slug(host)}_{_VERSION}.json"
 
 
 def keep_rates(rates: Rates, gpu: str) -> Path:

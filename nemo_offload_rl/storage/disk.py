@@ -20,6 +20,16 @@ _RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def cache_folder(name: str) -> Path:
+    """Returns the folder of a kind of result that is kept for later runs, below XDG_CACHE_HOME or ~/.cache.
+
+    Raises:
+        RuntimeError: the first is no absolute path, and the user has no home.
+    """
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative path would be another folder for each process
+    return (given if given.is_absolute() else Path.home() / ".cache") / "nemo_offload_rl" / name
+
+
 class DiskFullError(ValueError):
     """Says that files could not be written for a lack of space, in one sentence for the user.
 

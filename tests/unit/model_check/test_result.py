@@ -1,6 +1,7 @@
 """Tests which results of a check are stored, and what users are told."""
 
 import math
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
@@ -53,6 +54,14 @@ def test_a_damaged_entry_counts_as_none(folder, damaged):
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    cache.write("name", RIGHT)
+    assert cache.read("name") is None
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)  # a container with a user that its passwd does not know
     cache.write("name", RIGHT)
     assert cache.read("name") is None
 
