@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from nemo_offload_rl.placement.local_ray import (
     GcsWatch,
+    complete_environment,
     disconnect_and_kill,
     handlers_kept,
     join_ray,
@@ -341,6 +342,7 @@ class Cluster:
             with handlers_kept():
                 join_ray(logging_options)
             return
+        complete_environment()
         num_gpus = torch.cuda.device_count()
         require_no_segments(segment_size)
         if num_gpus:

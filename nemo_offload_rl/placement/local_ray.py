@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import getpass
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -13,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,6 +31,29 @@ logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES_WITHOUT_GPU = 1 * GIB
 _MIN_SHARED_MEMORY_BYTES = 256 << 20
+
+
+def complete_environment() -> None:
+    """Gives torch a user's name and Ray a token where the system knows no such user, as in containers with any uid.
+
+    torch names a folder after the user; Ray keeps its token in the user's home, if that can be written.
+    """
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = f"uid{os.getuid()}"
+    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys() and not _home_keeps_token():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _home_keeps_token() -> bool:
+    try:
+        folder = Path.home() / ".ray"
+    except RuntimeError:
+        return False
+    return os.path.exists(folder / "auth_token") or os.access(
+        folder if os.path.exists(folder) else folder.parent, os.W_OK
+    )
 
 
 def object_store_options(has_gpus: bool) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Tests how Ray is started on this machine, without starting it."""
 
+import getpass
 import os
+import pwd
 import resource
 import shutil
 import signal
@@ -19,7 +21,13 @@ from ray._common.network_utils import build_address
 from ray._private import auto_init_hook
 
 from nemo_offload_rl.placement import local_ray
-from nemo_offload_rl.placement.local_ray import GcsWatch, handlers_kept, join_ray, object_store_options
+from nemo_offload_rl.placement.local_ray import (
+    GcsWatch,
+    complete_environment,
+    handlers_kept,
+    join_ray,
+    object_store_options,
+)
 from nemo_offload_rl.placement.signals import ENDING_SIGNALS, ignore_ending_signals
 from nemo_offload_rl.run.failures import gcs_failure
 from nemo_offload_rl.run.interrupt import Progress
@@ -42,6 +50,25 @@ def test_with_too_little_shared_memory_the_object_store_is_on_the_disk_and_says_
     options = object_store_options(has_gpus=False)
     assert options == {"object_store_memory": 1024 * MIB, "_plasma_directory": str(tmp_path)}
     assert "/dev/shm has only 64 MiB free" in caplog.text
+
+
+def test_a_user_whom_the_system_does_not_know_has_a_name_for_torch_and_a_token_for_ray(monkeypatch, tmp_path):
+    names = ("LOGNAME", "USER", "LNAME", "USERNAME", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    environ = {name: value for name, value in os.environ.items() if name not in names}
+    monkeypatch.setattr(os, "environ", environ | {"HOME": str(tmp_path)})
+    complete_environment()
+    assert os.environ == environ | {"HOME": str(tmp_path)}  # Ray writes its token there
+
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    del os.environ["HOME"]
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    complete_environment()
+    assert getpass.getuser() == f"uid{os.getuid()}"
+    assert len(token := os.environ["RAY_AUTH_TOKEN"]) == 64
+    complete_environment()
+    assert os.environ["RAY_AUTH_TOKEN"] == token
 
 
 def test_signal_handlers_are_as_before_whatever_was_done_inside():
