@@ -355,7 +355,7 @@ def split_validation[Sample](
 
     Args:
         samples: the N samples.
-        size: size of the validation data: a share (a float below 1, rounded up to whole samples) or a number of
+        size: size of the validation data: a share (below 1, rounded up to whole samples) or a number of
             samples; 0 draws none.
         seed: seed of the draw.
 
@@ -367,7 +367,7 @@ def split_validation[Sample](
     """
     if size == 0:
         return samples, []
-    num_validation = ceil(size * len(samples)) if isinstance(size, float) else size
+    num_validation = int(size) if size >= 1 else ceil(size * len(samples))
     if num_validation >= len(samples):
         raise DataError(
             f"data.train.split_validation_size is {size}, which takes {num_validation} samples for validation, but "

@@ -128,6 +128,8 @@ class MessagesForm:
     def sample(self, row: Mapping[str, Any], where: str) -> AnsweredContext:
         """Makes a conversation in which SFT also trains the assistant's earlier messages."""
         [key] = self.keys
+        if row.get("tools"):  # NeMo-RL renders them with the chat template
+            raise DataError(f"{where} has the field 'tools', but tools are not supported: delete it.")
         place = f"{where}: the field {key!r}"
         context, answer = _split_last(field_of(row, key, where), place)
         return AnsweredContext(context, answer, where, trains_all_answers=True)

@@ -124,9 +124,13 @@ class PromptFormat:
         """
         for problem in problems:
             _refuse_empty(problem)
+        asked = [
+            replace(problem, trains_all_answers=False) if isinstance(problem, AnsweredContext) else problem
+            for problem in problems
+        ]
         return [
             TokenizedProblem(ids[-self.max_tokens :], [], fits=len(ids) < self.max_tokens)
-            for ids, _ in self._prompt_ids(problems)
+            for ids, _ in self._prompt_ids(asked)
         ]
 
     def examples(self, problems: Sequence[Conversation], *, may_reach_limit: bool = False) -> list[TokenizedProblem]:
@@ -183,10 +187,11 @@ class PromptFormat:
         if isinstance(problem, AnsweredContext) and problem.trains_all_answers:
             for number, message in enumerate(problem.context):
                 if message.role == "assistant":
-                    earlier = AnsweredContext(problem.context[:number], message.content, problem.where)
+                    earlier = replace(problem, context=problem.context[:number], answer=message.content)
                     before = self._prompt_text(earlier)
                     after = before + self._rendered_answer(earlier)
-                    pieces += [(_rest(before, done, problem.where), False), (after.removeprefix(before), True)]
+                    new = (_rest(before, done, problem.where), False), (after.removeprefix(before), True)
+                    pieces += [piece for piece in new if piece[0]]
                     done = after
         return [*pieces, (_rest(whole, done, problem.where), False)]
 
@@ -195,8 +200,13 @@ class PromptFormat:
 
     def _prompt_text(self, problem: Conversation) -> str:
         turns = _turns(problem)
+        trains_all = isinstance(problem, AnsweredContext) and problem.trains_all_answers
+        if trains_all and not turns:  # the assistant begins
+            return ""
         if self.tokenizer.chat_template is not None:
-            return self._render(turns, problem.where, add_generation_prompt=self.add_generation_prompt)
+            # As in NeMo-RL, an answer to a system message, or to another answer, is trained with its header.
+            opens = self.add_generation_prompt and (not trains_all or turns[-1]["role"] in ("user", "tool"))
+            return self._render(turns, problem.where, add_generation_prompt=opens)
         if [turn["role"] for turn in turns] not in (["user"], ["system", "user"]):
             raise DataError(
                 f"{_place(problem.where)}the prompt is a conversation of {len(turns)} messages, but the tokenizer has "
@@ -252,7 +262,7 @@ def _turns(problem: Conversation) -> list[dict[str, str]]:
 
 
 def _refuse_empty(problem: Conversation) -> None:
-    if not problem.context[-1].content.strip():
+    if not problem.context or not problem.context[-1].content.strip():
         raise DataError(
             f"{_place(problem.where)}the prompt is empty, so there is nothing to answer: write it, or delete the row."
         )

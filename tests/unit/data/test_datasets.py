@@ -203,10 +203,11 @@ def test_a_chat_template_that_fails_is_named(template):
 SUMS = [{"q": f"{number}", "a": f"{number + 1}"} for number in range(37)]
 
 
-@pytest.mark.parametrize("size", [0.05, 8, 36])
+@pytest.mark.parametrize("size", [0.05, 8, 8.0, 36])
 def test_the_parts_are_those_of_datasets(size):
     train, validation = split_validation(SUMS, size, seed=3)
-    expected = datasets.Dataset.from_list(SUMS).train_test_split(test_size=size, seed=3)
+    number = int(size) if size >= 1 else size  # as NeMo-RL does
+    expected = datasets.Dataset.from_list(SUMS).train_test_split(test_size=number, seed=3)
     assert train == expected["train"].to_list()
     assert validation == expected["test"].to_list()
     assert split_validation(SUMS, size, seed=3) == (train, validation)

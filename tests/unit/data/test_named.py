@@ -132,6 +132,7 @@ def error_of(name, **arguments):
     ("name", "row", "message"),
     [
         ("gsm8k", {"question": "1+1?", "answer": "2"}, "no '####', after which the answer stands"),
+        ("tulu3_sft_mixture", {"messages": [QUESTION, said("2")], "tools": [{"name": "f"}]}, "tools are not supported"),
         ("DAPOMath17K", VERL_ROW | {"prompt": []}, "'prompt' must be a list of messages, found a list"),
         ("DAPOMath17K", VERL_ROW | {"reward_model": {"style": "x"}}, "has no field 'ground_truth'; it has 'style'"),
         ("squad", ROWS["squad"][0] | {"answers": {"text": []}}, "must be an object with a list 'text' of one answer"),

@@ -121,6 +121,39 @@ def test_chatml_trains_the_newline_after_the_end_of_a_turn(opened):
         assert ids[-2:] == [tokenizer.eos_token_id, *newline]
 
 
+# A conversation, and the parts that NeMo-RL tokenizes one by one where data.add_generation_prompt is true: it opens the
+# assistant's turn behind messages of the user and of tools alone. (2=user, 3=assistant, 1=system in the template.)
+OTHER_ORDERS = {
+    "user assistant assistant user": (["2+4=3+", "5=", "3+6=", "2+7=3+"], [False, True, True, False]),
+    "system assistant user": (["1+4=", "3+5=", "2+6=3+"], [False, True, False]),
+    "assistant user": (["3+4=", "2+5=3+"], [True, False]),
+}
+
+
+@pytest.mark.parametrize("roles", OTHER_ORDERS)
+def test_turns_in_any_order_are_trained_as_in_nemo_rl(roles):
+    pieces, trained = OTHER_ORDERS[roles]
+    context = tuple(Message(role, str(number)) for number, role in enumerate(roles.split(), 4))
+    chat_format = PromptFormat(chat_tokenizer(), 40, add_generation_prompt=True)
+    conversation = AnsweredContext(context, "9", "a.jsonl:1", trains_all_answers=True)
+    (example,) = chat_format.examples([conversation])
+    assert text(example.prompt_ids) == "".join(pieces)
+    found = [text(example.prompt_ids[part.start : part.stop]) for part in example.trained_in_prompt]
+    assert found == [piece for piece, is_trained in zip(pieces, trained, strict=True) if is_trained]
+    assert text(example.answer_ids) == "9=<eos>"
+    (prompt,) = chat_format.prompts([conversation])
+    assert prompt.prompt_ids == example.prompt_ids or roles == "user assistant assistant user"
+
+
+def test_a_conversation_without_a_prompt_is_trained_but_not_answered():
+    chat_format = PromptFormat(chat_tokenizer(), 40)
+    alone = AnsweredContext((), "9", "a.jsonl:1", trains_all_answers=True)
+    (example,) = chat_format.examples([alone])
+    assert (example.prompt_ids, text(example.answer_ids)) == ([], "3+9=<eos>")
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the prompt is empty"):
+        chat_format.prompts([alone])
+
+
 @pytest.mark.parametrize(
     ("end", "add_eos", "rendered"),
     [
