@@ -32,12 +32,16 @@ def grpo_num_generations(generations: int) -> RuleResult:
     return None if generations > 1 else "must be 2 or more, since the advantage of a single answer is 0; found 1"
 
 
-@rule("grpo.batch_multiplier?", "grpo.use_dynamic_sampling")
-def grpo_batch_multiplier(multiplier: float | None, dynamic: bool) -> RuleResult:
-    """Refuses a multiplier without dynamic sampling, since a step then trains on everything it samples."""
-    if multiplier in (None, 1) or dynamic:
+@rule("grpo.batch_multiplier?", "grpo.use_dynamic_sampling", "grpo.num_prompts_per_step")
+def grpo_batch_multiplier(multiplier: float | None, dynamic: bool, prompts: int) -> RuleResult:
+    """Refuses a multiplier without dynamic sampling, which trains on all it samples, and one that leaves no prompt."""
+    if multiplier in (None, 1):
         return None
-    return f"is {multiplier:g}, which needs grpo.use_dynamic_sampling true; set it to 1"
+    if not dynamic:
+        return f"is {multiplier:g}, which needs grpo.use_dynamic_sampling true; set it to 1"
+    if int(prompts * multiplier) < 1:
+        return f"is {multiplier:g}, which makes no prompt of grpo.num_prompts_per_step ({prompts}); raise either"
+    return None
 
 
 @rule(
