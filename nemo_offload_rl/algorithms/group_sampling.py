@@ -62,7 +62,11 @@ class GroupSampler:
     save: Callable[[int, Sequence[Rollouts]], None] = lambda step, batches: None
 
     def __call__(
-        self, step: int, timer: Timer, on_last_answers: Callable[[], None] = lambda: None
+        self,
+        step: int,
+        timer: Timer,
+        on_last_answers: Callable[[], None] = lambda: None,
+        num_updates: Callable[[], int] = lambda: 0,
     ) -> tuple[Rollouts, dict[str, float]]:
         """Samples the rollouts of ``num_prompts_per_step`` prompts; also returns metrics of all sampled rollouts.
 
@@ -75,6 +79,7 @@ class GroupSampler:
             timer: records the phases of rollouts.
             on_last_answers: called once, when no more answers will be generated: before the last answers are judged,
                 or after it where only their rewards show that they were the last.
+            num_updates: returns how often weights in flight have come since the step's first answers began.
 
         Raises:
             DataError: dynamic sampling found too few prompts in the batches that it may sample.
@@ -93,7 +98,10 @@ class GroupSampler:
                     "problems of another difficulty, or set grpo.use_dynamic_sampling=false."
                 )
             is_last = len(sampled) + 1 == max_batches
+            before = num_updates()  # an engine counts those since its call began
             rollouts = self._sample(step, timer, num_sampled, on_answers=on_last_answers if is_last else _nothing)
+            if "num_updates" in rollouts.batch:
+                rollouts.batch["num_updates"] += before * rollouts.batch["token_mask"]
             sampled.append(rollouts)
             useful = self._informative(rollouts) | (not settings.use_dynamic_sampling)
             kept.append(rollouts.select_prompts(useful.nonzero().flatten()))

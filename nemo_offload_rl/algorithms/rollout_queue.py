@@ -136,10 +136,11 @@ class RolloutQueue:
         self._position = taken.position
         busy = self._busy_shares(taken, timer)
         age = float(step - 1 - taken.version)
-        if self._in_flight:
-            batch = taken.rollouts.batch
+        batch = taken.rollouts.batch
+        # A checkpoint's rollouts have it, or not, as the run that sampled them had weights in flight.
+        if (num_updates := batch.pop("num_updates", None)) is not None:
             tokens = batch["token_mask"]
-            age -= float((batch.pop("num_updates") * tokens).sum() / tokens.sum().clamp(min=1))
+            age -= float((num_updates * tokens).sum() / tokens.sum().clamp(min=1))
         return taken.rollouts, taken.metrics | busy | {
             "train/avg_trajectory_age": age,
             "performance/steps_sampled_ahead": float(waiting),
@@ -306,7 +307,7 @@ class RolloutQueue:
             self._is_sampling = True
         waited_s = time.perf_counter() - start
         timer = Timer()
-        rollouts, metrics = self._sampler(step, timer)
+        rollouts, metrics = self._sampler(step, timer, num_updates=lambda: self._num_updates_since(version))
         memory = self._sampler.memory_stats()
         seconds = {"waiting": waited_s, **timer.seconds()}
         metrics |= {f"timing/rollouts/{phase}": value for phase, value in seconds.items()}
@@ -317,6 +318,10 @@ class RolloutQueue:
             self._is_sampling = False
             self._changed.notify_all()
         return True
+
+    def _num_updates_since(self, version: int) -> int:
+        with self._changed:
+            return self._version - version
 
     @property
     def _is_at_end(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import pickle
@@ -56,12 +57,15 @@ _MUST_AGREE = (
 _MUST_ALSO_AGREE = (
     "data.train",
     "data.default",
+    "data.max_input_seq_length",
     "env",
     "grpo.reward_scaling",
     "policy.tokenizer",
     "policy.generation.max_new_tokens",
     "policy.generation.stop_token_ids",
     "policy.generation.stop_strings",
+    "policy.generation.ignore_eos",
+    "policy.generation.bad_words",
 )
 
 
@@ -83,7 +87,28 @@ def sampled_with(
 ) -> dict[str, Any]:
     """Returns what must agree so that rollouts are those which a run would sample for the same step, by name."""
     found = {key: value_at(config, key) for key in _MUST_ALSO_AGREE}
-    return made_with(config, problems, tokenizer) | {key: value for key, value in found.items() if value is not ABSENT}
+    # Of files, the recipe has only names: users change what is in them, such as a mistake in a reward, and resume.
+    first = [problems[row].context for row in range(min(_NUM_SUMMED, len(problems)))]
+    messages = [[(message.role, message.content) for message in context] for context in first]
+    contents = {
+        f"data.train (checksum of the first {_NUM_SUMMED}, with system prompts)": _checksum(messages),
+        "policy.tokenizer (checksum of the chat template)": _checksum(tokenizer.chat_template),
+        "env (checksum of the reward function's file)": _reward_checksum(config),
+    }
+    known = {key: value for key, value in found.items() if value is not ABSENT}
+    return made_with(config, problems, tokenizer) | known | contents
+
+
+def _reward_checksum(config: GRPOMasterConfig) -> str | None:
+    """Returns the checksum of the file of the recipe's own reward function; None for a reward of this package."""
+    default = config["data"]["default"]
+    path = None if default is None else config["env"][default["env_name"]].get("reward_function")
+    if path is None:
+        return None
+    spec = importlib.util.find_spec(path.partition(":")[0])  # it has been imported
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        return None
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:16]
 
 
 def _texts(problem: Conversation) -> tuple[str, str]:

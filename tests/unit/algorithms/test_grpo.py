@@ -79,6 +79,7 @@ class Setting:
         save=None,
         replay=None,
         max_age=None,
+        in_flight=False,
         last_step=SCHEDULE.max_num_steps,
         num_epochs=99,
         sampled_with=None,
@@ -99,7 +100,7 @@ class Setting:
             engine, weights, validation = NoEngine(), NoWeightSync(), ()
         if max_age is not None:
             ends = {"last_step": last_step, "num_epochs": num_epochs, "sampled_with": sampled_with or {}}
-            sampler = RolloutQueue(sampler, max_age=max_age, in_flight=False, **ends)
+            sampler = RolloutQueue(sampler, max_age=max_age, in_flight=in_flight, **ends)
         self.grpo = GRPO(
             policy=self.policy,
             generation=engine,

@@ -20,7 +20,7 @@ from nemo_offload_rl.environments.pooled_reward import PooledReward
 from nemo_offload_rl.generation.interface import GenerationError
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.run.checkpoints import CheckpointFolder, RunState
-from tests.unit.algorithms.test_grpo import EXACT_MATCH, SCHEDULE, Setting
+from tests.unit.algorithms.test_grpo import EXACT_MATCH, SCHEDULE, SETTINGS, Setting
 from tests.unit.algorithms.test_saved_rollouts import HARD
 from tests.unit.environments.test_judge_pool import JUDGE
 
@@ -49,6 +49,23 @@ class Apart(ToyGeneration):
         return super().generate(request)
 
 
+class InFlight(Apart):
+    """Counts for each token the loads of weights since its call began, as engines do whose weights are in flight."""
+
+    num_loads = 0
+
+    def load_weights(self, named_tensors):
+        super().load_weights(named_tensors)
+        self.num_loads += 1
+
+    def generate(self, request):
+        self.before(request)
+        before = self.num_loads
+        output = ToyGeneration.generate(self, request)
+        output.num_updates = [[self.num_loads - before] * len(row) for row in output.output_ids]
+        return output
+
+
 OPEN = []
 
 
@@ -59,9 +76,9 @@ def close_queues():
         OPEN.pop().close()
 
 
-def ahead(max_age, *, slow_s=0.0, before=lambda request: None, train_s=0.0, fills=False, **arguments):
+def ahead(max_age, *, slow_s=0.0, before=lambda request: None, train_s=0.0, fills=False, engine=Apart, **arguments):
     """Returns a setting whose training takes so long, or until all is sampled that may be (`fills`)."""
-    setting = Setting(max_age=max_age, generation=Apart(slow_s, before), **arguments)
+    setting = Setting(max_age=max_age, generation=engine(slow_s, before), **arguments)
     OPEN.append(setting.grpo._sample)
     train = setting.policy.train
 
@@ -314,6 +331,40 @@ def test_what_is_no_exception_ends_the_run_too():
 
 def pooled(job_of):
     return PooledReward(JudgePool([sys.executable, "-c", JUDGE], 1, 60.0, os.environ), job_of)
+
+
+def test_answers_of_a_later_batch_are_as_old_as_the_weights_in_flight_before_it():
+    """Step 2 has two generation batches; the weights after step 1 come while the first one's answers are judged."""
+    steps, tokens = [], []
+    is_first_done, may_go_on = threading.Event(), threading.Event()
+
+    def judge(response, answer):
+        if steps[-1] == 2:
+            is_first_done.set()
+            assert may_go_on.wait(LIMIT_S)
+        return float(sum(map(ord, response)))
+
+    halves = replace(SETTINGS, num_prompts_per_step=4, use_dynamic_sampling=True, batch_multiplier=0.5)
+    engine = InFlight(before=lambda request: steps.append(request.step))
+    arguments = {"settings": halves, "reward": Reward("graded", judge), "train_global": 32, "train_micro": 32}
+    setting = Setting(max_age=1, in_flight=True, generation=engine, **arguments)
+    queue = setting.grpo._sample
+    OPEN.append(queue)
+    setting.grpo.step(1, Timer())
+    assert is_first_done.wait(LIMIT_S)
+    train = setting.policy.train
+
+    def keeping_train(batch, *args, **kwargs):
+        tokens.extend(half.sum() for half in batch["token_mask"].chunk(2))
+        return train(batch, *args, **kwargs)
+
+    setting.policy.train = keeping_train
+    with queue.updating_weights(1, Timer()):
+        setting.grpo._weights.refresh()
+    may_go_on.set()
+    metrics = setting.grpo.step(2, Timer())
+    assert metrics["train/num_generation_batches"] == 2
+    assert metrics[AGE] == pytest.approx(float(tokens[0] / sum(tokens)))
 
 
 def test_processes_of_rewards_outlive_the_last_rollouts():

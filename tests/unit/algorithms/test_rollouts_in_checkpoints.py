@@ -16,7 +16,7 @@ from nemo_offload_rl.run.setup import read_data, read_tokenizer
 from nemo_offload_rl.run.train_loop import StopReason
 from nemo_offload_rl.storage.manifest import read_manifest, write_manifest
 from tests.unit.algorithms.test_grpo import SCHEDULE, Setting
-from tests.unit.algorithms.test_rollout_queue import AGE, UNVALIDATED, ahead, prompts_by_step
+from tests.unit.algorithms.test_rollout_queue import AGE, UNVALIDATED, Apart, InFlight, ahead, prompts_by_step
 from tests.unit.algorithms.test_saved_rollouts import HARD
 
 
@@ -164,6 +164,21 @@ def test_rollouts_that_the_recipe_would_not_sample_are_sampled_again(folder, set
     assert prompts_by_step(same) == {}
 
 
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_a_run_whose_weights_are_in_flight_now_or_no_longer_uses_them(in_flight, folder, settings):
+    """Only answers of engines whose weights are in flight come with the number of updates of each token."""
+    first, second = (
+        ahead(1, in_flight=value, engine=InFlight if value else Apart) for value in (not in_flight, in_flight)
+    )
+    settings += [first, second]
+    first.run(replace(UNVALIDATED, max_num_steps=3), folder)
+    assert saved_steps(folder.newest_first()[0]) == [4]
+    outputs = resume(second, folder, UNVALIDATED)
+    assert outputs.rows[4][AGE] == 1
+    assert list(outputs.rows) == [4, 5, 6]
+    assert 4 not in prompts_by_step(second)
+
+
 def older(folder, step):
     """Returns a folder with only the checkpoints up to a step."""
     other = folder.folder.with_name("older")
@@ -189,9 +204,38 @@ def test_what_changes_rollouts_must_agree_and_nothing_else():
         ("data.train.seed=5", "data.train"),
         ("env.arithmetic.reward=numeric_match", "env"),
         ("grpo.reward_scaling.enabled=true", "grpo.reward_scaling"),
+        ("++policy.generation.bad_words=['7']", "policy.generation.bad_words"),
+        ("++policy.generation.ignore_eos=true", "policy.generation.ignore_eos"),
+        ("++data.max_input_seq_length=9", "data.max_input_seq_length"),
     ):
         other = names(override)
         assert [key for key in {*one, *other} if one.get(key) != other.get(key)] == [name]
+
+
+def test_what_files_of_the_recipe_have_must_agree(tmp_path, monkeypatch):
+    """A user corrects a reward, a system prompt or a chat template, whose file keeps its name, and resumes."""
+    monkeypatch.syspath_prepend(tmp_path)
+    reward, system, template = (tmp_path / name for name in ("my_reward.py", "system.txt", "template.jinja"))
+    reward.write_text("def judge(response, answer):\n    return 0.0\n")
+    system.write_text("Add.")
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    overrides = [
+        "~warm_start", "env.arithmetic.reward=python", "++env.arithmetic.reward_function=my_reward:judge",
+        f"++data.default.system_prompt_file={system}", f"++policy.tokenizer.chat_template={template}",
+    ]  # fmt: skip
+
+    def names():
+        config = load("examples/configs/grpo_tiny_cpu.yaml", overrides).config
+        problems, tokenizer = read_data(config["data"], 42)[0].problems, read_tokenizer(config["policy"]["tokenizer"])
+        return sampled_with(config, problems, tokenizer)
+
+    for file, kind in ((reward, "env"), (system, "data.train"), (template, "policy.tokenizer")):
+        before = names()
+        assert names() == before
+        file.write_text(file.read_text().replace("0.0", "1.0") + " ")
+        after = names()
+        [differing] = [key for key in after if before[key] != after[key]]
+        assert differing.startswith(f"{kind} (checksum")
 
 
 @pytest.mark.parametrize("writer", [None, beside], ids=["at once", "beside the run"])
