@@ -284,7 +284,12 @@ def _require_same_shapes(sharded: dict[str, Any], saved: Mapping[str, STORAGE_TY
         CheckpointError: on every rank, if one misses a tensor.
     """
     model = {part: state for part, state in sharded.items() if part.startswith("model")}
-    of_ranks = gather((_difference(model, saved), _difference(sharded.get("optimizer", {}), saved)))
+    # With the optimizer, which resumes at one tensor-parallel size, no vocabulary is padded otherwise.
+    here = (
+        _difference(model, saved, exact="optimizer" in sharded),
+        _difference(sharded.get("optimizer", {}), saved, exact=True),
+    )
+    of_ranks = gather(here)
     of_model, of_optimizer = (next((one for one in found if one), None) for found in zip(*of_ranks, strict=True))
     if of_model:
         raise CheckpointError(f"Checkpoint {folder} cannot be loaded: it is of another model, {of_model}.")
@@ -297,13 +302,13 @@ def _require_same_shapes(sharded: dict[str, Any], saved: Mapping[str, STORAGE_TY
         )
 
 
-def _difference(sharded: Any, saved: Mapping[str, STORAGE_TYPES]) -> str | None:
+def _difference(sharded: Any, saved: Mapping[str, STORAGE_TYPES], *, exact: bool) -> str | None:
     for entry in nested_values(sharded):
-        if isinstance(entry, ShardedTensor) and not entry.allow_shape_mismatch:
+        if isinstance(entry, ShardedTensor):
             found = saved.get(entry.key)
             if not isinstance(found, TensorStorageMetadata):
                 return f"without the tensor {entry.key} of this run"
-            if tuple(found.size) != tuple(entry.global_shape):
+            if (exact or not entry.allow_shape_mismatch) and tuple(found.size) != tuple(entry.global_shape):
                 return f"in which {entry.key} has the shape {[*found.size]}, and {[*entry.global_shape]} in this run"
     return None
 
