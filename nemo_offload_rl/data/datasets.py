@@ -17,6 +17,7 @@ from nemo_offload_rl.data.problem import DataError, Problem
 
 _SHARD = re.compile(r"-(?P<number>\d+)(-of-(?P<total>\d+))?(-[0-9a-f]{8,})?")  # older files end in a checksum
 _MOST_SHOWN = 8
+_SPLITS = frozenset({"train", "validation", "valid", "val", "dev", "eval", "test"})
 
 
 def split_files(folder: Path, split: str, endings: Sequence[str], *, in_folders: Sequence[str] = ()) -> list[Path]:
@@ -211,6 +212,11 @@ def load_hf_folder[Sample](path: Path, split: str | None, form: RowForm[Sample])
     if is_saved(path):
         return with_columns(_saved_dataset(path, split), path, form)
     files = data_files(path, PARQUET) if split is None else split_files(path, split, PARQUET)
+    names = sorted({_SHARD.sub("", file.stem) for file in files}) if split is None else []
+    if len(names) > 1 and not _SPLITS.isdisjoint(names):  # a test set is not to be trained on
+        raise DataError(
+            f"The folder {path} has the parquet files of {', '.join(names[:_MOST_SHOWN])}: name one with split."
+        )
     if not files:
         raise no_files(path, split, PARQUET)
     return load_parquet(files, path, form)

@@ -131,7 +131,7 @@ def read_rows(path: Path, keys: Collection[str]) -> Iterator[tuple[int, Any]]:
             number += 1
             if line.strip():
                 try:
-                    yield number, json.loads(line, object_pairs_hook=without_repeats)
+                    yield number, json.loads(line.rstrip("\n"), object_pairs_hook=without_repeats)
                 except json.JSONDecodeError as error:
                     raise DataError(f"{path}:{number} is not JSON: {error}") from error
                 except _RowError as error:
@@ -153,7 +153,10 @@ def _next_line(lines: io.TextIOWrapper, path: Path, number: int) -> str:
     try:
         line = lines.readline(MAX_LINE_CHARS + 1)
     except UnicodeDecodeError as error:
-        raise DataError(f"The dataset {path} cannot be read: {error}, in line {number} or shortly after it") from error
+        kind = "HFDataset reads parquet, from a folder" if path.suffix == ".parquet" else "write it in UTF-8"
+        raise DataError(
+            f"The dataset {path} cannot be read: {error}, in line {number} or shortly after it; {kind}."
+        ) from error
     except OSError as error:
         raise DataError(f"The dataset {path} cannot be read: {error}") from error
     if len(line) > MAX_LINE_CHARS:

@@ -76,6 +76,10 @@ def test_a_folder_of_parquet_files_is_opened(tmp_path, table):
     assert len(load_hf_folder(tmp_path, "test", FORM)) == 1
     with pytest.raises(DataError, match="no dataset of the split 'valid'"):
         load_hf_folder(tmp_path, "valid", FORM)
+    with pytest.raises(DataError, match=r"has the parquet files of test, train: name one with split\."):
+        load_hf_folder(tmp_path, None, FORM)
+    (tmp_path / "data" / "test-00000-of-00001.parquet").rename(tmp_path / "data" / "train-00002.parquet")
+    assert len(load_hf_folder(tmp_path, None, FORM)) == 6
 
 
 def test_a_saved_dataset_is_opened_and_missing_columns_and_folders_are_named(tmp_path, table):
@@ -109,6 +113,7 @@ GOOD = b'{"question": "1+1", "answer": "2"}\n'
         (b'{"question": "1", "answer": "\\ud800"}', "a.jsonl:2: the field 'answer' has half of a character"),
         (b'{"question": "1", "answer": "2", "answer": "3"}', "a.jsonl:2 has the field 'answer' twice; delete one"),
         (b'{"question": "1", "answer": ' + b"[" * 900 + b"]" * 900 + b"}", "found a list"),
+        (b'{"question": "1+1', "a.jsonl:2 is not JSON: Unterminated string starting at"),
         (b"\xff", "cannot be read: 'utf-8' codec can't decode byte 0xff"),
         (b"\x00" * 100, "a.jsonl:2 is not JSON"),
         (b'{"a": "' + b"x" * MAX_LINE_CHARS + b'"}', "a.jsonl:2 has more than 16,777,216 characters"),
