@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and ("overrides" not in options or any(argument.startswith("-") for argument in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        options.overrides += rest
+        options.overrides = [*options.overrides, *rest]
     run: Callable[[argparse.Namespace], None] = options.run
     try:
         run(options)
@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="OVERRIDE",
         help="section.key=value changes a key, +section.key=value adds one, ++ does either, ~section.key deletes one",
     )
@@ -88,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "and host, and how long the link is busy with it. Starts nothing and needs no GPU.",
     )
     plan.add_argument("recipe", type=Path, metavar="RECIPE", help="the YAML file")
-    plan.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for validate")
+    plan.add_argument("overrides", nargs="*", default=[], metavar="OVERRIDE", help="as for validate")
     plan.add_argument("--gpus", type=int, metavar="N", help="GPUs of each node, instead of cluster.gpus_per_node")
     plan.add_argument("--link", type=float, metavar="GB/S", help="speed of the link, instead of an assumed 55 GB/s")
     plan.add_argument(
@@ -211,7 +212,10 @@ def _export(options: argparse.Namespace) -> None:
 
     from nemo_offload_rl.worker.export import export_checkpoint
 
-    export_checkpoint(options.checkpoint, options.folder)
+    try:
+        export_checkpoint(options.checkpoint, options.folder)
+    except OSError as error:
+        raise ValueError(f"{options.folder} cannot be written: {error}; give another folder.") from error
     sys.stdout.write(f"wrote {options.folder}\n")
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from nemo_offload_rl.config.keys.schema_problems import value_at
@@ -46,6 +47,8 @@ def check_named_files(recipe: ValidatedRecipe) -> None:
 
 
 def _missing(recipe: ValidatedRecipe) -> Iterator[tuple[str, str]]:
+    if recipe.config["logger"]["wandb_enabled"] and find_spec("wandb") is None:
+        yield "logger.wandb_enabled", "is true without the package wandb; make setup EXTRAS=wandb, or set it to false"
     data = recipe.config["data"]
     datasets = {**datasets_of(data, "train"), **datasets_of(data, "validation")}
     for section, dataset in datasets.items():

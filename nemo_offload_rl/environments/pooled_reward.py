@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 import sys
@@ -125,4 +126,12 @@ def import_reward(path: str) -> Reward:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise RewardError(f"env.NAME.reward_function: {module_name!r} has no function {function_name!r}.")
+    try:
+        inspect.signature(function).bind("response", "answer")
+    except TypeError as error:
+        raise RewardError(
+            f"env.NAME.reward_function: {path} must take the answer and the known answer, but its call raises: {error}."
+        ) from error
+    except ValueError:  # a builtin without a signature
+        pass
     return Reward(f"{module_name}:{function_name}", function)

@@ -151,7 +151,9 @@ def _attempt(
         # The run folder is locked; the checkpoint cannot be used; the disk is full; a row, or a reward, cannot be used.
         except (LockedError, CheckpointError, DiskFullError, DataError, RewardError) as error:
             _print_error(errors, error)
-            _print_error(errors, interrupt.progress)
+            # Of a checkpoint that cannot be used the message itself says what to do; the same command ends as this one.
+            if not isinstance(error, CheckpointError) or interrupt.progress.num_lost:
+                _print_error(errors, interrupt.progress)
             return EXIT_FAILED
         except (WorkerError, GenerationError) as error:
             if not isinstance(error.cause, ValueError):
@@ -168,7 +170,7 @@ def _attempt(
 
 
 class _CommandError(ValueError):
-    """Says that a recipe is of another algorithm, or names a folder whose relative path would differ between nodes."""
+    """Says that a recipe is of another algorithm, or names a folder that cannot be used, or differs between nodes."""
 
 
 def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> ValidatedRecipe:
@@ -188,7 +190,17 @@ def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> 
     if "RAY_ADDRESS" in os.environ:
         _require_absolute_folders(recipe.config)
     check_named_files(recipe)
+    _require_writable(Path(recipe.config["logger"]["log_dir"]).absolute())
     return recipe
+
+
+def _require_writable(log_dir: Path) -> None:
+    there = next(folder for folder in (log_dir, *log_dir.parents) if os.path.exists(folder))
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise _CommandError(
+            f"logger.log_dir: the folder {log_dir} cannot be used: {there} is no folder in which you may write; give "
+            "another one."
+        )
 
 
 def _require_absolute_folders(config: MasterConfig) -> None:

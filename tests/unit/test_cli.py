@@ -138,6 +138,18 @@ def test_an_export_of_what_is_no_checkpoint_says_so_without_torch(tmp_path):
         assert message in line
 
 
+def test_an_export_to_a_folder_that_cannot_be_made_is_one_line(monkeypatch, tmp_path, capsys):
+    def export(checkpoint, folder):
+        (folder / "partial").mkdir()
+
+    monkeypatch.setattr("nemo_offload_rl.worker.export.export_checkpoint", export)
+    monkeypatch.setattr("nemo_offload_rl.worker.export_source.read_export_source", lambda *_: None)
+    assert main(["export", str(tmp_path), "/dev/null/x"]) == 2
+    assert capsys.readouterr().err == (
+        "/dev/null/x cannot be written: [Errno 20] Not a directory: '/dev/null/x/partial'; give another folder.\n"
+    )
+
+
 def test_options_may_be_anywhere_and_unknown_ones_and_commands_exit_with_2():
     options = ["validate", "--deep", TINY, "grpo.seed=x"], ["validate", TINY, "--deep", "grpo.seed=x"]
     assert [main(arguments) for arguments in options] == [2, 2]

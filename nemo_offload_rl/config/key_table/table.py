@@ -221,7 +221,7 @@ NEMO_RL_ROWS: tuple[Row, ...] = (
             "policy.generation.vllm_cfg.precision": "fp8 generation is missing: engines have the policy's unquantised "
             "weights; set policy.generation.vllm_cfg.precision=bfloat16, or float32",
             f"{_MEGATRON}.enabled": f"set {_MEGATRON}.enabled=true: Megatron is the only policy backend here",
-            "policy.precision": "set policy.precision=bfloat16",
+            "policy.precision": "set policy.precision=bfloat16, or float32 on CPUs",
             "policy.sequence_packing.algorithm": "set policy.sequence_packing.algorithm=modified_first_fit_decreasing",
         }.items()
     ),

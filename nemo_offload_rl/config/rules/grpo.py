@@ -35,13 +35,10 @@ def grpo_num_generations(generations: int) -> RuleResult:
 @rule("grpo.batch_multiplier?", "grpo.use_dynamic_sampling", "grpo.num_prompts_per_step")
 def grpo_batch_multiplier(multiplier: float | None, dynamic: bool, prompts: int) -> RuleResult:
     """Refuses a multiplier without dynamic sampling, which trains on all it samples, and one that leaves no prompt."""
-    if multiplier in (None, 1):
+    if multiplier in (None, 1) or (dynamic and prompts * multiplier >= 1):
         return None
-    if not dynamic:
-        return f"is {multiplier:g}, which needs grpo.use_dynamic_sampling true; set it to 1"
-    if int(prompts * multiplier) < 1:
-        return f"is {multiplier:g}, which makes no prompt of grpo.num_prompts_per_step ({prompts}); raise either"
-    return None
+    few = f"makes no prompt of grpo.num_prompts_per_step ({prompts}); raise either"
+    return f"is {multiplier:g}, which {few if dynamic else 'needs grpo.use_dynamic_sampling true; set it to 1'}"
 
 
 @rule(

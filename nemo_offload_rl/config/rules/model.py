@@ -74,6 +74,13 @@ def model_freeze_config(parts: dict[str, Any] | None, *model: Any) -> RuleResult
     return why_not_frozen(model_fields(*model), {"freeze_config": parts})
 
 
+@note("policy.model_name", "policy.hf_config?")
+def model_name_is_a_label(name: str, fields: dict[str, Any] | None) -> RuleResult:
+    """Notes that the weights of a model on the hub or in a folder are not read."""
+    label = f"({name}) is a label: policy.hf_config is set, so weights are random; set that to null to read them"
+    return None if fields is None or "/" not in name else label
+
+
 @note("policy.trust_remote_code", "policy.model_name", "policy.tokenizer.name")
 def model_remote_code(trusts: bool, model: str, tokenizer: str) -> RuleResult:
     """Notes that code which others wrote runs in this run's processes."""

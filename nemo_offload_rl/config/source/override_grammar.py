@@ -66,5 +66,6 @@ def parse_override(text: str) -> Override:
     except ValueError as error:
         raise OverrideSyntaxError("has an integer of more than 4,300 digits") from error
     except HydraException as error:
-        raise OverrideSyntaxError("cannot be read as an override; write section.key=value") from error
+        advice = "write section.key=value, section.key='a=b' for a value with signs, and --config before a recipe"
+        raise OverrideSyntaxError(f"cannot be read as an override; {advice}") from error
     return override

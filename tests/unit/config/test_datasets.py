@@ -71,6 +71,13 @@ def test_prompt_files_of_every_dataset_have_to_be_there(tmp_path):
     assert ": 3 problems\n" in str(refusal.value)
 
 
+def test_wandb_has_to_be_there(monkeypatch):
+    monkeypatch.setattr("nemo_offload_rl.config.named_files.find_spec", lambda name: None)
+    wandb = ["~warm_start", "logger.wandb_enabled=true", "++logger.wandb={project: p, name: n}"]
+    with pytest.raises(RecipeError, match=r"logger\.wandb_enabled: is true without the package wandb"):
+        check_named_files(load(CONFIGS / "grpo_tiny_cpu.yaml", wandb))
+
+
 DPO = CONFIGS / "dpo_tiny_cpu.yaml"
 BINARY = "dataset_name:BinaryPreferenceDataset,data_path:p.jsonl,prompt_key:p,chosen_key:c,rejected_key:r"
 RANKED = "dataset_name:PreferenceDataset,data_path:p.jsonl"

@@ -7,6 +7,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from nemo_offload_rl.run.job import Job
 from nemo_offload_rl.run.runner import EXIT_WRONG_RECIPE, run
 from nemo_offload_rl.run.train_loop import TimeLimit
 from nemo_offload_rl.storage.lock import FolderLock
+from nemo_offload_rl.storage.manifest import DamagedCheckpointError
 from nemo_offload_rl.worker.errors import WorkerError
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
@@ -47,6 +49,12 @@ LARGER, WHY = "policy.hf_config.vocab_size=99 ~warm_start", "which is no token o
         ("absent", "a.b=1", "grpo", "absent.yaml"),
         ("sft_tiny_cpu", "policy.model_name=./nope policy.hf_config=null", "sft", "there is no such folder"),
         ("grpo_tiny_cpu", f"{LARGER} policy.generation.stop_token_ids=[50]", "grpo", f"stop_token_ids has 50, {WHY}"),
+        (
+            "sft_tiny_cpu",
+            "logger.log_dir=/dev/null/logs",
+            "sft",
+            "the folder /dev/null/logs cannot be used",
+        ),
         ("grpo_tiny_cpu", "policy.generation.stop_strings=['=','1x']", "grpo", "stop_strings has '1x', in which 'x'"),
     ],
 )
@@ -176,6 +184,16 @@ def test_a_restart_needs_gpus_if_the_first_attempt_had_them(monkeypatch):
     with pytest.raises(WorkerError):
         run(CONFIGS / "sft_tiny_cpu.yaml", ["+cluster.max_restarts=1", "checkpointing.enabled=true"], "sft")
     assert needs == [False, True]
+
+
+def test_a_checkpoint_that_cannot_be_used_is_not_said_to_be_resumed(monkeypatch, capsys):
+    def find_damage(*arguments):
+        raise DamagedCheckpointError("Checkpoint step_4 is damaged.")
+
+    monkeypatch.setattr(runner, "_start_cluster", lambda jobs, restarts: nullcontext((MagicMock(), jobs)))
+    monkeypatch.setattr(runner, "_run_jobs", find_damage)
+    assert run(CONFIGS / "sft_tiny_cpu.yaml", ["checkpointing.enabled=true"], "sft") == 1
+    assert capsys.readouterr().err == "Checkpoint step_4 is damaged.\n"
 
 
 @pytest.mark.parametrize(
