@@ -50,6 +50,9 @@ _WITHOUT_CUDA: Mapping[str, Any] = {"use_cpu_initialization": True, "cross_entro
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+# Fields that NeMo-RL sets even to null, where the bridge has a value of its own (`_apply_moe_config` of its setup.py).
+_NULL_COUNTS = frozenset({"moe_router_dtype", "moe_router_num_groups", "moe_router_group_topk"})
+
 # Fields of the model config that follow from more than one key, set below instead of being copied.
 _DERIVED = frozenset(
     {
@@ -189,7 +192,7 @@ def model_overrides(policy: PolicyConfig, provider: Any) -> dict[str, Any]:
         provider: the provider made for the model; its fields tell which keys of `megatron_cfg` belong to the model.
 
     Returns:
-        Field name to value; a null in the recipe leaves the provider's own value.
+        Field name to value; a null in the recipe leaves the provider's own value, except for `_NULL_COUNTS`.
     """
     cfg = policy["megatron_cfg"]
     dtype = DTYPES[policy["precision"]]
@@ -197,7 +200,7 @@ def model_overrides(policy: PolicyConfig, provider: Any) -> dict[str, Any]:
     recipe = {
         key: _converted(key, value, provider)
         for key, value in cfg.items()
-        if key in names and key not in _DERIVED and value is not None
+        if key in names and key not in _DERIVED and (value is not None or key in _NULL_COUNTS)
     }
     derived = _recompute_fields(cfg) | {
         "gradient_accumulation_fusion": _gradient_accumulation_fusion(cfg),

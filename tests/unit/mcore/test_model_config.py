@@ -39,6 +39,12 @@ def test_any_field_of_the_transformer_config_reaches_the_model():
     assert provider.attention_dropout == 0.0  # the default of an absent key
 
 
+def test_null_leaves_the_models_own_value_but_where_nemo_rl_sets_it():
+    overrides = overrides_of(moe_router_dtype=None, moe_router_num_groups=None, moe_router_topk=None)
+    assert overrides["moe_router_dtype"] is overrides["moe_router_num_groups"] is None  # deepseek_v3 has fp32 and 8
+    assert not {"moe_router_group_topk", "moe_router_topk"} & overrides.keys()
+
+
 def test_recomputation_counts_only_with_activation_checkpointing():
     assert overrides_of(recompute_granularity="full")["recompute_granularity"] is None
     on = overrides_of(activation_checkpointing=True, recompute_granularity="full")
