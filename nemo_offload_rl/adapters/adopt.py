@@ -52,8 +52,8 @@ class AdoptedState:
         """Move the optimizer state: masters and moments."""
         self.move(device, [Target.OPTIMIZER_STATE])
 
-    def move(self, device: Device, targets: Iterable[Target]) -> None:
-        """Move several kinds of state at once.
+    def move(self, device: Device, targets: Target | Iterable[Target]) -> None:
+        """Move one or several kinds of state at once.
 
         Raises:
             ValueError: the device is neither the host nor the model's GPU, or `adopt` was told not to offload this
@@ -64,7 +64,7 @@ class AdoptedState:
         residency, to_host = self.offloader.residency, self._is_host(device)
         wanted = {
             target: _placement_off_gpu(target) if to_host else Placement.GPU
-            for target in targets
+            for target in _several(targets)
             if target in self.offloader.targets
         }
         if to_host and any(residency.where(target) is Placement.GPU for target in wanted):
@@ -74,10 +74,10 @@ class AdoptedState:
             residency.wait_until_released()
 
     @contextlib.contextmanager
-    def on_gpu(self, targets: Iterable[Target]) -> Iterator[None]:
+    def on_gpu(self, targets: Target | Iterable[Target]) -> Iterator[None]:
         """Bring kinds of state to the GPU for a `with` block, as checkpoints need them, and move them back after it."""
         residency = self.offloader.residency
-        before = {target: residency.where(target) for target in targets if target in self.offloader.targets}
+        before = {target: residency.where(target) for target in _several(targets) if target in self.offloader.targets}
         try:
             self.move("cuda", before)
             for target in before:
@@ -162,6 +162,10 @@ def _table(offloaded: Collection[Target]) -> Table:
         }
         for phase, placements in DEFAULT_TABLE.items()
     }
+
+
+def _several(targets: Target | Iterable[Target]) -> list[Target]:
+    return [targets] if isinstance(targets, Target) else list(targets)  # a target is a text, and so iterable
 
 
 def _placement_off_gpu(target: Target) -> Placement:

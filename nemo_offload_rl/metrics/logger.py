@@ -62,7 +62,14 @@ class RunLogger:
         self._sinks: list[MetricSink] = [self._jsonl]
         self._text_sinks: list[TensorBoardSink] = []
         if tensorboard:
-            self._text_sinks.append(TensorBoardSink(self.run_dir / TENSORBOARD_FOLDER, resumed_step))
+            folder = self.run_dir / TENSORBOARD_FOLDER
+            is_new = not folder.is_dir() or not any(folder.iterdir())  # of a branch, or switched on by a resumed run
+            sink = TensorBoardSink(folder, resumed_step)
+            if resumed_step is not None and is_new:
+                for row in read_metrics(self.run_dir / METRICS_FILE):
+                    values = {name: math.nan if value is None else value for name, value in row.items()}
+                    sink.write(_step_of(row), {name: value for name, value in values.items() if name != "step"})
+            self._text_sinks.append(sink)
         self._sinks += self._text_sinks
         if wandb is not None:
             self._sinks.append(WandbSink(self.run_dir, wandb, recipe or {}))
@@ -193,15 +200,21 @@ class TensorBoardSink:
         purge_step = None if resumed_step is None else resumed_step + 1
         self._folder = folder
         self._has_ended = False
+        self._step: int | None = None
+        self._written: dict[str, float] = {}  # of this step, which is logged more than once
         with self._ending_where_full():
             self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds one point to each metric's curve."""
+        """Adds one point to each metric's curve, unless the step has the same already."""
         if self._has_ended:
             return
+        if step != self._step:
+            self._step, self._written = step, {}
+        new = {name: value for name, value in metrics.items() if self._written.get(name) != value}
+        self._written |= new
         with self._ending_where_full():
-            for name, value in metrics.items():
+            for name, value in new.items():
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()  # otherwise a killed run loses up to two minutes of points
 

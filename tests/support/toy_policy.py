@@ -57,6 +57,9 @@ class ToyPolicy:
         self.moves: dict[str, float] = {}
         self._weight_export = WeightExport(lambda: [("table", self.table.detach())], rank=0, bucket_bytes=1 << 20)
 
+    def wait_until_ready(self) -> None:
+        """Does nothing: this policy has no ranks."""
+
     def offload_before_refit(self) -> None:
         self.calls.append("offload_before_refit")
         self._enter("refit", moved_gb=4.0)

@@ -256,7 +256,8 @@ OTHER_ALGORITHMS: dict[str, str] = {"rm": "reward-model training", "distillation
 
 
 _OFF_ON_CPU_ROWS = (
-    Row("policy.generation.backend", Kind.OFF_ON_CPU, "is vllm, which needs a GPU", ("transformers",)),
+    # The engines that run without a GPU, first the one that replaces others there.
+    Row("policy.generation.backend", Kind.OFF_ON_CPU, "names an engine that needs a GPU", ("transformers",)),
     *each("logger", "monitor_gpus profile.memory profile.nvtx", Kind.OFF_ON_CPU, "needs a GPU", (False,)),
 )
 ROWS: tuple[Row, ...] = (*NEMO_RL_ROWS, *MEGATRON_ROWS, *_OFF_ON_CPU_ROWS)

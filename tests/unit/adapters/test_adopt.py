@@ -115,7 +115,9 @@ def test_state_that_is_away_is_on_the_gpu_for_a_checkpoint_and_away_again_after_
     with pytest.raises(OSError, match="disk"), state.on_gpu(ALL):
         raise OSError("the disk is full")
     assert set(placements(state).values()) == {Placement.HOST}
-    state.move_params("cuda")
+    with state.on_gpu(Target.PARAMS):  # one, whose name is a text, and so iterable
+        assert placements(state)[Target.PARAMS] is Placement.GPU
+    state.move("cuda", Target.PARAMS)
     with state.on_gpu(ALL):
         pass
     assert placements(state) == {Target.PARAMS: Placement.GPU, Target.OPTIMIZER_STATE: Placement.HOST}

@@ -1,5 +1,6 @@
 import errno
 import json
+import math
 import os
 import sys
 import types
@@ -36,6 +37,18 @@ def write(folder, rows, **options):
         for step, metrics in rows.items():
             logger.log(step, metrics)
     return read_metrics(folder / "metrics.jsonl")
+
+
+def test_tensorboard_of_a_branch_has_the_history_and_each_value_of_a_step_once(tmp_path):
+    write(tmp_path, {1: {"a": 0.5, "b": math.nan}, 2: {"a": 1.0}, 3: {"a": 1.5}})  # copied, without TensorBoard's files
+    with closing(RunLogger(tmp_path, tensorboard=True, resumed_step=2)) as branch:
+        branch.log(3, {"a": 2.0})
+        branch.log(3, {"a": 2.0, "c": 3.0})  # a step's metrics, and again with those of its end
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in ("a", "b", "c")}
+    assert found["a"] == [(1, 0.5), (2, 1.0), (3, 2.0)] and found["c"] == [(3, 3.0)]
+    [(step, value)] = found["b"]
+    assert step == 1 and math.isnan(value)
 
 
 @pytest.mark.parametrize("resumed_step", [0, 3, 9])
