@@ -212,10 +212,7 @@ def _export(options: argparse.Namespace) -> None:
 
     from nemo_offload_rl.worker.export import export_checkpoint
 
-    try:
-        export_checkpoint(options.checkpoint, options.folder)
-    except OSError as error:
-        raise ValueError(f"{options.folder} cannot be written: {error}; give another folder.") from error
+    export_checkpoint(options.checkpoint, options.folder)
     sys.stdout.write(f"wrote {options.folder}\n")
 
 

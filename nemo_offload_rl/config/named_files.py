@@ -48,7 +48,7 @@ def check_named_files(recipe: ValidatedRecipe) -> None:
 
 def _missing(recipe: ValidatedRecipe) -> Iterator[tuple[str, str]]:
     if recipe.config["logger"]["wandb_enabled"] and find_spec("wandb") is None:
-        yield "logger.wandb_enabled", "is true without the package wandb; make setup EXTRAS=wandb, or set it to false"
+        yield "logger.wandb_enabled", "is true without the package wandb; run make setup EXTRAS=wandb, or unset it"
     data = recipe.config["data"]
     datasets = {**datasets_of(data, "train"), **datasets_of(data, "validation")}
     for section, dataset in datasets.items():

@@ -176,6 +176,7 @@ class _CommandError(ValueError):
 def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> ValidatedRecipe:
     from nemo_offload_rl.config import check_named_files, load
     from nemo_offload_rl.config.model.hf_check import check_model_folder
+    from nemo_offload_rl.storage.disk import require_writable
 
     recipe = load(recipe_path, overrides)
     if recipe.algorithm != algorithm:
@@ -190,17 +191,11 @@ def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> 
     if "RAY_ADDRESS" in os.environ:
         _require_absolute_folders(recipe.config)
     check_named_files(recipe)
-    _require_writable(Path(recipe.config["logger"]["log_dir"]).absolute())
+    try:
+        require_writable(Path(recipe.config["logger"]["log_dir"]))
+    except ValueError as error:
+        raise _CommandError(f"logger.log_dir: {error}") from error
     return recipe
-
-
-def _require_writable(log_dir: Path) -> None:
-    there = next(folder for folder in (log_dir, *log_dir.parents) if os.path.exists(folder))
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise _CommandError(
-            f"logger.log_dir: the folder {log_dir} cannot be used: {there} is no folder in which you may write; give "
-            "another one."
-        )
 
 
 def _require_absolute_folders(config: MasterConfig) -> None:

@@ -30,6 +30,20 @@ def cache_folder(name: str) -> Path:
     return (given if given.is_absolute() else Path.home() / ".cache") / "nemo_offload_rl" / name
 
 
+def require_writable(folder: Path) -> None:
+    """Checks that the user may write in a folder, or make it, without making it.
+
+    Raises:
+        ValueError: names the folder, or the nearest one above it that is there.
+    """
+    folder = folder.absolute()
+    there = next(one for one in (folder, *folder.parents) if os.path.exists(one))
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise ValueError(
+            f"the folder {folder} cannot be used: {there} is no folder in which you may write; give another one."
+        )
+
+
 class DiskFullError(ValueError):
     """Says that files could not be written for a lack of space, in one sentence for the user.
 

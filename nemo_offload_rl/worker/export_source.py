@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from nemo_offload_rl.config import resolve_absent_keys
+from nemo_offload_rl.storage.disk import require_writable
 
 _STEP = re.compile(r"step_\d+")
 
@@ -55,6 +56,7 @@ def read_export_source(checkpoint: Path, folder: Path) -> ExportSource:
         raise ValueError(f"{folder} is a file; give an empty or new folder.")
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not empty and holds no model; give an empty or new folder.")
+    require_writable(folder)
     recipe = _mapping(parts[0], yaml.safe_load, "policy")
     resolve_absent_keys(recipe)  # earlier versions wrote fewer keys
     return ExportSource(policy, tokenizer, recipe, _mapping(parts[2], json.loads, "model_type"))

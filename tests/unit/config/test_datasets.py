@@ -74,7 +74,7 @@ def test_prompt_files_of_every_dataset_have_to_be_there(tmp_path):
 def test_wandb_has_to_be_there(monkeypatch):
     monkeypatch.setattr("nemo_offload_rl.config.named_files.find_spec", lambda name: None)
     wandb = ["~warm_start", "logger.wandb_enabled=true", "++logger.wandb={project: p, name: n}"]
-    with pytest.raises(RecipeError, match=r"logger\.wandb_enabled: is true without the package wandb"):
+    with pytest.raises(RecipeError, match=r"logger\.wandb_enabled: "):
         check_named_files(load(CONFIGS / "grpo_tiny_cpu.yaml", wandb))
 
 

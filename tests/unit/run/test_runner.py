@@ -7,7 +7,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import MagicMock
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,7 +190,8 @@ def test_a_checkpoint_that_cannot_be_used_is_not_said_to_be_resumed(monkeypatch,
     def find_damage(*arguments):
         raise DamagedCheckpointError("Checkpoint step_4 is damaged.")
 
-    monkeypatch.setattr(runner, "_start_cluster", lambda jobs, restarts: nullcontext((MagicMock(), jobs)))
+    cluster = SimpleNamespace(gcs_watch=lambda message: nullcontext())
+    monkeypatch.setattr(runner, "_start_cluster", lambda jobs, restarts: nullcontext((cluster, jobs)))
     monkeypatch.setattr(runner, "_run_jobs", find_damage)
     assert run(CONFIGS / "sft_tiny_cpu.yaml", ["checkpointing.enabled=true"], "sft") == 1
     assert capsys.readouterr().err == "Checkpoint step_4 is damaged.\n"
