@@ -11,7 +11,8 @@ GPUs; `ep` shares experts alone, with one expert-parallel engine. `--cut` keeps 
 
 Columns of a training row: those of `context_parallel.py`, and `tokens_per_s_gpu`. Of a GRPO row: seconds of a step and
 of its phases, `switch_s` both ways, the refit with its parts and replayed graphs, tokens a second and GPU, GiB beside
-the planned, and `start_s`: from the command to the first token. All rows of `colocated.py` are in OUTPUT_LAYOUT.json.
+the planned (`policy_*`: allocated by the policy's process), and `start_s`: from the command to the first token. All
+rows of `colocated.py` are in OUTPUT_LAYOUT.json.
 """
 
 import argparse
@@ -52,6 +53,12 @@ _FIGURES: Mapping[str, str] = {
     "generation_planned_gib": "generation: planned GPU memory",
     "refit_peak_gib": "refit: peak GPU memory",
     "refit_planned_gib": "refit: planned GPU memory",
+    "policy_train_gib": "performance/memory/policy/gpu_peak_train_gib",
+    "policy_train_planned_gib": "train: planned for the policy",
+    "policy_logprobs_gib": "performance/memory/policy/gpu_peak_logprobs_gib",
+    "policy_logprobs_planned_gib": "logprobs: planned for the policy",
+    "policy_refit_gib": "performance/memory/policy/gpu_peak_refit_gib",
+    "policy_refit_planned_gib": "refit: planned for the policy",
     "mfu": "model_flop_utilization/training",
     "awake": "the engine stays awake",
     "start_s": "start-up: from the command to the end of first_token",
@@ -96,7 +103,11 @@ def train_row(name: str, arguments: argparse.Namespace) -> Row:
 def grpo_rows(name: str, arguments: argparse.Namespace) -> list[Row]:
     """Runs GRPO in a layout, in each setting; returns a row each."""
     overrides = [*overrides_of(name, arguments.gpus), *(CUT if arguments.cut else ()), *arguments.overrides]
-    of_scale = ["--scale", "tiny"] if arguments.scale == "tiny" else ["--config", str(RECIPE)]
+    if arguments.scale == "tiny":  # a dense model
+        of_scale = ["--scale", "tiny"]
+        overrides.append("policy.megatron_cfg.expert_model_parallel_size=1")
+    else:
+        of_scale = ["--config", str(RECIPE)]
     # Not a temporary file: a run that is stopped leaves the settings that it has measured.
     out = arguments.output.with_name(f"{arguments.output.stem}_{name}.json")
     command = [sys.executable, str(BENCHMARKS / "colocated.py"), *of_scale, "--out", str(out)]

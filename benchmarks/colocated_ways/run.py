@@ -107,6 +107,8 @@ def run_setting(setting: str, arguments: argparse.Namespace) -> Measured:
                     if setting != UPSTREAM and machine.gpu_bytes is not None:
                         for phase, gib in planned_gib(resolved, machine.gpu_bytes).items():
                             measured.add(f"{phase}: planned GPU memory", gib, "GiB")
+                    for verb, gib in resolved.peaks_gib.items():
+                        measured.add(f"{verb}: planned for the policy", gib, "GiB")
             finally:
                 algorithm.shutdown()
     if not arguments.cycles:

@@ -12,6 +12,7 @@ from nemo_offload_rl.metrics.phases import TFLOPS_PREFIX, UTILIZATION_PREFIX
 
 WHOLE_STEP = "whole step"
 NUM_TOKENS = "train/num_tokens"
+PEAK_PREFIX = "performance/memory/policy/gpu_peak_"
 
 
 class ResponseLengths:
@@ -43,7 +44,8 @@ def run_steps(algorithm: Any, num_steps: int, watch: GpuWatch, measured: Measure
         timer = WatchedTimer(watch, peaks_gib if step > 1 else {})
         with timer.phase(WHOLE_STEP):
             of_step = algorithm.step(step, timer)
-        print(f"{setting}, step {step} of {num_steps}: {timer.seconds()[WHOLE_STEP]:.2f} s", flush=True)
+        peaks = {name: round(value, 2) for name, value in of_step.items() if name.startswith(PEAK_PREFIX)}
+        print(f"{setting}, step {step} of {num_steps}: {timer.seconds()[WHOLE_STEP]:.2f} s; {peaks}", flush=True)
         measured.losses.append(of_step["train/loss"])
         measured.grad_norms.append(of_step["train/grad_norm"])
         if step == 1:
@@ -62,10 +64,12 @@ def run_steps(algorithm: Any, num_steps: int, watch: GpuWatch, measured: Measure
 
 
 def _add_metrics(metrics: list[Mapping[str, float]], measured: Measured) -> None:
-    """Adds medians of the metrics that describe a step's speed and size."""
+    """Adds medians of the metrics that describe a step's speed and size, and the policy's peaks of allocated memory."""
     for name in metrics[-1]:
         if name.startswith((TFLOPS_PREFIX, UTILIZATION_PREFIX)):
             unit = "TFLOP/s" if name.startswith(TFLOPS_PREFIX) else "share of the peak"
             measured.add(name.removeprefix("performance/"), statistics.median(step[name] for step in metrics), unit)
+        elif name.startswith(PEAK_PREFIX):
+            measured.add(name, max(step[name] for step in metrics), "GiB")
     for name, unit in ((NUM_TOKENS, "tokens"), ("train/token_mult_prob_error", "")):
         measured.add(name, statistics.median(step[name] for step in metrics), unit)
