@@ -36,9 +36,10 @@ GRPO = ("tp", "ep")
 CUT = ("policy.hf_config.num_hidden_layers=8", "policy.model_name=qwen3-30B-A3B-8-layers")
 _FIGURES: Mapping[str, str] = {
     "step_s": "whole step",
-    "generation_s": "generation",
+    "generation_s": "sampling",
     "logprobs_s": "logprobs",
     "training_s": "training",
+    "refit_in_step_s": "refit",
     "switch_s": "switch both ways",
     "switch_to_training_s": "switch to training",
     "switch_to_generation_s": "switch to generation",
@@ -49,8 +50,8 @@ _FIGURES: Mapping[str, str] = {
     "tokens": "train/num_tokens",
     "training_peak_gib": "training: peak GPU memory",
     "training_planned_gib": "training: planned GPU memory",
-    "generation_peak_gib": "generation: peak GPU memory",
-    "generation_planned_gib": "generation: planned GPU memory",
+    "generation_peak_gib": "sampling: peak GPU memory",
+    "generation_planned_gib": "sampling: planned GPU memory",
     "refit_peak_gib": "refit: peak GPU memory",
     "refit_planned_gib": "refit: planned GPU memory",
     "policy_train_gib": "performance/memory/policy/gpu_peak_train_gib",
@@ -104,10 +105,10 @@ def grpo_rows(name: str, arguments: argparse.Namespace) -> list[Row]:
     """Runs GRPO in a layout, in each setting; returns a row each."""
     overrides = [*overrides_of(name, arguments.gpus), *(CUT if arguments.cut else ()), *arguments.overrides]
     if arguments.scale == "tiny":  # a dense model
-        of_scale = ["--scale", "tiny"]
+        of_scale = ["--scale", "tiny", "--model", "tiny"]
         overrides.append("policy.megatron_cfg.expert_model_parallel_size=1")
     else:
-        of_scale = ["--config", str(RECIPE)]
+        of_scale = ["--config", str(RECIPE), "--model", "30B, 8 of 48 layers" if arguments.cut else "30B"]
     # Not a temporary file: a run that is stopped leaves the settings that it has measured.
     out = arguments.output.with_name(f"{arguments.output.stem}_{name}.json")
     command = [sys.executable, str(BENCHMARKS / "colocated.py"), *of_scale, "--out", str(out)]
