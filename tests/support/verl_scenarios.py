@@ -1,4 +1,4 @@
-"""Runs verl's real Megatron engine with a tiny model, GPU or CPU; verl changes logging, so use a new process."""
+"""Checks verl's real Megatron engine with a tiny model, GPU or CPU; verl changes logging, so use a new process."""
 
 import functools
 import importlib.util
@@ -21,26 +21,26 @@ from nemo_offload_rl.mcore.patches.torch_distributed import pass_results_in_proc
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.table import Placement, Target
 
-SCENARIOS: dict[str, Callable[[], Any]] = {}
+SCENARIOS: dict[str, Callable[[], None]] = {}
 
 
-def scenario(function: Callable[[], Any]) -> Callable[[], Any]:
+def scenario(function: Callable[[], None]) -> Callable[[], None]:
     SCENARIOS[function.__name__] = function
     return function
 
 
-def run_scenarios(rank: int, world_size: int, ports: list[int]) -> dict[str, tuple[bool, Any]]:
-    """Runs all scenarios; returns, by name, whether it ended without an error, and its result or the traceback."""
-    results = {}
+def run_scenarios(rank: int, world_size: int, ports: list[int]) -> dict[str, str]:
+    """Runs all scenarios; returns, by name, the traceback of the error with which it ended, or an empty text."""
+    results = dict.fromkeys(SCENARIOS, "")
     pass_results_in_process()  # megatron-core's checkpoint writer would start another process
     if not torch.cuda.is_available():
         torch.cuda.mem_get_info = lambda *_: (0, 0)  # for verl's log, which assumes a GPU on every machine
     with one_rank():
         for name, function in SCENARIOS.items():
             try:
-                results[name] = True, function()
-            except Exception:  # noqa: BLE001  (the test of that name fails with it)
-                results[name] = False, traceback.format_exc()
+                function()
+            except (Exception, pytest.fail.Exception):  # noqa: BLE001  (the test of that name fails with it)
+                results[name] = traceback.format_exc()
     return results
 
 
@@ -55,13 +55,16 @@ def registered() -> dict[str, str]:
 
 
 @scenario
-def registry() -> dict[str, dict[str, str]]:
-    """Runs first, before anything has imported the adapter; returns the registered classes before and after."""
+def with_external_lib_the_registry_hands_out_our_engines() -> None:
+    """Runs first, before anything has imported the adapter."""
     from verl.utils.import_utils import import_external_libs
 
-    before = registered()
+    kinds = {"language_model megatron": "LM", "value_model megatron": "Value"}
+    theirs = {kind: f"MegatronEngineWith{head}Head" for kind, head in kinds.items()}
+    assert registered() == theirs | {"language_model fsdp2": "FSDPEngineWithLMHead"}
     import_external_libs("nemo_offload_rl.adapters.verl")  # as a model's configuration does
-    return {"before": before, "after": registered()}
+    ours = {kind: f"RangeOffloadWith{head}Head" for kind, head in kinds.items()}
+    assert registered() == ours | {"language_model fsdp2": "RefusedEngine"}
 
 
 class Bridge:
@@ -214,28 +217,37 @@ def steps(way: str, num_steps: int = 10, **changes: Any) -> dict[str, Any]:
 
 
 @scenario
-def training() -> dict[str, dict[str, Any]]:
-    found = {"resident": steps("resident")}
+def ten_steps_equal_those_without_any_moves() -> None:
+    """Compares loss, gradient norm, exported weights and log-probs of each step, and the final parameters and state."""
+    resident = steps("resident")
     with without_pinning():
-        found["verl"] = steps("verl")
+        verls = steps("verl")
     with pytest.MonkeyPatch.context() as patch:
         delay_moves(patch, seconds=0.002)
-        found["ours"] = steps("ours")
-        found["ours, optimizer alone"] = steps("ours", param_offload=False)
-    return found
+        ours, optimizer_alone = steps("ours"), steps("ours", param_offload=False)
+    for moved in (verls, ours, optimizer_alone):
+        assert moved["reports"] == resident["reports"]
+        assert moved["state"] == resident["state"]
+    assert len({report["loss"] for report in resident["reports"]}) == 10
+    assert set(verls["left"]) == set(ours["left"]) == {0}
+    assert min(resident["left"]) > 0
+    assert min(optimizer_alone["left"]) > 0  # parameters and gradients
 
 
 @scenario
-def without_distributed_optimizer() -> dict[str, dict[str, Any]]:
+def ten_steps_without_the_distributed_optimizer_equal_those_without_any_moves() -> None:
     """Compares ours with no moves, since verl's own moves raise AttributeError without the distributed optimizer."""
     with pytest.MonkeyPatch.context() as patch:
         delay_moves(patch, seconds=0.002)
-        return {way: steps(way, use_distributed_optimizer=False) for way in ("resident", "ours")}
+        resident, ours = (steps(way, use_distributed_optimizer=False) for way in ("resident", "ours"))
+    assert ours["reports"] == resident["reports"]
+    assert ours["state"] == resident["state"]
+    assert set(ours["left"]) == {0}
 
 
 @scenario
-def exported_shards() -> dict[str, Any]:
-    """Returns the shards after a step, exported while all state is on the host."""
+def shards_are_exported_while_away() -> None:
+    """Exports the shards after a step, while all state is on the host."""
     found: dict[str, Any] = {}
     for way in ("resident", "ours"):
         engine = engine_of(way)
@@ -245,47 +257,46 @@ def exported_shards() -> dict[str, Any]:
             delay_moves(patch, seconds=0.02)
             shards, _ = engine.get_per_tensor_param_shard()
             found[way] = sums((name, shard) for name, shard, _ in shards)
-    found["left before"] = engine.lefts
+    assert found["ours"] == found["resident"]
+    assert len(found["ours"]) > 20
+    assert engine.lefts == [0]
     params = engine._state.offloader.targets[Target.PARAMS]
-    found["in ranges"] = [name for name, one in engine.get_per_tensor_param()[0] if params.flat_buffer.holds(one)]
+    # Another process could not open what is in a range.
+    assert not [name for name, one in engine.get_per_tensor_param()[0] if params.flat_buffer.holds(one)]
     engine._state.close()
-    return found
 
 
 @scenario
-def reference_policy() -> dict[str, Any]:
+def a_reference_policy_has_its_parameters_moved() -> None:
     """Runs an engine without gradients and optimizer."""
-    found = {}
+    found = []
     for way in ("resident", "ours"):
         engine = engine_of(way, forward_only=True, optimizer_offload=False)
         with engine.eval_mode():
             logits = engine.job.logits(0)
-        found[way] = sums(iter([("logits", logits)]))
-    found["left"] = engine._state.offloader.mapped_bytes
+        found.append(sums(iter([("logits", logits)])))
+    assert found[0] == found[1]
+    assert engine._state.offloader.mapped_bytes == 0
     engine._state.close()
-    return found
 
 
 @scenario
-def checkpoint() -> dict[str, Any]:
+def a_checkpoint_made_while_away_has_the_same_bytes_and_leaves_everything_away() -> None:
     """Saves while all state is on the host, and loads into another engine whose state is on the host, too."""
-    found: dict[str, Any] = {}
     entries, reports = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for way in ("resident", "ours"):
             engine, path = engine_of(way), Path(folder) / way
             engine.lefts = []
             for seed in range(2):
-                reports["saved"] = step(engine, seed)["weights"]
+                saved = step(engine, seed)["weights"]
             torch.use_deterministic_algorithms(True, warn_only=True)  # fills megatron-core's uninitialised padding
             engine.save_checkpoint(str(path))
             torch.use_deterministic_algorithms(False)
             if way == "ours":
-                found["where"] = {
-                    str(target): str(engine._state.offloader.residency.where(target))
-                    for target in Target
-                    if target in engine._state.offloader.targets
-                }
+                offloader = engine._state.offloader
+                where = {str(target): str(offloader.residency.where(target)) for target in offloader.targets}
+                assert where == {"params": "host", "grads": "dropped", "optimizer_state": "host"}
             entries[way] = {
                 f"{part}: {name}": data
                 for part in ("model", "optimizer")
@@ -296,67 +307,60 @@ def checkpoint() -> dict[str, Any]:
                 engine._state.close()
         loaded = engine_of("ours")
         loaded.load_checkpoint(str(Path(folder) / "resident"))
-        found["loaded is away"] = loaded._state.offloader.residency.where(Target.PARAMS) is Placement.HOST
-        found["loaded"] = sums(loaded.get_per_tensor_param()[0])
+        assert loaded._state.offloader.residency.where(Target.PARAMS) is Placement.HOST
+        assert sums(loaded.get_per_tensor_param()[0]) == saved
         loaded._state.close()
-    found["resident"] = reports["saved"]
-    found["differing"] = differing(entries["ours"], entries["resident"])
-    found["num entries"] = len(entries["resident"])
-    found["next steps equal"] = reports["ours"] == reports["resident"]
-    return found
+    assert len(entries["resident"]) > 20
+    assert differing(entries["ours"], entries["resident"]) == []
+    assert reports["ours"] == reports["resident"]
 
 
 @scenario
-def reset() -> dict[str, Any]:
+def a_second_initialization_gives_the_memory_of_the_first_back() -> None:
     engine = engine_of("ours")
     engine.lefts = []
     first, before = step(engine, 0), PinnedArena.live_bytes()
     engine.initialize()
-    again = step(engine, 0)
-    found = {"equal": first == again, "bytes": (before, PinnedArena.live_bytes())}
+    assert step(engine, 0) == first
+    assert PinnedArena.live_bytes() == before
     engine._state.close()
-    return found | {"bytes at the end": PinnedArena.live_bytes()}
+    assert PinnedArena.live_bytes() == 0
 
 
 @scenario
-def kept_state() -> dict[str, Any]:
-    """Returns what verl's `to("cpu")` reports if only one kind of state is offloaded, and where the state is then."""
-    found: dict[str, Any] = {}
-    for key in ("param_offload", "optimizer_offload"):
+def state_without_host_memory_does_not_leave_and_its_key_is_named() -> None:
+    for key, kind in (("param_offload", "params"), ("optimizer_offload", "optimizer_state")):
         engine = engine_of("ours", **{key: False})
         engine.to("cuda")
-        with pytest.raises(ValueError) as caught:  # noqa: PT011  (the test reads the message)
+        named = f"verl moves {kind} to the CPU, but {key} of the engine is false.*set {key}: true"
+        with pytest.raises(ValueError, match=named):
             engine.to("cpu")
-        found[key] = str(caught.value)
-        residency = engine._state.offloader.residency
-        found[f"{key}: where"] = sorted({str(residency.where(target)) for target in engine._state.offloader.targets})
+        offloader = engine._state.offloader
+        assert {offloader.residency.where(target) for target in offloader.targets} == {Placement.GPU}
         engine._state.close()
-    return found
 
 
 @scenario
-def refusals() -> dict[str, str]:
+def what_ranges_cannot_do_is_refused() -> None:
     from verl.workers.config import QATEngineConfig
     from verl.workers.engine import EngineRegistry
 
-    def message(backend: str = "megatron", **changes: Any) -> str:
+    def refused(words: str, backend: str = "megatron", **changes: Any) -> None:
         made = arguments(**changes)
         if backend != "megatron":
             made["engine_config"] = types.SimpleNamespace(strategy=backend)
-        with pytest.raises(ValueError) as caught:  # noqa: PT011  (the test reads the message)
+        leave_out = r".*leave external_lib=nemo_offload_rl\.adapters\.verl out\.$"
+        with pytest.raises(ValueError, match=f"(?s){words}{leave_out}"):
             EngineRegistry.new("language_model", backend, **made)
-        return str(caught.value)
 
-    found = {
-        "strategy is fsdp2; set it to megatron": message("fsdp2"),
-        "use_megatron_fsdp: true": message(use_megatron_fsdp=True),
-        "qat.enable: true": message(qat=QATEngineConfig(enable=True)),
-        "without lora.merge: true": message(lora={"rank": 8}),
-        "async_save: true": message(async_save=True),
-    }
+    refused("strategy is fsdp2; set it to megatron", "fsdp2")
+    refused("use_megatron_fsdp: true", use_megatron_fsdp=True)
+    refused("qat.enable: true", qat=QATEngineConfig(enable=True))
+    refused("without lora.merge: true", lora={"rank": 8})
+    refused("async_save: true", async_save=True)
     # Modules that a detached worker's process has imported; it uses packages that are not installed here.
     detached = "verl.experimental.separation.engine_workers"
     assert importlib.util.find_spec(detached) is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, detached, types.ModuleType(detached))
-        return found | {"fully asynchronous": message()}
+        refused("fully asynchronous")
