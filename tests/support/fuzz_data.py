@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from support.fuzz_pairs import TEMPLATE, pair_lines
-from support.fuzz_run import PropertyError
+from support.fuzz_pairs import TEMPLATE, PropertyError, pair_lines
 from support.fuzz_values import EXTREMES
 
 from nemo_offload_rl.data.problem import DataError, Problem

@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-from support.fuzz_run import PropertyError
 from support.fuzz_values import EXTREMES
 
 from nemo_offload_rl.data.pair_batch import check_pairs, pair_batch
@@ -22,6 +21,10 @@ _BINARY = {
     "rejected_key": "rejected",
 }  # fmt: skip
 _RANKED = {"dataset_name": "PreferenceDataset"}
+
+
+class PropertyError(AssertionError):
+    """Reports a property that does not hold for an accepted case."""
 
 
 def pair_lines(rng: random.Random, folder: Path, tokenizer_folder: Path) -> None:

@@ -1,9 +1,7 @@
 """Tests that `forked_python()` runs scripts as Python itself does, except for modules imported already."""
 
-import json
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -42,28 +40,3 @@ def test_a_module_has_arguments_streams_folder_environment_and_status_of_its_own
         assert done.stdout == f"['{what}'] __main__ {tmp_path} yes to stdin [True, False]\n"
         assert done.stderr.startswith("to stderr\n")
     assert ("ValueError: on purpose" in done.stderr) == (what == "raise")
-
-
-@pytest.mark.parametrize("asked", [{}, {"command_prefix": ["nice"]}, {"env_vars": {"ASKED": "${HOME}"}}])
-def test_a_worker_of_ray_is_forked_with_its_variables_and_by_ray_where_it_asks_for_more(tmp_path, asked):
-    (tmp_path / "default_worker.py").write_text(
-        "import os, sys; print(sys.argv[1:], os.environ['ASKED'], 'megatron.bridge' in sys.modules)"
-    )
-    context = {"command_prefix": [], "env_vars": {"ASKED": "yes"}, "py_executable": forked_python()} | asked
-    rays_own = tmp_path / "setup_worker.py"
-    rays_own.write_text("print('started by Ray')")
-    options = ["--node=a", "--language=PYTHON", f"--serialized-runtime-env-context={json.dumps(context)}"]
-    done = subprocess.run(
-        [forked_python(), rays_own, tmp_path / "default_worker.py", *options],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    assert done.stdout == ("started by Ray\n" if asked else "['--node=a'] yes True\n")
-
-
-def test_code_is_run_by_python_itself():
-    code = "import sys; print(sys.executable)"
-    done = subprocess.run([forked_python(), "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.strip() == sys.executable
