@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.keys.schema_problems import value_at
@@ -13,7 +14,7 @@ from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.schema import DPOMasterConfig, GRPOMasterConfig, SFTMasterConfig
 from nemo_offload_rl.config.source.yaml_source import as_yaml
 from nemo_offload_rl.plan.plan import settings
-from tests.unit.config.conftest import CONFIGS
+from tests.unit.config.conftest import CONFIGS, DATA
 
 TINY = CONFIGS / "grpo_tiny_cpu.yaml"
 ALGORITHM_OF = {"grpo": GRPOMasterConfig, "sft": SFTMasterConfig, "dpo": DPOMasterConfig}
@@ -71,41 +72,10 @@ def test_absent_keys_are_in_the_resolved_recipe_with_their_values(algorithm):
             assert path not in loaded.recipe.origins
 
 
-def test_absent_keys_have_nemo_rls_defaults():
-    """Those of its pydantic models; an absent section of the estimator leaves these settings to the keys of grpo."""
-    grpo = without_them("grpo").config
-    assert value_at(grpo, "grpo").items() >= {
-        "num_prompts_per_step": 32, "num_generations_per_prompt": 16, "max_num_epochs": 1, "max_num_steps": 1000000,
-        "normalize_rewards": True, "use_leave_one_out_baseline": True, "val_period": 10, "val_batch_size": 256,
-        "val_at_start": False, "val_at_end": False, "max_val_samples": 256, "seed": 42, "overlong_filtering": False,
-        "use_dynamic_sampling": False, "dynamic_sampling_max_gen_batches": 10, "batch_multiplier": 1,
-    }.items()  # fmt: skip
-    estimator = {"name": "grpo", "normalize_rewards": True, "use_leave_one_out_baseline": True}
-    assert value_at(grpo, "grpo.adv_estimator") == estimator
-    ranges = {"source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1.0}
-    assert value_at(grpo, "grpo.reward_scaling") == {"enabled": False, **ranges}
-    assert value_at(grpo, "grpo.reward_shaping.enabled") is False
-    clip = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "ratio_clip_c": None}
-    off = ("sequence_level_importance_ratios", "disable_ppo_ratio", "force_on_policy_ratio",
-           "use_on_policy_kl_approximation", "use_cispo", "use_importance_sampling_correction")  # fmt: skip
-    kl = {"penalty": 0.01, "type": "k3"}
-    assert value_at(grpo, "loss_fn").items() >= {
-        **clip, "token_level_loss": True, "kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0,
-        **{f"reference_policy_kl_{name}": value for name, value in kl.items()}, **dict.fromkeys(off, False),
-    }.items()  # fmt: skip
-    assert value_at(without_them("sft").config, "sft").items() >= {
-        "max_num_steps": 60, "max_num_epochs": 1, "val_period": 10, "val_batches": 8, "val_global_batch_size": 32,
-        "val_micro_batch_size": 1, "val_at_start": True, "val_at_end": False, "seed": 42,
-    }.items()  # fmt: skip
-    assert value_at(without_them("dpo").config, "dpo").items() >= {
-        "max_num_steps": 150, "max_num_epochs": 1, "val_period": 25, "val_batches": 8, "val_global_batch_size": 8,
-        "val_micro_batch_size": 1, "val_at_start": True, "val_at_end": False, "seed": 42,
-        "reference_policy_kl_penalty": 0.05, "preference_loss_weight": 1.0, "sft_loss_weight": 0.0,
-        "preference_average_log_probs": False, "sft_average_log_probs": False,
-    }.items()  # fmt: skip
-    for algorithm in ("sft", "dpo"):
-        data = value_at(without_them(algorithm).config, "data")
-        assert [data[f"add_{name}"] for name in ("bos", "eos", "generation_prompt")] == [True, True, False]
+@pytest.mark.parametrize("algorithm", ALGORITHM_OF)
+def test_absent_keys_have_nemo_rls_defaults(algorithm):
+    wanted = yaml.safe_load((DATA / "nemo_rl_defaults.yaml").read_text())[algorithm]
+    assert {path: value_at(without_them(algorithm).config, path) for path in wanted} == wanted
 
 
 NO_SECTION_OF_A_RECIPE = {"hf_config.py", "cli.py", "tree.py", "model_config.py"}
@@ -146,27 +116,6 @@ def test_no_comment_repeats_a_default():
             assert in_words or comment.endswith(f" Absent: {shown}."), path
 
 
-def test_absent_settings_of_advantages_are_those_of_the_estimator():
-    """NeMo-RL reads those of the estimator alone."""
-    without = [f"~grpo.{name}" for name in ("normalize_rewards", "use_leave_one_out_baseline")]
-    estimator = ["grpo.adv_estimator.normalize_rewards=false", "grpo.adv_estimator.use_leave_one_out_baseline=true"]
-    loaded = load(TINY, [*without, *estimator]).config["grpo"]
-    assert (loaded["normalize_rewards"], loaded["use_leave_one_out_baseline"]) == (False, True)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "dataset", "values"),
-    [
-        ("sft", "ResponseDataset", {"input_key": "input", "output_key": "output", "seed": 42}),
-        ("dpo", "BinaryPreferenceDataset", {f"{name}_key": name for name in ("prompt", "chosen", "rejected")}),
-    ],
-)
-def test_absent_columns_are_those_of_nemo_rl(algorithm, dataset, values):
-    train = f"data.train={{_override_: true, dataset_name: {dataset}, data_path: rows.jsonl}}"
-    loaded = load(CONFIGS / f"{algorithm}_tiny_cpu.yaml", [train]).config["data"]["train"]
-    assert loaded.items() >= values.items()
-
-
 def test_keys_of_vllm_are_resolved_in_recipes_that_have_it():
     loaded = load("benchmarks/recipes/grpo_1_5B_random.yaml", ["policy.generation.backend=vllm"])
     for path in OF_VLLM:
@@ -188,13 +137,6 @@ def test_what_a_recipe_says_stays_and_sections_that_it_lacks_are_not_made():
     assert config["policy"]["numa"] == 1
     assert config["policy"]["activation_offload"] == {"strict": True, "host_memory_limit_gib": None}
     assert config.keys() == {"policy", "sft"}
-
-
-def test_a_recipe_without_a_section_takes_one_key_of_it():
-    """As those of NeMo-RL, which have no policy.residency."""
-    overrides = ["~policy.residency", "+policy.residency.table={generate: {params: keep}}"]
-    residency = load(TINY, overrides).config["policy"]["residency"]
-    assert residency == SECTIONS["policy.residency"] | {"table": {"generate": {"params": "keep"}}}
 
 
 AUTO = SECTIONS["policy.residency"] | {"table": {"generate": {"params": "auto", "optimizer_state": "auto"}}}
@@ -228,13 +170,3 @@ def test_auto_is_a_section_whose_single_keys_later_overrides_change():
 
 def test_what_may_be_auto_is_a_section_that_may_be_absent():
     assert RESIDENCY in may_be_absent("grpo")
-
-
-def test_datasets_have_the_keys_of_data_default_that_they_lack():
-    """NeMo-RL fills them in with `update_single_dataset_config`."""
-    default = "+data.default={dataset_name: ResponseDataset, data_path: shared.jsonl, input_key: question}"
-    own = "data.train={_override_: true, data_path: own.jsonl}"
-    data = load(CONFIGS / "sft_tiny_cpu.yaml", [default, own, "data.validation={_override_: true}"]).config["data"]
-    shared = {"dataset_name": "ResponseDataset", "input_key": "question", "output_key": "output"}
-    assert data["train"].items() >= (shared | {"data_path": "own.jsonl"}).items()
-    assert data["validation"] == shared | {"data_path": "shared.jsonl", "split_validation_size": 0, "seed": 42}

@@ -7,7 +7,6 @@ import torch
 from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.mcore.model.model_config import make_optimizer_config
 from tests.unit.config.conftest import CONFIGS
-from tests.unit.config.test_upstream import MEGATRON_RECIPE, OUR_SECTIONS
 
 
 def test_each_setting_that_needs_a_gpu_is_off_and_said_in_one_line():
@@ -95,12 +94,6 @@ ON = f"{OPTIMIZER}.optimizer_cpu_offload=true"
 HALF = f"{ON} {OPTIMIZER}.optimizer_offload_fraction=0.5 {OPTIMIZER}.use_precision_aware_optimizer=true"
 SGD = f"{OPTIMIZER}.optimizer=sgd {OPTIMIZER}.use_precision_aware_optimizer=false"
 TINY = CONFIGS / "grpo_tiny_cpu.yaml"
-
-
-def test_it_takes_nemo_rls_keys():
-    keys = [ON, f"{OPTIMIZER}.optimizer_offload_fraction=1.0", f"++{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true"]
-    optimizer = load(MEGATRON_RECIPE, [*OUR_SECTIONS, *keys]).config["policy"]["megatron_cfg"]["optimizer"]
-    assert optimizer.items() >= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}.items()
 
 
 def test_without_a_gpu_it_is_off_and_said_in_one_line():

@@ -23,29 +23,9 @@ def test_the_schema_has_the_names_of_the_table(kind, table):
     assert get_args(get_type_hints(kind)["dataset_name"]) == tuple(table)
 
 
-def test_absent_keys_are_nemo_rls():
-    validation = "data.validation={_override_: true, dataset_name: AIME2025}"
-    data = load_data("grpo", "dataset_name: OpenMathInstruct-2", validation).config["data"]
-    train = {"dataset_name": "OpenMathInstruct-2", "split": "train_1M", "output_key": "expected_answer"}
-    assert data["train"] == train | {"split_validation_size": 0.05, "seed": 42}
-    assert data["validation"] == {"dataset_name": "AIME2025", "split": "test", "repeat": 1, "split_validation_size": 0}
-    written = "dataset_name: openmathinstruct2, split: train_5M, split_validation_size: 0, seed: 7"
-    train = load_data("sft", f"{written}, output_key: generated_solution").config["data"]["train"]
-    assert (train["split"], train["split_validation_size"], train["seed"]) == ("train_5M", 0, 7)
-    assert train["output_key"] == "generated_solution"
-
-
 def test_what_nemo_rl_does_not_split_is_not_split():
     train = "dataset_name: DAPOMath17K, split_validation_size: 0.05, seed: 42"
     assert not splits_validation_data(load_data("grpo", train).config["data"]["train"])
-
-
-def test_validation_data_may_be_a_list():
-    several = "[{dataset_name: AIME2024, repeat: 2}, {dataset_name: DAPOMathAIME2024, prompt_file: null}]"
-    validated = load_data("grpo", "dataset_name: DeepScaler", f"data.validation={several}")
-    first, second = validated.config["data"]["validation"]
-    assert first == {"dataset_name": "AIME2024", "repeat": 2, "split": "train", "split_validation_size": 0}
-    assert second.items() >= {"dataset_name": "DAPOMathAIME2024", "prompt_file": None, "split": "train"}.items()
 
 
 def test_a_file_with_the_chat_template_has_to_be_there(tmp_path):
@@ -97,47 +77,3 @@ def test_pairs_may_be_in_a_file_or_a_folder_which_has_to_be_there(tmp_path):
     check_named_files(named(tmp_path / "pairs.jsonl", tmp_path))
     with pytest.raises(RecipeError, match=r"data\.train\.data_path: there is no file or folder .*did you mean .*pairs"):
         check_named_files(named(tmp_path / "pair.jsonl", tmp_path))
-
-
-def load_env(env, *overrides):
-    return load(CONFIGS / "grpo_tiny_cpu.yaml", [f"env={{_override_: true, arithmetic: {{{env}}}}}", *overrides])
-
-
-def test_math_verify_has_workers_and_a_time_limit():
-    env = load_env("math_verify_impl: dapo_math_verify, num_workers: 16").config["env"]["arithmetic"]
-    assert env == {"math_verify_impl": "dapo_math_verify", "num_workers": 16, "time_limit_s": 10.0}
-    assert load_env("math_verify_impl: hf_math_verify").config["env"]["arithmetic"]["num_workers"] == 8
-
-
-@pytest.mark.parametrize("name", ["math", "math_default"])
-def test_nemo_rls_environment_for_math_has_its_verifier(name):
-    def env(keys):
-        own = [f"env={{_override_: true, {name}: {{{keys}}}}}", f"data.default.env_name={name}"]
-        return load(CONFIGS / "grpo_tiny_cpu.yaml", own).config["env"][name]
-
-    workers = {"num_workers": 8, "time_limit_s": 10.0}
-    assert env("") == {"math_verify_impl": "hf_math_verify", **workers}
-    assert env("num_workers: 2, verifier_type: math") == env("num_workers: 2")
-    assert env("math_verify_impl: dapo_math_verify")["math_verify_impl"] == "dapo_math_verify"
-    assert env("reward: exact_match") == {"reward": "exact_match", "math_verify_impl": None}
-
-
-def test_keys_of_nemo_gym_are_no_environments():
-    keys = ("should_use_nemo_gym=false", "should_log_nemo_gym_responses=true", "should_mask_flagged_samples=true")
-    assert list(load_env("reward: exact_match", *(f"+env.{key}" for key in keys)).config["env"]) == ["arithmetic"]
-
-
-def test_a_python_reward_has_a_worker_and_a_time_limit():
-    function = {"reward": "python", "reward_function": "a:b"}
-    env = load_env("reward: python, reward_function: 'a:b'").config["env"]["arithmetic"]
-    assert env == function | {"num_workers": 1, "time_limit_s": 60.0, "math_verify_impl": None}
-    validated = load_env("reward: python, reward_function: 'a:b', num_workers: 3, time_limit_s: 5")
-    assert validated.config["env"]["arithmetic"].items() >= (function | {"num_workers": 3, "time_limit_s": 5.0}).items()
-    assert not any("num_workers" in note for note in validated.notes)
-
-
-def test_a_reward_of_ours_stays_as_it_is_and_one_that_is_not_in_use_may_say_nothing():
-    env = {"reward": "exact_match", "math_verify_impl": None, "num_workers": 4}
-    validated = load_env("reward: exact_match, math_verify_impl: null, num_workers: 4")
-    assert validated.config["env"]["arithmetic"] == env
-    assert load_env("reward: exact_match", "+env.dapo={num_workers: 64}").config["env"]["dapo"]["num_workers"] == 64

@@ -55,12 +55,6 @@ def test_long_rows_keep_layer_inputs_on_the_host_and_compute_the_rest_in_parts(p
     assert megatron["mlp_tile_tokens"] is not None
 
 
-def test_optimizer_state_is_page_locked_where_a_recipe_does_not_say_and_the_printed_recipe_says_so():
-    validated = load(CONFIGS / "grpo_tiny_cpu.yaml", ["~policy.use_pinned_optimizer_offload"])
-    assert validated.config["policy"]["use_pinned_optimizer_offload"] is True
-    assert validated.recipe.config["policy"]["use_pinned_optimizer_offload"] is True
-
-
 def written(value, path=""):
     """Each leaf of a file as it is written, before interpolation."""
     if isinstance(value, dict) and value:

@@ -1,7 +1,11 @@
 """Mistakes in files and warm starts, and what a valid recipe becomes."""
 
+import pytest
+import yaml
+
 from nemo_offload_rl.config import load
-from tests.unit.config.conftest import CONFIGS, MEGATRON
+from nemo_offload_rl.config.keys.schema_problems import ABSENT, value_at
+from tests.unit.config.conftest import CONFIGS, DATA, MEGATRON
 
 
 def test_mistakes_in_a_file_have_its_lines_in_its_order(tmp_path, error_of):
@@ -51,15 +55,18 @@ def test_the_warm_start_recipe_lies_beside_the_file_that_names_it(tmp_path, monk
     assert warm_start.recipe.path == CONFIGS / "sft_tiny_cpu.yaml"
 
 
-def test_fields_of_megatron_reach_the_config():
-    fields = {"moe_z_loss_coeff": 1e-3, "attention_backend": "flash", "window_size": [128, 0]}
-    overrides = [f"+{MEGATRON}.{name}={value}" for name, value in fields.items()]
-    overrides += [f"{MEGATRON}.optimizer.use_precision_aware_optimizer=true"]
-    overrides += [f"+{MEGATRON}.optimizer.exp_avg_dtype=bfloat16"]
-    overrides += [f"+{MEGATRON}.distributed_data_parallel_config.bucket_size=40000000"]
-    megatron = load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).config["policy"]["megatron_cfg"]
-    assert megatron.items() >= fields.items()
-    assert megatron["optimizer"]["exp_avg_dtype"] == "bfloat16"
-    assert megatron["distributed_data_parallel_config"]["bucket_size"] == 40000000
-    dpo = load(CONFIGS / "dpo_tiny_cpu.yaml", ["++policy.logprob_chunk_size=64"]).config
-    assert dpo["policy"]["logprob_chunk_size"] == 64
+CASES = yaml.safe_load((DATA / "resolved.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("installed_vllm")
+def test_a_recipe_resolves_to_its_values(name):
+    case = CASES[name]
+    recipe, *overrides = case["recipe"].split()
+    validated = load(CONFIGS / recipe, overrides)
+    for config, values in ((validated.config, "values"), (validated.recipe.config, "printed")):
+        assert {path: value_at(config, path) for path in case.get(values, {})} == case.get(values, {})
+    assert all(value_at(validated.config, path) is ABSENT for path in case.get("absent", ()))
+    for begin in case.get("notes", ()):
+        assert any(note.startswith(begin) for note in validated.notes), begin
+    assert not [note for note in validated.notes if any(words in note for words in case.get("unsaid", ()))]

@@ -10,7 +10,6 @@ from nemo_offload_rl.generation.vllm_arguments import ENVIRONMENT
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.residency.table import DEDICATED_TABLE
 from tests.unit.config.conftest import CONFIGS
-from tests.unit.config.test_upstream import MEGATRON_RECIPE, OUR_SECTIONS
 
 TINY = CONFIGS / "grpo_tiny_cpu.yaml"
 VLLM = "policy.generation.vllm_cfg"
@@ -19,47 +18,13 @@ ON = "policy.generation.backend=vllm"
 pytestmark = pytest.mark.usefixtures("installed_vllm")
 
 
-def test_a_key_of_nemo_rls_engine_may_have_the_value_that_this_one_has():
-    off = {"pipeline_parallel_size": "1", "logprobs_mode": "processed_logprobs"}
-    section = load(TINY, [ON, *(f"++{VLLM}.{name}={value}" for name, value in off.items())]).config["policy"]
-    assert not off.keys() & section["generation"]["vllm_cfg"].keys()
-
-
-def test_arguments_of_vllms_own_are_passed_on():
-    generation = load(TINY, [ON, f"+{KWARGS}.max_num_batched_tokens=4096"]).config["policy"]["generation"]
-    assert generation["vllm_kwargs"] == {"max_num_seqs": 512, "max_num_batched_tokens": 4096}
-
-
-def test_arguments_of_vllms_own_types_are_left_to_vllm(monkeypatch):
-    given = [f"+{KWARGS}.moe_backend=triton", f"+{KWARGS}.enable_chunked_prefill=true"]
-    assert load(TINY, [ON, *given]).config["policy"]["generation"]["vllm_kwargs"]["moe_backend"] == "triton"
+def test_where_vllm_is_not_installed_any_argument_is_left_to_it(monkeypatch):
     monkeypatch.setattr(declared_fields, "source_folder", lambda: None)  # workers may have vLLM
     assert load(TINY, [ON, f"+{KWARGS}.zzz=5"]).config["policy"]["generation"]["vllm_kwargs"]["zzz"] == 5
 
 
-def test_an_engine_has_as_many_sequences_under_way_as_vllm_has_graphs_for():
-    def limit(*overrides):
-        return load(TINY, overrides).config["policy"]["generation"].get("vllm_kwargs")
-
-    assert limit(ON) == {"max_num_seqs": 512}
-    assert limit(ON, f"+{KWARGS}.max_num_seqs=4") == {"max_num_seqs": 4}
-    assert limit(ON, f"+{KWARGS}.max_num_seqs=null") == {"max_num_seqs": None}  # vLLM's own number
-    assert not limit()  # transformers
-
-
 def test_variables_that_the_engine_sets_are_those_that_are_refused():
     assert set(vllm.OWN_VARIABLES) == set(ENVIRONMENT)
-
-
-def test_nemo_rls_recipe_keeps_its_generation():
-    generation = load(MEGATRON_RECIPE, OUR_SECTIONS[1:]).config["policy"]["generation"]
-    assert generation["backend"] == "vllm"
-    assert generation["vllm_cfg"]["gpu_memory_utilization"] == 0.6
-
-
-def test_with_another_backend_nothing_of_it_counts():
-    overrides = [f"++{VLLM}.pipeline_parallel_size=two", f"+{VLLM}.nope=1", f"+{KWARGS}.quantization=fp8"]
-    assert "vllm_cfg" not in load(TINY, overrides).config["policy"]["generation"]
 
 
 def test_without_a_gpu_the_hugging_face_model_generates():
@@ -87,11 +52,6 @@ def test_one_node_or_whole_nodes_are_divided():
     several = split(APART, "cluster.num_nodes=4", "cluster.gpus_per_node=2", f"{RESOURCES}.num_nodes=3")
     assert (several.policy_ranks, several.policy_nodes, several.policy_per_node) == (2, 1, 2)
     assert (several.num_engine_devices, several.engine_devices_per_node) == (6, 2)
-
-
-def test_weights_are_broadcast_whichever_transport_is_named():
-    recipe = load(TINY, [*ONE_OF_TWO.split(), "+policy.generation.refit_transport=nixl"])
-    assert recipe.config["policy"]["generation"]["refit_transport"] is None
 
 
 def test_the_policy_stays_on_its_gpus():
