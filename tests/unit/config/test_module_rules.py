@@ -6,14 +6,7 @@ import pytest
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import CudaGraphModule
 
-from nemo_offload_rl.config import load
-from nemo_offload_rl.config.megatron import (
-    ACTIVATION_MODULES,
-    GRAPH_MODULES,
-    LAYER_INPUT,
-    check_graphs_fit_model,
-    check_modules_fit_model,
-)
+from nemo_offload_rl.config import load, megatron
 from nemo_offload_rl.config.model.families import model_kind
 from tests.unit.config.conftest import CONFIGS, MEGATRON
 
@@ -56,13 +49,13 @@ def test_a_config_is_read_with_its_overrides_or_tells_nothing(tmp_path):
 
 def test_modules_are_checked_against_the_model_that_was_built():
     with pytest.raises(ValueError, match=r"policy\.megatron_cfg\.offload_modules: names 'moe_act', which only a mixt"):
-        check_modules_fit_model(["core_attn", "moe_act"], is_moe=False)
-    check_modules_fit_model(ACTIVATION_MODULES, is_moe=True)
+        megatron.check_modules_fit_model(["core_attn", "moe_act"], is_moe=False)
+    megatron.check_modules_fit_model(megatron.ACTIVATION_MODULES, is_moe=True)
     with pytest.raises(ValueError, match=r"policy\.megatron_cfg\.cuda_graph_modules: names 'moe_router', which only"):
-        check_graphs_fit_model(["moe_router"], has_experts=False, has_dense_mlps=True)
+        megatron.check_graphs_fit_model(["moe_router"], has_experts=False, has_dense_mlps=True)
     with pytest.raises(ValueError, match="names 'mlp', which is captured in dense layers"):
-        check_graphs_fit_model(["attn", "mlp"], has_experts=True, has_dense_mlps=False)
-    check_graphs_fit_model(["attn", "mlp", "moe_router"], has_experts=True, has_dense_mlps=True)
+        megatron.check_graphs_fit_model(["attn", "mlp"], has_experts=True, has_dense_mlps=False)
+    megatron.check_graphs_fit_model(["attn", "mlp", "moe_router"], has_experts=True, has_dense_mlps=True)
 
 
 def transformer_config(**fields):
@@ -72,7 +65,7 @@ def transformer_config(**fields):
 
 
 def test_modules_are_those_of_megatron():
-    megatrons = [name for name in ACTIVATION_MODULES if name != LAYER_INPUT]
+    megatrons = [name for name in megatron.ACTIVATION_MODULES if name != megatron.LAYER_INPUT]
     for name in megatrons:
         names = ["core_attn", name] if name == "attn_proj" else [name]
         transformer_config(offload_modules=names, use_transformer_engine_op_fuser=name == "fused_group_mlp")
@@ -80,7 +73,7 @@ def test_modules_are_those_of_megatron():
         transformer_config(offload_modules=["core_atn"])
     assert all(f"'{name}'" in str(caught.value) for name in megatrons)
     assert str(caught.value).partition("Allowed")[2].count("'") == 2 * len(megatrons)
-    assert {module.name for module in CudaGraphModule} == {*GRAPH_MODULES, "moe", "mamba"}
+    assert {module.name for module in CudaGraphModule} == {*megatron.GRAPH_MODULES, "moe", "mamba"}
 
 
 GRAPH = {"cuda_graph_impl": "transformer_engine", "use_te_rng_tracker": True}

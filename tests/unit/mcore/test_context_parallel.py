@@ -9,16 +9,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from support import tiny
 from support.ranks import rows_of, run_ranks, worker_of_rank
-from support.tiny import (
-    TINY_QWEN3,
-    TINY_QWEN3_MOE,
-    batch_of_lengths,
-    layout_of,
-    packed_rows,
-    tiny_policy,
-    with_plain_sgd,
-)
 
 from nemo_offload_rl.mcore.context_parallel import positions_of_ranks
 
@@ -34,17 +26,19 @@ def policy_of(layout: str, *, packed: bool, context: int) -> dict[str, Any]:
     moe = layout.startswith("moe")
     overrides = dict(AUX) if moe and not packed else {}  # these losses are of a micro-batch; packed, others share it
     if context > 1:
-        overrides |= layout_of(layout, chunks=CHUNKS)
-    policy = tiny_policy(TINY_QWEN3_MOE if moe else TINY_QWEN3, **overrides | {"context_parallel_size": context})
+        overrides |= tiny.layout_of(layout, chunks=CHUNKS)
+    policy = tiny.tiny_policy(
+        tiny.TINY_QWEN3_MOE if moe else tiny.TINY_QWEN3, **overrides | {"context_parallel_size": context}
+    )
     if packed:
-        policy["sequence_packing"] = packed_rows(300)
+        policy["sequence_packing"] = tiny.packed_rows(300)
     lengths = {"max_total_sequence_length": 300, "make_sequence_length_divisible_by": 8}
-    return with_plain_sgd(policy, rate=0.01) | lengths
+    return tiny.with_plain_sgd(policy, rate=0.01) | lengths
 
 
 def batch_of_step(step: int) -> Any:
     """Returns the rows of a step: with one trained token of all in the third, and one sample left out in the fourth."""
-    batch = batch_of_lengths(LENGTHS[step], prompt=1, seed=step)
+    batch = tiny.batch_of_lengths(LENGTHS[step], prompt=1, seed=step)
     if step == 2:
         batch["token_mask"].zero_()
         batch["token_mask"][0, 4] = 1
@@ -122,8 +116,8 @@ def trained(first: int, last: int, rank: int, world_size: int, ports: list[int])
     from nemo_offload_rl.algorithms.losses import NLLLoss
 
     root = Path(os.environ["SAVE_BELOW"])
-    policy = tiny_policy(context_parallel_size=world_size)
-    policy |= {"max_total_sequence_length": 304, "sequence_packing": packed_rows(304)}
+    policy = tiny.tiny_policy(context_parallel_size=world_size)
+    policy |= {"max_total_sequence_length": 304, "sequence_packing": tiny.packed_rows(304)}
     worker = worker_of_rank(policy, rank, world_size, ports[0])
     if first:
         worker.load_checkpoint(str(root / f"step_{first}"))

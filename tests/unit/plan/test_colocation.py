@@ -15,13 +15,7 @@ from nemo_offload_rl.generation.vllm_arguments import engine_arguments
 from nemo_offload_rl.generation.vllm_backend import explain_kv_cache_oom
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.colocation import (
-    check_awake_engine_fits,
-    with_awake_engine,
-    with_engine_build,
-    with_kv_cache_bytes,
-    with_resident_state,
-)
+from nemo_offload_rl.plan import colocation
 from nemo_offload_rl.plan.generation import EngineMemory, free_bytes_for_refit
 from nemo_offload_rl.plan.plan import engine_table, settings
 from nemo_offload_rl.plan.planner import PlannedRun, Planner, make_plan
@@ -45,7 +39,7 @@ def decided(decide, gpu_gib, *overrides):
 
 
 def cache(gpu_gib, *overrides):
-    policy, lines = decided(with_kv_cache_bytes, gpu_gib, f"++{BUILD}=false", *overrides)
+    policy, lines = decided(colocation.with_kv_cache_bytes, gpu_gib, f"++{BUILD}=false", *overrides)
     return engine_arguments(policy, Path("/folder")).get("kv_cache_memory_bytes"), lines
 
 
@@ -70,7 +64,7 @@ def test_a_kv_cache_is_no_larger_than_all_sequences_under_way_can_fill():
 def test_a_kv_cache_is_the_recipes_or_left_to_vllm_and_never_tiny():
     assert cache(80, f"{BYTES}=5000000000") == (5_000_000_000, [])
     assert cache(None) == (None, [])
-    policy, lines = decided(with_kv_cache_bytes, 80, TRANSFORMERS)
+    policy, lines = decided(colocation.with_kv_cache_bytes, 80, TRANSFORMERS)
     assert ("kv_cache_memory_bytes" in policy["generation"].get("vllm_kwargs", {}), lines) == (False, [])
     with pytest.raises(ValueError, match="activations and graphs an estimated"):
         cache(8)
@@ -88,7 +82,7 @@ GENERATE = "policy.residency.table.generate"
 
 
 def params(gpu_gib, *overrides):
-    policy, lines = decided(with_resident_state, gpu_gib, *overrides)
+    policy, lines = decided(colocation.with_resident_state, gpu_gib, *overrides)
     return settings(policy).table[Phase.GENERATE][Target.PARAMS], lines
 
 
@@ -107,7 +101,7 @@ def test_parameters_stay_where_they_fit_beside_vllm_and_the_process():
 
 def test_optimizer_state_stays_where_it_fits_beside_vllm_too():
     def state(gpu_gib, *overrides):
-        policy, lines = decided(with_resident_state, gpu_gib, *overrides)
+        policy, lines = decided(colocation.with_resident_state, gpu_gib, *overrides)
         table = settings(policy).table
         return table[Phase.REFIT][Target.OPTIMIZER_STATE], table[Phase.GENERATE][Target.OPTIMIZER_STATE], lines[1:]
 
@@ -163,7 +157,7 @@ BUILD = "policy.generation.vllm_cfg.build_beside_policy"
 
 def test_both_are_built_at_once_where_they_fit():
     def beside(gpu_gib, *overrides):
-        policy, lines = decided(with_engine_build, gpu_gib, *overrides)
+        policy, lines = decided(colocation.with_engine_build, gpu_gib, *overrides)
         return policy["generation"]["vllm_cfg"]["build_beside_policy"], lines
 
     small = f"{BYTES}={60 * GIB}"
@@ -179,7 +173,7 @@ def test_both_are_built_at_once_where_they_fit():
     with pytest.raises(RecipeError, match="build_beside_policy: must be 'auto' or False; found true"):
         beside(140, f"++{BUILD}=true")
     config = load(RECIPE, [TRANSFORMERS]).config
-    assert with_engine_build(config, planner_of(config, 140)) == (config, [])
+    assert colocation.with_engine_build(config, planner_of(config, 140)) == (config, [])
 
 
 KEY = "policy.residency.generation_weights"
@@ -192,7 +186,7 @@ OPEN_ROWS = "policy.sequence_packing.train_mb_tokens=auto"
 
 
 def weights(gpu_gib, *overrides):
-    policy, lines = decided(with_awake_engine, gpu_gib, OWN_CACHE, *overrides)
+    policy, lines = decided(colocation.with_awake_engine, gpu_gib, OWN_CACHE, *overrides)
     return policy["residency"]["generation_weights"], lines
 
 
@@ -283,11 +277,11 @@ def test_what_torch_keeps_of_training_counts_beside_a_refit_where_it_stays():
 
 def test_an_engine_that_is_to_stay_awake_where_it_cannot_is_refused():
     run, _ = planned(80, *RESIDENT, *LONG_ROWS, f"++{KEY}=gpu")
-    check_awake_engine_fits(run.plan, run.engine, 90 * GIB)
+    colocation.check_awake_engine_fits(run.plan, run.engine, 90 * GIB)
     with pytest.raises(ValueError, match=rf"^{KEY} is gpu, so vLLM keeps 14\.39 GiB .* the GPU has 40\.00 GiB; set"):
-        check_awake_engine_fits(run.plan, run.engine, 40 * GIB)
+        colocation.check_awake_engine_fits(run.plan, run.engine, 40 * GIB)
     asleep, _ = planned(80, *RESIDENT, *LONG_ROWS)
-    check_awake_engine_fits(asleep.plan, asleep.engine, 40 * GIB)  # it need not stay awake
+    colocation.check_awake_engine_fits(asleep.plan, asleep.engine, 40 * GIB)  # it need not stay awake
 
 
 def test_how_much_memory_has_to_be_free_for_a_refit_that_needs_nothing_of_torchs_cache():

@@ -6,14 +6,8 @@ from support.tiny import policy_without_model
 
 from benchmarks.model_shapes import QWEN2_1_5B
 from nemo_offload_rl.memory.units import GIB, MIB
+from nemo_offload_rl.plan import generation
 from nemo_offload_rl.plan.architecture import read_architecture
-from nemo_offload_rl.plan.generation import (
-    check_longest_sequence_fits,
-    check_refit_fits,
-    check_share_beside_policy,
-    engine_memory,
-    share_beside_policy,
-)
 from nemo_offload_rl.plan.planner import make_plan
 from nemo_offload_rl.plan.refit_graphs import exchanged_temporaries, export_temporaries, pool_bytes
 from nemo_offload_rl.residency.table import Phase
@@ -22,19 +16,19 @@ from nemo_offload_rl.residency.table import Phase
 @pytest.mark.parametrize(("offloads", "most"), [(True, 0.96), (False, 0.83)])
 def test_a_share_of_the_gpu_has_to_fit_beside_what_the_policy_keeps(offloads, most):
     plan = make_plan(policy_without_model(offload_optimizer_for_refit=offloads), [FACTS])
-    check_share_beside_policy(plan, engine(1, gpu_memory_utilization=most), 80 * GIB)
+    generation.check_share_beside_policy(plan, engine(1, gpu_memory_utilization=most), 80 * GIB)
     with pytest.raises(ValueError, match=rf"gpu_memory_utilization is 0\.98, which is 78\.4 of .*set it to {most} or"):
-        check_share_beside_policy(plan, engine(1, gpu_memory_utilization=0.98), 80 * GIB)
+        generation.check_share_beside_policy(plan, engine(1, gpu_memory_utilization=0.98), 80 * GIB)
 
 
 def test_a_kv_cache_that_does_not_fit_beside_the_policy_is_what_the_message_names():
     plan = make_plan(policy_without_model(), [FACTS])
     with pytest.raises(ValueError, match=r"kv_cache_memory_bytes is \d+, .* set it to (\d+) or less") as found:
-        check_share_beside_policy(plan, engine(1, {"kv_cache_memory_bytes": 79 * GIB}), 80 * GIB)
+        generation.check_share_beside_policy(plan, engine(1, {"kv_cache_memory_bytes": 79 * GIB}), 80 * GIB)
     most = int(re.search(r"set it to (\d+)", str(found.value))[1])
-    check_share_beside_policy(plan, engine(1, {"kv_cache_memory_bytes": most}), 80 * GIB)
+    generation.check_share_beside_policy(plan, engine(1, {"kv_cache_memory_bytes": most}), 80 * GIB)
     with pytest.raises(ValueError, match="kv_cache_memory_bytes"):
-        check_share_beside_policy(plan, engine(1, {"kv_cache_memory_bytes": most + 2}), 80 * GIB)
+        generation.check_share_beside_policy(plan, engine(1, {"kv_cache_memory_bytes": most + 2}), 80 * GIB)
 
 
 def engine(tp, kwargs=None, sizes=None, hf_config=QWEN2_1_5B, colocated=True, buffer_gib=1.0, **section):
@@ -46,7 +40,7 @@ def engine(tp, kwargs=None, sizes=None, hf_config=QWEN2_1_5B, colocated=True, bu
     policy["generation"] = {"backend": "vllm", "vllm_cfg": own, "vllm_kwargs": kwargs or {}}
     policy["generation"]["colocated"] = {"enabled": colocated}
     policy["refit_buffer_size_gb"] = buffer_gib
-    return engine_memory(policy, hf_config)
+    return generation.engine_memory(policy, hf_config)
 
 
 SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
@@ -93,9 +87,9 @@ def test_a_gpu_with_whole_experts_has_room_for_the_tokens_of_all_replicas():
 
 def test_other_engines_are_not_planned():
     policy = policy_without_model()
-    assert engine_memory(policy, QWEN2_1_5B) is None
+    assert generation.engine_memory(policy, QWEN2_1_5B) is None
     policy["generation"] = {"backend": "transformers"}
-    assert engine_memory(policy, QWEN2_1_5B) is None
+    assert generation.engine_memory(policy, QWEN2_1_5B) is None
 
 
 # A pass of 16,384 tokens: residual, queries, keys, values and MLP; float32 logits thrice and indices; context, graphs.
@@ -123,28 +117,28 @@ def test_the_kv_cache_is_no_larger_than_the_sequences_under_way_can_fill():
 def test_a_capped_kv_cache_without_room_is_named_as_such():
     plan = make_plan(policy_without_model(offload_optimizer_for_refit=False), [FACTS])
     with pytest.raises(ValueError, match=r"With a KV cache for 64 sequences .*; lower max_num_seqs .* to 0\.\d+"):
-        check_share_beside_policy(plan, engine(1, {"max_num_seqs": 64}, max_model_len=512), 18 * GIB)
+        generation.check_share_beside_policy(plan, engine(1, {"max_num_seqs": 64}, max_model_len=512), 18 * GIB)
 
 
 def test_a_kv_cache_of_the_recipe_wins():
     found = engine(1, {"kv_cache_memory_bytes": 3 * GIB})
     assert found.kv_cache_bytes(80 * GIB) == found.kv_cache_bytes(8 * GIB) == 3 * GIB
     assert found.share_of(80 * GIB) == (2 * 1_543_714_304 + RESERVE + 3 * GIB) / (80 * GIB)
-    check_longest_sequence_fits(found, GIB)
-    check_longest_sequence_fits(engine(1), 19 * GIB)
+    generation.check_longest_sequence_fits(found, GIB)
+    generation.check_longest_sequence_fits(engine(1), 19 * GIB)
     with pytest.raises(ValueError, match=r"0\.5, which is 6\.00 .* take 2\.88 GiB .* 5\.\d+ GiB, .* 0\.109 GiB"):
-        check_longest_sequence_fits(engine(1), 12 * GIB)
+        generation.check_longest_sequence_fits(engine(1), 12 * GIB)
     with pytest.raises(ValueError, match=r"kv_cache_memory_bytes is 1000, .* tokens needs 0\.109 GiB .* raise or"):
-        check_longest_sequence_fits(engine(1, {"kv_cache_memory_bytes": 1000}), 80 * GIB)
+        generation.check_longest_sequence_fits(engine(1, {"kv_cache_memory_bytes": 1000}), 80 * GIB)
 
 
 def test_a_refits_buckets_have_to_fit_beside_the_policy_and_the_engines_weights():
     found = engine(1)
     assert found.refit_bytes == GIB
     plan = make_plan(policy_without_model(), [FACTS])  # 2 GiB of parameters in a refit, 2 for the process, 1 of graphs
-    check_refit_fits(plan, found, 9 * GIB)
+    generation.check_refit_fits(plan, found, 9 * GIB)
     with pytest.raises(ValueError, match=r"needs 1\.00 GiB .* 5\.00 GiB .* 2\.88 GiB of vLLM's .* has 8\.50"):
-        check_refit_fits(plan, found, int(8.5 * GIB))
+        generation.check_refit_fits(plan, found, int(8.5 * GIB))
 
 
 # On an H200, by `residency/refit/graph_pool_gib` and `performance/memory/generation/refit_graph_pool_gib`.
@@ -193,9 +187,9 @@ def test_graphs_of_a_refit_are_there_in_every_phase_and_count_where_the_gpu_is_s
     assert found.gpu_rows(80 * GIB)["refit's CUDA graphs"] == dict.fromkeys(Phase, graphs)
     plan = make_plan(policy_without_model(), [FACTS])
     least = 2 * GIB + 2 * GIB + found.weights_bytes + found.refit_bytes
-    check_refit_fits(plan, whole, least + fewer)
+    generation.check_refit_fits(plan, whole, least + fewer)
     with pytest.raises(ValueError, match=r"A refit needs 1\.00 GiB"):
-        check_refit_fits(plan, found, least + fewer)
-    check_refit_fits(plan, found, least + graphs)
-    lost = share_beside_policy(plan, whole, 80 * GIB) - share_beside_policy(plan, found, 80 * GIB)
+        generation.check_refit_fits(plan, found, least + fewer)
+    generation.check_refit_fits(plan, found, least + graphs)
+    lost = generation.share_beside_policy(plan, whole, 80 * GIB) - generation.share_beside_policy(plan, found, 80 * GIB)
     assert lost == pytest.approx((graphs - fewer) / (80 * GIB))

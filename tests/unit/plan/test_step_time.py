@@ -10,23 +10,11 @@ from benchmarks.model_shapes import QWEN2_1_5B, QWEN3_8B, QWEN3_EXPERTS
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.placement.rates import H200_RATES, AttentionRates, Curve
+from nemo_offload_rl.plan import step_time
 from nemo_offload_rl.plan.activations import activation_facts
 from nemo_offload_rl.plan.optimizer_ways import optimizer_wait_s
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import plan_run
-from nemo_offload_rl.plan.step_time import (
-    BACKWARD_LAUNCHES,
-    EXPERT_BACKWARD_LAUNCHES,
-    EXPERT_FORWARD_LAUNCHES,
-    FORWARD_LAUNCHES,
-    LOGPROB_LAUNCHES,
-    QK_NORM_LAUNCHES,
-    STEP_LAUNCHES,
-    logprob_seconds,
-    optimizer_seconds,
-    read_flop_model,
-    training_seconds,
-)
 from tests.unit.config.conftest import CONFIGS
 
 ROOT = CONFIGS.parents[1]
@@ -79,9 +67,9 @@ def predicted(*overrides, recipe=GRPO, model=QWEN2_1_5B, world_size=1, rates=H20
     config, spec = validated.config, ALGORITHMS[validated.algorithm]
     policy = config["policy"]
     stages = activation_facts(model, policy, world_size=world_size, group_size=spec.group_size)
-    flops = read_flop_model(model, policy)
-    training = training_seconds(flops, config, spec, stages, settings(policy).activations, rates)
-    return training, logprob_seconds(flops, config, spec, rates)
+    flops = step_time.read_flop_model(model, policy)
+    training = step_time.training_seconds(flops, config, spec, stages, settings(policy).activations, rates)
+    return training, step_time.logprob_seconds(flops, config, spec, rates)
 
 
 def test_long_rows_take_as_long_as_measured():
@@ -178,15 +166,15 @@ def test_a_host_that_is_slower_than_the_gpu_counts(model, experts):
     rows += ["policy.train_global_batch_size=64", "loss_fn.reference_policy_kl_penalty=0"]  # 4 micro-batches
     slow = dataclasses.replace(FLAT, launch_s=1.0)
     layers = model["num_hidden_layers"]
-    norms = QK_NORM_LAUNCHES * (model["model_type"] == "qwen3_moe")
-    forward = layers * (FORWARD_LAUNCHES + norms + experts * EXPERT_FORWARD_LAUNCHES)
-    backward = layers * (BACKWARD_LAUNCHES + norms + experts * EXPERT_BACKWARD_LAUNCHES)
+    norms = step_time.QK_NORM_LAUNCHES * (model["model_type"] == "qwen3_moe")
+    forward = layers * (step_time.FORWARD_LAUNCHES + norms + experts * step_time.EXPERT_FORWARD_LAUNCHES)
+    backward = layers * (step_time.BACKWARD_LAUNCHES + norms + experts * step_time.EXPERT_BACKWARD_LAUNCHES)
     training, logprobs = predicted(*rows, model=model, rates=slow)
     on_gpu = predicted(*rows, model=model, rates=FLAT)[1] if experts else 0.0  # experts wait for counts of tokens
-    assert training == pytest.approx(4 * (forward + backward) + STEP_LAUNCHES + on_gpu)
-    assert logprobs == pytest.approx(4 * forward + LOGPROB_LAUNCHES + on_gpu)
+    assert training == pytest.approx(4 * (forward + backward) + step_time.STEP_LAUNCHES + on_gpu)
+    assert logprobs == pytest.approx(4 * forward + step_time.LOGPROB_LAUNCHES + on_gpu)
     recomputed, _ = predicted(*rows, *FULL, model=model, rates=slow)
-    assert recomputed == pytest.approx(4 * (2 * forward + backward) + STEP_LAUNCHES + 2 * on_gpu, rel=1e-4)
+    assert recomputed == pytest.approx(4 * (2 * forward + backward) + step_time.STEP_LAUNCHES + 2 * on_gpu, rel=1e-4)
 
 
 STREAMED = "++policy.residency.table.train.optimizer_state=streamed"
@@ -200,7 +188,7 @@ def test_the_optimizer_takes_as_long_as_measured(overrides, measured_s):
     run = plan_run(load(GRPO, list(overrides)).config, QWEN2_1_5B, algorithm="grpo")
     [rank] = run.plan.ranks
     wait_s = optimizer_wait_s(rank, H200_RATES.link_bytes_per_s, H200_RATES.cpu_params_per_s)
-    assert optimizer_seconds(rank, wait_s, H200_RATES) == pytest.approx(measured_s, rel=0.15)
+    assert step_time.optimizer_seconds(rank, wait_s, H200_RATES) == pytest.approx(measured_s, rel=0.15)
 
 
 def test_short_rows_cost_more_and_a_pipeline_has_a_bubble():
@@ -223,7 +211,7 @@ def test_log_prob_passes_are_those_of_policy_and_reference():
     forced = (*rows, "++loss_fn.force_on_policy_ratio=true")
     assert predicted(*forced, rates=FLAT)[1] == one
     assert predicted(*forced, "loss_fn.reference_policy_kl_penalty=0", rates=FLAT)[1] == 0
-    flops = read_flop_model(QWEN2_1_5B, load(GRPO).config["policy"])
+    flops = step_time.read_flop_model(QWEN2_1_5B, load(GRPO).config["policy"])
     policy = load(GRPO).config["policy"]
     lengths = [policy["max_total_sequence_length"]] * policy["train_global_batch_size"]
     assert one == pytest.approx(flops.forward_flops(lengths) / RATE)
