@@ -10,7 +10,7 @@ from support.toy_policy import Recorded
 from nemo_offload_rl.run.algorithm import Algorithm
 from nemo_offload_rl.run.checkpoints import CheckpointFolder, Checkpoints, NoCheckpoints, RunState, WriteAtOnce
 from nemo_offload_rl.run.interrupt import Interrupt
-from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason
+from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, TimeLimit, no_profile
 
 SIX_STEPS = Schedule(
     max_num_steps=6, max_num_epochs=99, steps_per_epoch=4, val_period=2, val_at_start=True, val_at_end=True,
@@ -18,19 +18,19 @@ SIX_STEPS = Schedule(
 )  # fmt: skip
 
 
-def record(
-    algorithm: Algorithm,
-    schedule: Schedule = SIX_STEPS,
-    checkpoints: Checkpoints | None = None,
-    state: RunState | None = None,
-    interrupt: Interrupt | None = None,
-) -> tuple[StopReason, Recorded]:
-    """Runs an algorithm; returns why it ended, and its outputs."""
+def make_run(
+    algorithm: Algorithm, schedule: Schedule, checkpoints: Checkpoints | None = None, state: RunState | None = None, *,
+    interrupt: Interrupt | None = None, limit: TimeLimit | None = None, writer: Any = None, profile: Any = no_profile,
+) -> tuple[Run, Recorded]:  # fmt: skip
+    """Returns a run of an algorithm that is yet to train, and its outputs."""
     outputs = Recorded()
-    run = Run(
-        algorithm, schedule, state or RunState("unused"), checkpoints or NoCheckpoints(), WriteAtOnce(algorithm.save),
-        outputs, interrupt or Interrupt(),
-    )  # fmt: skip
+    start = state or RunState("unused"), checkpoints or NoCheckpoints(), writer or WriteAtOnce(algorithm.save)
+    return Run(algorithm, schedule, *start, outputs, interrupt or Interrupt(), limit, profile), outputs
+
+
+def record(algorithm: Algorithm, schedule: Schedule = SIX_STEPS, *options: Any) -> tuple[StopReason, Recorded]:
+    """Runs an algorithm; returns why it ended, and its outputs."""
+    run, outputs = make_run(algorithm, schedule, *options)
     return run.train(), outputs
 
 

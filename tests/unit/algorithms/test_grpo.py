@@ -11,13 +11,12 @@ import ray
 import torch
 from support.losses import PLAIN
 from support.metrics_page import undocumented
-from support.recorded_runs import SIX_STEPS
+from support.recorded_runs import SIX_STEPS, make_run
 from support.toy_policy import (
     EOS,
     PROBLEMS,
     TOKENIZER,
     LocalTransport,
-    Recorded,
     ToyGeneration,
     ToyPolicy,
     table_logprobs,
@@ -42,9 +41,8 @@ from nemo_offload_rl.generation import ENGINES, make_generation
 from nemo_offload_rl.generation.interface import Capabilities, GenerationError, GenerationRequest, SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.refit import make_transport
-from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
-from nemo_offload_rl.run.interrupt import Interrupt
-from nemo_offload_rl.run.train_loop import Run, StopReason, StopTarget, no_profile
+from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState
+from nemo_offload_rl.run.train_loop import StopReason, StopTarget
 from nemo_offload_rl.run.weight_sync import NoWeightSync, WeightSync
 
 EXACT_MATCH = make_reward("exact_match")
@@ -121,18 +119,8 @@ class Setting:
             **{"overlong_filtering": False, "sequence_error_limit": None, "prob_error_limit": None} | limits,
         )
 
-    def run(self, schedule=SCHEDULE, checkpoints=None, state=None, interrupt=None, profile=no_profile, writer=None):
-        outputs = Recorded()
-        run = Run(
-            self.grpo,
-            schedule,
-            state or RunState("unused"),
-            checkpoints or NoCheckpoints(),
-            writer or WriteAtOnce(self.grpo.save),
-            outputs,
-            interrupt or Interrupt(),
-            profile=profile,
-        )
+    def run(self, schedule=SCHEDULE, checkpoints=None, state=None, **options):
+        run, outputs = make_run(self.grpo, schedule, checkpoints, state, **options)
         return run.train(), outputs, run
 
     def resume(self, checkpoint):

@@ -24,13 +24,13 @@ PAIRS = [PreferencePair((Message("user", f"{n}="),), str(n), str((n + 1) % 10)) 
 REFERENCE = "get_reference_policy_logprobs"
 
 
-def make_sft(*, micro=4, max_tokens=8, validation=7) -> SFT:
+def make_sft(train=PROBLEMS, problems=PROBLEMS[:7], *, batch=4, micro=4, max_tokens=8, validation=7) -> SFT:
     return SFT(
         policy=ToyPolicy(),
         example_format=PromptFormat(TOKENIZER, max_tokens),
-        examples=ProblemLoader(PROBLEMS, shuffle=True, seed=3),
-        validation=ValidationData(PROBLEMS[:7], validation, micro_batch_size=2),
-        train_global_batch_size=4,
+        examples=ProblemLoader(train, shuffle=True, seed=3),
+        validation=ValidationData(problems, validation, micro_batch_size=2),
+        train_global_batch_size=batch,
         train_micro_batch_size=micro,
         only_unmask_final=False,
         save_optimizer=True,

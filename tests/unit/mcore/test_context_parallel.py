@@ -12,6 +12,7 @@ import torch
 from support import tiny
 from support.ranks import rows_of, run_ranks, worker_of_rank
 
+from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.context_parallel import positions_of_ranks
 
 CHUNKS = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 5}
@@ -48,8 +49,6 @@ def batch_of_step(step: int) -> Any:
 
 
 def run(layout: str, packed: bool, rank: int, world_size: int, port: int, *, context: int) -> dict[str, Any]:
-    from nemo_offload_rl.algorithms.losses import NLLLoss
-
     torch.set_num_threads(1)
     policy = policy_of(layout, packed=packed, context=context)
     worker = worker_of_rank(policy, rank, world_size, port)
@@ -113,8 +112,6 @@ def test_split_rows_compute_what_whole_rows_do(alone, together, layout, packed):
 
 def trained(first: int, last: int, rank: int, world_size: int, ports: list[int]) -> list[tuple[float, float]]:
     """Resumes before a step, trains up to another and saves; returns losses and gradient norms."""
-    from nemo_offload_rl.algorithms.losses import NLLLoss
-
     root = Path(os.environ["SAVE_BELOW"])
     policy = tiny.tiny_policy(context_parallel_size=world_size)
     policy |= {"max_total_sequence_length": 304, "sequence_packing": tiny.packed_rows(304)}

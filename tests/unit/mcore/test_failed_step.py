@@ -194,7 +194,6 @@ def worker_that(gathers: bool, rank: int, world_size: int, port: int) -> Any:
 
 def error_on_one_rank(rank: int, world_size: int, ports: list[int]) -> list[str]:
     """Returns what each of two calls raises if the loss fails on rank 1 alone, the first time between micro-batches."""
-    from nemo_offload_rl.algorithms.losses import NLLLoss
 
     worker = worker_that(True, rank, world_size, ports[0])
     worker.train(random_batch(4, seed=rank), NLLLoss(), gbs=8, mbs=2)
@@ -229,9 +228,6 @@ def log_probs(worker: Any) -> Any:
 
 
 def trained(worker: Any) -> Any:
-    from support.phases import checksums
-
-    from nemo_offload_rl.algorithms.losses import NLLLoss
 
     dp_rank = worker.parallel_ranks()["dp_rank"]
     losses = [worker.train(random_batch(4, seed=dp_rank), NLLLoss(), gbs=8, mbs=2)["loss"] for _ in range(2)]
@@ -249,7 +245,6 @@ def generated(worker: Any) -> Any:
 
 
 def saved(worker: Any) -> Any:
-    from support.phases import checksums
 
     from nemo_offload_rl.mcore.checkpoint import checkpoint
 
@@ -265,7 +260,6 @@ VERBS = {verb.__name__: verb for verb in (log_probs, trained, sent, generated, s
 
 def behind_an_error(verb: str, rank: int, world_size: int, port: int, *, gathers: bool) -> Any:
     """Returns the result of a verb after `train` has failed on both ranks, between a step and the next forward pass."""
-    from nemo_offload_rl.algorithms.losses import NLLLoss
 
     worker = worker_that(gathers, rank, world_size, port)
     data = random_batch(8, longest=40, seed=rank)

@@ -2,17 +2,18 @@ import contextlib
 import copy
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from megatron.core.transformer.enums import AttnBackend
 from support.tiny import TINY_DEEPSEEK_V3, TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, tiny_policy
 
 from nemo_offload_rl.mcore.model import model_config
 
-WINDOWS = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
-MEGATRON = r"policy\.megatron_cfg"
-DENSE, EXPERTS, MIXED = TINY_QWEN3, TINY_QWEN3_MOE, TINY_QWEN3_MOE | {"mlp_only_layers": [0]}
+MODELS = {"dense": TINY_QWEN3, "experts": TINY_QWEN3_MOE}
+CASES = yaml.safe_load((Path(__file__).parent / "data" / "providers.yaml").read_text())
 
 
 def bridge_of(policy):
@@ -23,14 +24,30 @@ def provider_of(policy):
     return model_config.make_provider(policy, bridge_of(policy))
 
 
-def refused(message):
-    """Expects an error that matches, or none for None."""
-    return pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
-
-
 def overrides_of(*, packed=False, **megatron):
     policy = tiny_policy(**megatron) | {"sequence_packing": {"enabled": packed}}
     return model_config.model_overrides(policy, bridge_of(policy).to_megatron_provider(load_weights=False))
+
+
+def policy_of(*, model="dense", fields=None, megatron=None, packed=False, offloads=None, **_):
+    """Returns the policy of a case."""
+    precision = "bfloat16" if megatron and "cuda_graph_impl" in megatron else "float32"
+    policy = tiny_policy(MODELS[model] | (fields or {}), precision, **(megatron or {}))
+    policy["sequence_packing"] = {"enabled": packed}
+    return policy if offloads is None else offloading_activations(policy, offloads)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_policy_gives_megatrons_config_or_is_refused_by_its_keys(name):
+    case = CASES[name]
+    with pytest.raises(ValueError, match=case["refused"]) if "refused" in case else contextlib.nullcontext():
+        provider = provider_of(policy_of(**case))
+        assert {field: plain(getattr(provider, field)) for field in case["gives"]} == case["gives"]
+
+
+def plain(value):
+    """Returns a field's value with modules by their names."""
+    return [getattr(item, "name", item) for item in value] if isinstance(value, list) else value
 
 
 def test_any_field_of_the_transformer_config_reaches_the_model():
@@ -39,31 +56,15 @@ def test_any_field_of_the_transformer_config_reaches_the_model():
     assert provider.attention_dropout == 0.0  # the default of an absent key
 
 
+def test_float32_has_no_bf16_optimizer():
+    with pytest.raises(ValueError, match=r"policy\.precision is float32; set bf16 to false"):
+        model_config.make_optimizer_config(tiny_policy(optimizer={"bf16": True}))
+
+
 def test_null_leaves_the_models_own_value_but_where_nemo_rl_sets_it():
     overrides = overrides_of(moe_router_dtype=None, moe_router_num_groups=None, moe_router_topk=None)
     assert overrides["moe_router_dtype"] is overrides["moe_router_num_groups"] is None  # deepseek_v3 has fp32 and 8
     assert not {"moe_router_group_topk", "moe_router_topk"} & overrides.keys()
-
-
-def test_recomputation_counts_only_with_activation_checkpointing():
-    assert overrides_of(recompute_granularity="full")["recompute_granularity"] is None
-    on = overrides_of(activation_checkpointing=True, recompute_granularity="full")
-    assert (on["recompute_granularity"], on["recompute_method"], on["recompute_num_layers"]) == ("full", "uniform", 1)
-
-
-def test_virtual_stages_never_send_in_batches():
-    layout = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-    assert overrides_of(**layout)["overlap_p2p_comm"] is True
-    with pytest.raises(ValueError, match="batch_p2p_comm is True, but virtual pipeline stages need"):
-        overrides_of(**layout, batch_p2p_comm=True)
-
-
-def test_packed_rows_of_a_dense_model_go_through_a_pipeline():
-    """megatron-core's default token dispatcher refuses them, also in models without experts."""
-    megatron = {"moe_token_dispatcher_type": "allgather", "pipeline_model_parallel_size": 2}
-    packed = overrides_of(packed=True, **megatron)
-    assert (packed["variable_seq_lengths"], packed["moe_token_dispatcher_type"]) == (True, "alltoall")
-    assert overrides_of(**megatron)["moe_token_dispatcher_type"] == "allgather"
 
 
 @pytest.mark.parametrize("sizes", [{"expert_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}], ids=str)
@@ -80,25 +81,6 @@ def test_experts_gather_no_packed_rows_of_different_lengths(sizes, stated, monke
     assert model_config.make_provider(policy, bridge).moe_token_dispatcher_type == "allgather"
     packed["megatron_cfg"] |= dict.fromkeys(sizes, 1)
     assert model_config.make_provider(packed, bridge).moe_token_dispatcher_type == "allgather"
-
-
-ONE_HEAD = {"num_key_value_heads": 1}
-
-
-@pytest.mark.parametrize(
-    ("model", "kind", "message"),
-    [
-        ({}, "p2p", None),
-        (ONE_HEAD, "a2a", "is a2a, but the model has key and value heads .* to p2p or all_gather"),
-        (WINDOWS, None, "is p2p, but the model has sliding windows, .* to a2a or all_gather"),
-        (WINDOWS, "all_gather", None),
-        (WINDOWS | ONE_HEAD, "p2p", "heads .* and sliding windows, .* to all_gather"),
-    ],
-)
-def test_what_attention_does_not_compute_over_ranks_is_refused(model, kind, message):
-    policy = tiny_policy(TINY_QWEN3 | model, context_parallel_size=2, cp_comm_type=kind)
-    with refused(message):
-        assert provider_of(policy).cp_comm_type == kind
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -177,37 +159,6 @@ def test_the_next_model_of_a_process_may_have_another_attention_backend(make_wor
     assert nvte_variables() == before
 
 
-def test_what_a_build_cannot_have_is_refused_by_its_key():
-    for megatron, words in (
-        ({"moe_permute_fusion": True}, rf"{MEGATRON}\.moe_permute_fusion is True, but layers without"),
-        ({"gradient_accumulation_fusion": True}, r"fused_weight_gradient_mlp_cuda \(of Apex\) is not installed"),
-        ({"attention_backend": "sdpa"}, "attention_backend is 'sdpa', which .* one of flash, fused, unfused, local"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            overrides_of(**megatron)
-    with pytest.raises(ValueError, match=r"policy\.precision is float32; set bf16 to false"):
-        model_config.make_optimizer_config(tiny_policy(optimizer={"bf16": True}))
-
-
-# Checks that need the model or the machine, which a recipe alone does not describe.
-
-
-def capturing(hf_config, *modules, **megatron):
-    graphs = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": list(modules)}
-    return tiny_policy(hf_config, "bfloat16", **graphs, **megatron)
-
-
-def offloading(hf_config, *modules):
-    return offloading_activations(tiny_policy(hf_config), list(modules))
-
-
-def test_modules_of_experts_are_refused_in_a_dense_model():
-    message = rf"{MEGATRON}\.offload_modules: names 'moe_act', which only a mixture-of-experts model has, but the pol"
-    with pytest.raises(ValueError, match=message):
-        provider_of(offloading(DENSE, "core_attn", "moe_act"))
-    assert provider_of(offloading(EXPERTS, "core_attn", "moe_act")).offload_modules == ["core_attn", "moe_act"]
-
-
 def test_latent_attention_needs_transformer_engine(monkeypatch):
     monkeypatch.setattr(model_config, "have_transformer_engine", lambda: False)
     with pytest.raises(ValueError, match=r"has multi-latent attention .*, which needs Transformer Engine; run"):
@@ -215,34 +166,16 @@ def test_latent_attention_needs_transformer_engine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("policy", "message"),
+    ("name", "message"),
     [
-        (capturing(DENSE, "moe_router"), "names 'moe_router', which only mixture-of-experts layers have"),
-        (capturing(EXPERTS, "mlp"), "names 'mlp', which is captured in dense layers, and every layer of"),
-        (capturing(EXPERTS, "mlp", moe_layer_freq=1), "names 'mlp', which is captured in dense layers"),
-        (capturing(EXPERTS, "moe_router"), None),
-        (capturing(DENSE, "mlp"), None),
-        (capturing(MIXED, "mlp", "moe_router", moe_layer_freq=[0, 1, 1, 1]), None),
-        (capturing(MIXED, "mlp", "moe_router"), None),
+        ("modules of experts are offloaded", r"fine_grained_activation_offloading is true, .* to false"),
+        ("a router is captured", r"cuda_graph_impl is transformer_engine, .* to none"),
     ],
 )
-def test_graphs_of_layers_that_the_model_lacks_are_refused(policy, message):
-    with refused(message and rf"{MEGATRON}\.cuda_graph_modules: {message}"):
-        modules = provider_of(policy).cuda_graph_modules
-        assert [module.name for module in modules] == policy["megatron_cfg"]["cuda_graph_modules"]
-
-
-def test_what_is_off_is_not_asked_for():
-    policy = tiny_policy(DENSE, cuda_graph_modules=["moe_router"], offload_modules=["moe_act"])
-    assert provider_of(policy).num_moe_experts is None
-
-
-def test_a_gpu_without_transformer_engine_is_refused_what_needs_it(monkeypatch):
-    offloads, captures = offloading(DENSE, "core_attn"), capturing(EXPERTS, "moe_router")
-    bridges = [bridge_of(policy) for policy in (offloads, captures)]
+def test_a_gpu_without_transformer_engine_is_refused_what_needs_it(name, message, monkeypatch):
+    policy = policy_of(**CASES[name])
+    bridge = bridge_of(policy)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(model_config, "have_transformer_engine", lambda: False)
-    with refused(rf"{MEGATRON}\.fine_grained_activation_offloading is true, .* to false"):
-        model_config.make_provider(offloads, bridges[0])
-    with refused(rf"{MEGATRON}\.cuda_graph_impl is transformer_engine, .* to none"):
-        model_config.make_provider(captures, bridges[1])
+    with pytest.raises(ValueError, match=rf"policy\.megatron_cfg\.{message}"):
+        model_config.make_provider(policy, bridge)

@@ -16,13 +16,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 from support.html_page import Page
 from support.limits import files_of_at_most
-from support.toy_policy import ToyPolicy
 
 from nemo_offload_rl import config
-from nemo_offload_rl.algorithms.sft import SFT, ValidationData
 from nemo_offload_rl.data.arithmetic import make_arithmetic
-from nemo_offload_rl.data.loader import ProblemLoader
-from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.metrics.logger import METRICS_FILE
 from nemo_offload_rl.metrics.names import MEASUREMENTS
@@ -37,6 +33,7 @@ from nemo_offload_rl.run.warm_start import run_warm_start
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.lock import FolderLock, LockedError
 from nemo_offload_rl.storage.manifest import CheckpointError, DamagedCheckpointError, write_manifest
+from tests.unit.algorithms.test_sft_and_dpo import make_sft
 
 RECIPE = Path(__file__).parents[3] / "examples" / "configs" / "sft_tiny_cpu.yaml"
 
@@ -56,16 +53,8 @@ def make_job(folder: Path, *overrides: str) -> Job:
     recipe = config.load(RECIPE, [*own, *overrides])
 
     def build(policy, cluster):
-        return SFT(
-            policy=ToyPolicy(),
-            example_format=PromptFormat(load_tokenizer("arithmetic"), 16),
-            examples=ProblemLoader(make_arithmetic("train", 2, 100, seed=1), shuffle=True, seed=1),
-            validation=ValidationData(make_arithmetic("validation", 2, 10, seed=1), 10, micro_batch_size=4),
-            train_global_batch_size=8,
-            train_micro_batch_size=8,
-            only_unmask_final=False,
-            save_optimizer=True,
-        )
+        train, validation = make_arithmetic("train", 2, 100, seed=1), make_arithmetic("validation", 2, 10, seed=1)
+        return make_sft(train, validation, max_tokens=16, batch=8, micro=8, validation=10)
 
     return with_build(Job.prepare(recipe).for_machine(Machine(has_gpus=False)), build)
 

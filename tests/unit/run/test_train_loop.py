@@ -4,17 +4,17 @@ import time
 from dataclasses import replace
 
 import pytest
+from support import recorded_runs
 from support.recorded_runs import SIX_STEPS
-from support.toy_policy import Recorded
 
 from nemo_offload_rl.data.loader import DataPosition
 from nemo_offload_rl.data.problem import DataError
 from nemo_offload_rl.environments import RewardError
 from nemo_offload_rl.metrics.names import logged_name
 from nemo_offload_rl.metrics.samples import JudgedAnswer
-from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
+from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState
 from nemo_offload_rl.run.interrupt import Interrupt, Progress, Stopped
-from nemo_offload_rl.run.train_loop import Run, StopReason, StopTarget, TimeLimit
+from nemo_offload_rl.run.train_loop import StopReason, StopTarget, TimeLimit
 from nemo_offload_rl.storage.disk import DiskFullError
 
 SCHEDULE = replace(SIX_STEPS, max_num_steps=10, val_period=4, val_at_start=False, val_at_end=False, save_period=3)
@@ -63,18 +63,10 @@ def folder_of(path, keep_top_k=None):
 
 
 def make_run(path, algorithm, *, interrupt=None, checkpoints=None, state=None, limit=None, writer=None, **changes):
-    outputs = Recorded()
-    made = Run(
-        algorithm,
-        replace(SCHEDULE, **changes),
-        state or RunState("run"),
-        checkpoints or folder_of(path),
-        writer or WriteAtOnce(algorithm.save),
-        outputs,
-        interrupt or Interrupt(),
-        limit or TimeLimit(getattr(algorithm, "clock", time.monotonic)),
-    )
-    return made, outputs
+    limit = limit or TimeLimit(getattr(algorithm, "clock", time.monotonic))
+    started = checkpoints or folder_of(path), state or RunState("run")
+    schedule = replace(SCHEDULE, **changes)
+    return recorded_runs.make_run(algorithm, schedule, *started, interrupt=interrupt, limit=limit, writer=writer)
 
 
 def run(path, algorithm=None, **settings):
