@@ -61,6 +61,12 @@ def test_float32_has_no_bf16_optimizer():
         model_config.make_optimizer_config(tiny_policy(optimizer={"bf16": True}))
 
 
+def test_recomputation_counts_only_with_activation_checkpointing():
+    assert overrides_of(recompute_granularity="full")["recompute_granularity"] is None
+    on = overrides_of(activation_checkpointing=True, recompute_granularity="full")
+    assert (on["recompute_granularity"], on["recompute_method"], on["recompute_num_layers"]) == ("full", "uniform", 1)
+
+
 def test_null_leaves_the_models_own_value_but_where_nemo_rl_sets_it():
     overrides = overrides_of(moe_router_dtype=None, moe_router_num_groups=None, moe_router_topk=None)
     assert overrides["moe_router_dtype"] is overrides["moe_router_num_groups"] is None  # deepseek_v3 has fp32 and 8
