@@ -12,15 +12,7 @@ import torch
 from support.losses import PLAIN
 from support.metrics_page import undocumented
 from support.recorded_runs import SIX_STEPS, make_run
-from support.toy_policy import (
-    EOS,
-    PROBLEMS,
-    TOKENIZER,
-    LocalTransport,
-    ToyGeneration,
-    ToyPolicy,
-    table_logprobs,
-)
+from support.toy_policy import EOS, PROBLEMS, TOKENIZER, LocalTransport, ToyGeneration, ToyPolicy, table_logprobs
 
 from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling, unscaled
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings

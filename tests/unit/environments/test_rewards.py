@@ -109,10 +109,7 @@ def test_a_python_function_is_called_with_response_and_answer_and_must_return_a_
         ("no_such_module_here:f", "'no_such_module_here' cannot be imported"),
         ("my_rewards:absent", "'my_rewards' has no function 'absent'"),
         ("my_rewards:NUMBER", "'my_rewards' has no function 'NUMBER'"),
-        (
-            "operator:neg",
-            "must take the answer and the known answer, but its call raises: too many",
-        ),
+        ("operator:neg", "must take the answer and the known answer, but its call raises: too many"),
         ("broken_rewards:half", "'broken_rewards' cannot be imported: NameError: name 'undefined' is not defined$"),
     ],
 )

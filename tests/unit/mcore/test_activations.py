@@ -22,11 +22,7 @@ from nemo_offload_rl.worker.activations import NoEffectError
 ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
 DENSE = ["attn_norm", *ATTENTION, "mlp_norm"]
 MBS = 2
-AGAIN = {
-    "activation_checkpointing": True,
-    "recompute_granularity": "selective",
-    "recompute_modules": ["layernorm"],
-}
+AGAIN = {"activation_checkpointing": True, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 
 
 def steps(worker: Any) -> list[dict[str, Any]]:

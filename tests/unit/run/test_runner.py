@@ -49,12 +49,7 @@ LARGER, WHY = "policy.hf_config.vocab_size=99 ~warm_start", "which is no token o
         ("absent", "a.b=1", "grpo", "absent.yaml"),
         ("sft_tiny_cpu", "policy.model_name=./nope policy.hf_config=null", "sft", "there is no such folder"),
         ("grpo_tiny_cpu", f"{LARGER} policy.generation.stop_token_ids=[50]", "grpo", f"stop_token_ids has 50, {WHY}"),
-        (
-            "sft_tiny_cpu",
-            "logger.log_dir=/dev/null/logs",
-            "sft",
-            "the folder /dev/null/logs cannot be used",
-        ),
+        ("sft_tiny_cpu", "logger.log_dir=/dev/null/logs", "sft", "the folder /dev/null/logs cannot be used"),
         ("grpo_tiny_cpu", "policy.generation.stop_strings=['=','1x']", "grpo", "stop_strings has '1x', in which 'x'"),
     ],
 )
