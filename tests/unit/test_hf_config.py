@@ -51,17 +51,17 @@ def model_folder(folder, **files):
 CONFIG = {"model_type": "qwen3", "vocab_size": 50, "eos_token_id": 5}
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ({"eos_token_id": [9, 7, 9]}, [7, 9]),
-        ({"eos_token_id": 8}, [8]),
-        ({"eos_token_id": [8, 50]}, [8]),  # outside the vocabulary, so never sampled
-        ({"eos_token_id": None}, []),
-        ({"temperature": 0.6}, []),  # as in transformers and vLLM, the file replaces what config.json says
-        (None, [5]),
-    ],
-)
+ENDS = [
+    ({"eos_token_id": [9, 7, 9]}, [7, 9]),
+    ({"eos_token_id": 8}, [8]),
+    ({"eos_token_id": [8, 50]}, [8]),  # outside the vocabulary, so never sampled
+    ({"eos_token_id": None}, []),
+    ({"temperature": 0.6}, []),  # as in transformers and vLLM, the file replaces what config.json says
+    (None, [5]),
+]
+
+
+@pytest.mark.parametrize(("content", "expected"), ENDS)
 def test_a_models_ends_are_those_of_its_generation_config_or_else_of_its_config(content, expected, tmp_path):
     files = {} if content is None else {"generation_config": content}
     policy = model_folder(tmp_path / "model", config=CONFIG, **files)

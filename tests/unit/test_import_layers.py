@@ -194,21 +194,21 @@ def test_the_table_has_no_cycle():
         done.update(ready)
 
 
-@pytest.mark.parametrize(
-    ("num_violations", "module", "source"),
-    [
-        (1, "algorithms.grpo", "from nemo_offload_rl.mcore.build import build_model"),
-        (1, "algorithms.grpo", "def train():\n    from ..mcore import build"),
-        (1, "generation.interface", "from nemo_offload_rl import algorithms"),
-        (1, "run.train_loop", "from nemo_offload_rl.algorithms import grpo"),
-        (1, "residency.table", "if TYPE_CHECKING:\n    import torch.nn"),
-        (1, "config.validate", "from torch import nn"),
-        (0, "algorithms.grpo", "from nemo_offload_rl.worker.group import PolicyWorkerGroup\nimport torch"),
-        (0, "config.validate", "from . import recipe\nimport yaml"),
-        (0, "residency.residency", "import torch\nfrom .table import Phase\nfrom ..memory.numa import bind"),
-        (0, "worker.worker", "from nemo_offload_rl import __version__\nfrom ..mcore import build"),
-    ],
-)
+IMPORTS = [
+    (1, "algorithms.grpo", "from nemo_offload_rl.mcore.build import build_model"),
+    (1, "algorithms.grpo", "def train():\n    from ..mcore import build"),
+    (1, "generation.interface", "from nemo_offload_rl import algorithms"),
+    (1, "run.train_loop", "from nemo_offload_rl.algorithms import grpo"),
+    (1, "residency.table", "if TYPE_CHECKING:\n    import torch.nn"),
+    (1, "config.validate", "from torch import nn"),
+    (0, "algorithms.grpo", "from nemo_offload_rl.worker.group import PolicyWorkerGroup\nimport torch"),
+    (0, "config.validate", "from . import recipe\nimport yaml"),
+    (0, "residency.residency", "import torch\nfrom .table import Phase\nfrom ..memory.numa import bind"),
+    (0, "worker.worker", "from nemo_offload_rl import __version__\nfrom ..mcore import build"),
+]
+
+
+@pytest.mark.parametrize(("num_violations", "module", "source"), IMPORTS)
 def test_a_forbidden_import_is_found_and_an_allowed_one_let_through(num_violations, module, source):
     assert len(violations(source, module)) == num_violations
     with pytest.raises(LookupError, match="give it a row"):

@@ -213,17 +213,17 @@ PAIR, TRIPLE = ["qkv_linear", "core_attn"], ["qkv_linear", "core_attn", "moe_act
 ASKS = {("qkv_linear", 0), ("core_attn", 0), ("core_attn", 1), ("moe_act", 0)}
 
 
-@pytest.mark.parametrize(
-    ("names", "fraction", "has_margin", "lead", "asks"),
-    [
-        (PAIR * 4, 1.0, False, 1, None),
-        (PAIR * 4, 1.0, True, 1, None),
-        (PAIR * 4, 0.7, True, 2, None),
-        (PAIR * 2 + TRIPLE * 2, 1.0, False, 2, ASKS | {("moe_act", 1)}),
-        (PAIR * 2 + TRIPLE * 2, 1.0, True, 2, ASKS),
-        (["qkv_linear"], 1.0, True, 1, None),  # nothing is offloaded
-    ],
-)
+LEADS = [
+    (PAIR * 4, 1.0, False, 1, None),
+    (PAIR * 4, 1.0, True, 1, None),
+    (PAIR * 4, 0.7, True, 2, None),
+    (PAIR * 2 + TRIPLE * 2, 1.0, False, 2, ASKS | {("moe_act", 1)}),
+    (PAIR * 2 + TRIPLE * 2, 1.0, True, 2, ASKS),
+    (["qkv_linear"], 1.0, True, 1, None),  # nothing is offloaded
+]
+
+
+@pytest.mark.parametrize(("names", "fraction", "has_margin", "lead", "asks"), LEADS)
 def test_copies_may_lag_two_layers_where_not_all_leave_alike(names, fraction, has_margin, lead, asks):
     profile = Profile(committed(names).groups, fraction, has_margin=has_margin)
     assert profile.lead == lead

@@ -9,20 +9,19 @@ from nemo_offload_rl.activation_offload.report import ModuleReport, StepReport, 
 from nemo_offload_rl.memory.streams import Waits
 from nemo_offload_rl.memory.units import MIB
 
+REASONS = [
+    ("attn_norm", None, "Transformer Engine fuses this norm into the linear layer after it"),
+    ("moe_act", None, "no layer of this pipeline stage offloads it"),
+    ("core_attn", ModuleReport(distinct_bytes=3 * MIB, refused_bytes=3 * MIB), "3 MiB did not fit into the host"),
+    ("core_attn", ModuleReport(distinct_bytes=MIB, resident_bytes=MIB), "activation_offload_fraction"),
+    ("core_attn", ModuleReport(small_bytes=MIB // 2), r"0\.5 MiB are .* below .*min_offloaded_tensor_size"),
+    ("core_attn", ModuleReport(), "saved nothing"),
+    ("core_attn", ModuleReport(moved_bytes=MIB), "moved 1 MiB to the host but freed none: .* offload attn_proj"),
+    ("mlp_norm", ModuleReport(moved_bytes=MIB, duplicate_bytes=MIB), "keeps all of it on the GPU, or its backward"),
+]
 
-@pytest.mark.parametrize(
-    ("module", "report", "words"),
-    [
-        ("attn_norm", None, "Transformer Engine fuses this norm into the linear layer after it"),
-        ("moe_act", None, "no layer of this pipeline stage offloads it"),
-        ("core_attn", ModuleReport(distinct_bytes=3 * MIB, refused_bytes=3 * MIB), "3 MiB did not fit into the host"),
-        ("core_attn", ModuleReport(distinct_bytes=MIB, resident_bytes=MIB), "activation_offload_fraction"),
-        ("core_attn", ModuleReport(small_bytes=MIB // 2), r"0\.5 MiB are .* below .*min_offloaded_tensor_size"),
-        ("core_attn", ModuleReport(), "saved nothing"),
-        ("core_attn", ModuleReport(moved_bytes=MIB), "moved 1 MiB to the host but freed none: .* offload attn_proj"),
-        ("mlp_norm", ModuleReport(moved_bytes=MIB, duplicate_bytes=MIB), "keeps all of it on the GPU, or its backward"),
-    ],
-)
+
+@pytest.mark.parametrize(("module", "report", "words"), REASONS)
 def test_a_module_without_effect_has_a_reason(module, report, words):
     assert re.search(words, why_no_effect(module, report, [module], offloads_later=True) or "")
 

@@ -50,31 +50,11 @@ class Setting:
     """Holds a GRPO algorithm with everything around it; `limits` are its settings that are off unless given."""
 
     def __init__(
-        self,
-        *,
-        loss=PLAIN,
-        settings=SETTINGS,
-        train_micro=40,
-        train_global=40,
-        reward=EXACT_MATCH,
-        scale=unscaled,
-        shape=None,
-        generation=None,
-        transport=None,
-        val_generations=1,
-        val_temperature=0.0,
-        num_shown=0,
-        problems=PROBLEMS,
-        validation=PROBLEMS,
-        save=None,
-        replay=None,
-        max_age=None,
-        in_flight=False,
-        last_step=SCHEDULE.max_num_steps,
-        num_epochs=99,
-        sampled_with=None,
-        **limits,
-    ):
+        self, *, loss=PLAIN, settings=SETTINGS, train_micro=40, train_global=40, reward=EXACT_MATCH, scale=unscaled,
+        shape=None, generation=None, transport=None, val_generations=1, val_temperature=0.0, num_shown=0,
+        problems=PROBLEMS, validation=PROBLEMS, save=None, replay=None, max_age=None, in_flight=False,
+        last_step=SCHEDULE.max_num_steps, num_epochs=99, sampled_with=None, **limits,
+    ):  # fmt: skip
         self.policy = ToyPolicy()
         self.generation = generation or ToyGeneration()
         self.generation.calls = self.policy.calls
@@ -91,19 +71,15 @@ class Setting:
         if max_age is not None:
             ends = {"last_step": last_step, "num_epochs": num_epochs, "sampled_with": sampled_with or {}}
             sampler = RolloutQueue(sampler, max_age=max_age, in_flight=in_flight, **ends)
+        sampling = replace(SAMPLING, temperature=val_temperature)
+        asked = ValidationSampling(validation, val_generations, batch_size=4, sampling=sampling, num_shown=num_shown)
         self.grpo = GRPO(
             policy=self.policy,
             generation=engine,
             weights=weights,
             prompts=prompts,
             sample=sampler,
-            validation=ValidationSampling(
-                validation,
-                num_generations=val_generations,
-                batch_size=4,
-                sampling=replace(SAMPLING, temperature=val_temperature),
-                num_shown=num_shown,
-            ),
+            validation=asked,
             advantages=GroupAdvantages(leave_one_out=False, normalize=True, clip_low=None, clip_high=None),
             loss_fn=loss,
             batch_sizes=BatchSizes(train_global=train_global, train_micro=train_micro, logprob=16),

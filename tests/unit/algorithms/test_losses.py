@@ -180,22 +180,22 @@ def test_value_and_gradient_against_plain_loops(name):
     assert np.abs(differences).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("change", "loss", "outside"),
-    [
-        # The weight of the first sample's first token, exp(100), is above float32 and counts as 0; the others are 1.
-        ({"use_importance_sampling_correction": True}, -3 / 4, None),
-        (truncated("tis", 2.0, None), -3 / 4, 0.0),
-        (truncated("tis", 2.0, 0.5), -3.5 / 4, 1 / 4),
-        (truncated("icepop", 2.0, 0.5), -3 / 4, 1 / 4),
-        (truncated("seq-mask-tis", 2.0, 0.5), -2 / 4, 1 / 2),
-        (truncated("seq-mask-tis", 1e30, 0.5), -3 / 4, 0.0),
-        # The weight of the first sample is 0, its tokens' ratio 1.
-        ({**VARIANTS["GSPO"]}, -1 / 2, None),
-        ({**VARIANTS["GSPO"], **truncated("tis", 2.0, 0.25)}, -1.25 / 2, 1 / 2),
-        ({**VARIANTS["GSPO"], **truncated("icepop", 2.0, 0.25)}, -1 / 2, 1 / 2),
-    ],
-)
+OVERFLOWS = [
+    # The weight of the first sample's first token, exp(100), is above float32 and counts as 0; the others are 1.
+    ({"use_importance_sampling_correction": True}, -3 / 4, None),
+    (truncated("tis", 2.0, None), -3 / 4, 0.0),
+    (truncated("tis", 2.0, 0.5), -3.5 / 4, 1 / 4),
+    (truncated("icepop", 2.0, 0.5), -3 / 4, 1 / 4),
+    (truncated("seq-mask-tis", 2.0, 0.5), -2 / 4, 1 / 2),
+    (truncated("seq-mask-tis", 1e30, 0.5), -3 / 4, 0.0),
+    # The weight of the first sample is 0, its tokens' ratio 1.
+    ({**VARIANTS["GSPO"]}, -1 / 2, None),
+    ({**VARIANTS["GSPO"], **truncated("tis", 2.0, 0.25)}, -1.25 / 2, 1 / 2),
+    ({**VARIANTS["GSPO"], **truncated("icepop", 2.0, 0.25)}, -1 / 2, 1 / 2),
+]
+
+
+@pytest.mark.parametrize(("change", "loss", "outside"), OVERFLOWS)
 def test_weights_above_float32_count_as_zero(change, loss, outside):
     logprobs, sampler = torch.full((2, 3), -1.0), torch.full((2, 3), -1.0)
     sampler[0, 1] = -101.0
@@ -231,28 +231,28 @@ def one_token(loss: ClippedPGLoss, *, current=0.5, previous=0.5, sampler=0.5, re
     return value, gradient[0, 1].item(), metrics
 
 
-@pytest.mark.parametrize(
-    ("change", "numbers", "loss", "gradient"),
-    [
-        ({}, {"current": 0.55, "advantage": 2.0}, -2.2, -2.2),  # ratio 1.1, inside the clip
-        ({}, {"current": 0.75, "advantage": 2.0}, -2.4, 0.0),  # ratio 1.5, clipped to 1.2
-        ({}, {"current": 0.25, "advantage": 2.0}, -1.0, -1.0),  # ratio 0.5: the worse one counts
-        ({}, {"current": 0.25, "advantage": -2.0}, 1.6, 0.0),  # ratio 0.5, clipped to 0.8
-        ({}, {"current": 0.75, "advantage": -2.0}, 3.0, 3.0),  # ratio 1.5: the worse one counts
-        ({"ratio_clip_c": 1.25}, {"current": 0.75, "advantage": -2.0}, 2.5, 0.0),  # ... up to the bound
-        ({"ratio_clip_c": 1.25}, {"current": 0.75, "advantage": 2.0}, -2.4, 0.0),  # the bound is for negative ones only
-        ({"ratio_clip_max": 0.6}, {"current": 0.75, "advantage": 2.0}, -3.0, -3.0),
-        ({"force_on_policy_ratio": True}, {"current": 0.75, "advantage": 2.0}, -2.0, -2.0),
-        ({"disable_ppo_ratio": True}, {"current": 0.5, "advantage": 2.0}, 2 * LOG2, -2.0),
-        ({"use_importance_sampling_correction": True}, {"sampler": 0.25, "advantage": 1.0}, -2.0, -2.0),
-        # a ratio of 1.5 is a weight of 1.2, and one of 0.5 a weight of 0.8, whatever the advantage's sign
-        ({"use_cispo": True}, {"current": 0.75, "advantage": 2.0}, -2.4 * math.log(0.75), -2.4),
-        ({"use_cispo": True}, {"current": 0.25, "advantage": -2.0}, 1.6 * math.log(0.25), 1.6),
-        # d = log(1/2): the penalty adds 0.1 * (e^d - 1 - d), with gradient 0.1 * (1 - e^d) of the estimate and, since
-        # the token counts as drawn from the policy, 0.1 * (e^d - 1 - d) of its probability
-        ({"reference_policy_kl_penalty": 0.1}, {"reference": 0.25, "advantage": 0.0}, 0.1 * LOG2 - 0.05, 0.1 * LOG2),
-    ],
-)
+BY_HAND = [
+    ({}, {"current": 0.55, "advantage": 2.0}, -2.2, -2.2),  # ratio 1.1, inside the clip
+    ({}, {"current": 0.75, "advantage": 2.0}, -2.4, 0.0),  # ratio 1.5, clipped to 1.2
+    ({}, {"current": 0.25, "advantage": 2.0}, -1.0, -1.0),  # ratio 0.5: the worse one counts
+    ({}, {"current": 0.25, "advantage": -2.0}, 1.6, 0.0),  # ratio 0.5, clipped to 0.8
+    ({}, {"current": 0.75, "advantage": -2.0}, 3.0, 3.0),  # ratio 1.5: the worse one counts
+    ({"ratio_clip_c": 1.25}, {"current": 0.75, "advantage": -2.0}, 2.5, 0.0),  # ... up to the bound
+    ({"ratio_clip_c": 1.25}, {"current": 0.75, "advantage": 2.0}, -2.4, 0.0),  # the bound is for negative ones only
+    ({"ratio_clip_max": 0.6}, {"current": 0.75, "advantage": 2.0}, -3.0, -3.0),
+    ({"force_on_policy_ratio": True}, {"current": 0.75, "advantage": 2.0}, -2.0, -2.0),
+    ({"disable_ppo_ratio": True}, {"current": 0.5, "advantage": 2.0}, 2 * LOG2, -2.0),
+    ({"use_importance_sampling_correction": True}, {"sampler": 0.25, "advantage": 1.0}, -2.0, -2.0),
+    # a ratio of 1.5 is a weight of 1.2, and one of 0.5 a weight of 0.8, whatever the advantage's sign
+    ({"use_cispo": True}, {"current": 0.75, "advantage": 2.0}, -2.4 * math.log(0.75), -2.4),
+    ({"use_cispo": True}, {"current": 0.25, "advantage": -2.0}, 1.6 * math.log(0.25), 1.6),
+    # d = log(1/2): the penalty adds 0.1 * (e^d - 1 - d), with gradient 0.1 * (1 - e^d) of the estimate and, since
+    # the token counts as drawn from the policy, 0.1 * (e^d - 1 - d) of its probability
+    ({"reference_policy_kl_penalty": 0.1}, {"reference": 0.25, "advantage": 0.0}, 0.1 * LOG2 - 0.05, 0.1 * LOG2),
+]
+
+
+@pytest.mark.parametrize(("change", "numbers", "loss", "gradient"), BY_HAND)
 def test_gradients_by_hand(change, numbers, loss, gradient):
     value, slope, _ = one_token(replace(PLAIN, **change), **numbers)
     assert value == pytest.approx(loss, rel=1e-5)

@@ -27,40 +27,33 @@ def problems_of(fields, **policy):
     return dict(hf_config_problems({"model_name": "x", "hf_config": TINY_QWEN3 | fields, **policy}))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {3: 4},
-        {"hidden_size": [64]},
-        {"hidden_size": {"a": 1}},
-        {"hidden_act": ["silu"]},
-        {"rope_parameters": {3: 4, "rope_type": "linear", "factor": 2}},
-        {"rope_parameters": {"rope_type": ["yarn"]}},
-        {"rope_parameters": [1]},
-        {"model_type": ["qwen3"]},
-        {"model_type": {"qwen3": 1}},
-    ],
-    ids=str,
-)
+ODD_FIELDS = [
+    {3: 4}, {"hidden_size": [64]}, {"hidden_size": {"a": 1}}, {"hidden_act": ["silu"]},
+    {"rope_parameters": {3: 4, "rope_type": "linear", "factor": 2}}, {"rope_parameters": {"rope_type": ["yarn"]}},
+    {"rope_parameters": [1]}, {"model_type": ["qwen3"]}, {"model_type": {"qwen3": 1}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", ODD_FIELDS, ids=str)
 def test_odd_structures_are_answered_in_words(fields):
     found = problems_of(fields)
     assert found
     assert all(path.startswith("policy.hf_config.") for path in found)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"rope_theta": 10000, "rope_scaling": YARN},
-        {"rope_parameters": LLAMA3 | {"rope_theta": 5e5, "rope_type": "llama3"}},
-        {"rope_scaling": {"type": "linear", "factor": 2}},
-        {"rope_scaling": None, "rms_norm_eps": 1, "sliding_window": None, "attention_dropout": 0},
-        {"architectures": ["Qwen3ForCausalLM"], "transformers_version": "5.0"},
-        {"torch_dtype": "bfloat16", "use_cache": True},
-        {"bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": None, "num_nextn_predict_layers": 0},
-        {"name_or_path": "x", "num_labels": 2, "id2label": {0: "a"}, "attn_implementation": "sdpa"},
-    ],
-)
+GOOD_FIELDS = [
+    {"rope_theta": 10000, "rope_scaling": YARN},
+    {"rope_parameters": LLAMA3 | {"rope_theta": 5e5, "rope_type": "llama3"}},
+    {"rope_scaling": {"type": "linear", "factor": 2}},
+    {"rope_scaling": None, "rms_norm_eps": 1, "sliding_window": None, "attention_dropout": 0},
+    {"architectures": ["Qwen3ForCausalLM"], "transformers_version": "5.0"},
+    {"torch_dtype": "bfloat16", "use_cache": True},
+    {"bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": None, "num_nextn_predict_layers": 0},
+    {"name_or_path": "x", "num_labels": 2, "id2label": {0: "a"}, "attn_implementation": "sdpa"},
+]
+
+
+@pytest.mark.parametrize("fields", GOOD_FIELDS)
 def test_what_transformers_takes_is_taken(fields):
     assert problems_of(fields) == {}
     CONFIG_MAPPING["qwen3"](**{k: float(v) if k == "rms_norm_eps" else v for k, v in (TINY_QWEN3 | fields).items()})

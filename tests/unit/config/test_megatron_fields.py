@@ -39,25 +39,25 @@ def test_names_are_those_of_the_imported_dataclasses():
     assert names(DistributedDataParallelConfig) == set(ddp)
 
 
-@pytest.mark.parametrize(
-    ("name", "good", "bad", "expected"),
-    [
-        ("moe_router_topk", [2], ["2", 2.0, True, None], "int"),
-        ("layernorm_epsilon", [1e-5, 1], ["1e-5", None, False, math.nan, math.inf], "float"),
-        ("qk_layernorm", [True], [1, "true"], "bool"),
-        ("rope_type", ["yarn"], [1, None, "yarnn"], "'rope' or 'yarn'"),
-        ("moe_z_loss_coeff", [None, 0.1], ["x"], "Optional[float]"),
-        ("normalization", ["RMSNorm"], [None, 3, "RMSnorm"], "Literal['LayerNorm', 'RMSNorm']"),
-        ("moe_router_score_function", ["sigmoid"], ["relu", None], "Literal['softmax', 'sigmoid', 'sqrtsoftplus']"),
-        ("flash_attention_version", [2, None], ["2", 5, True], "Optional[Literal[2, 3, 4]]"),
-        ("moe_router_load_balancing_type", ["none", ["aux_loss"]], [3, [3], [], "aux_los", ["nne"]], "'aux_loss', "),
-        ("window_size", [[128, 0], None], [[128], [128, "0"], 128], "Optional["),
-        ("attention_backend", ["flash"], ["flsh", 1], "AttnBackend (AttnBackend: 'flash', 'fused', "),
-        ("mamba_training_ssm_states_dtype", ["bfloat16", None], ["float8", 16], "Optional['float32', "),
-        ("moe_layer_freq", [1, [1, 0]], ["1", [1.5]], "Union[int, "),
-        ("pipeline_model_parallel_layout", ["Et*4L", ["x"], None], [3], "Optional["),
-    ],
-)
+VALUES = [
+    ("moe_router_topk", [2], ["2", 2.0, True, None], "int"),
+    ("layernorm_epsilon", [1e-5, 1], ["1e-5", None, False, math.nan, math.inf], "float"),
+    ("qk_layernorm", [True], [1, "true"], "bool"),
+    ("rope_type", ["yarn"], [1, None, "yarnn"], "'rope' or 'yarn'"),
+    ("moe_z_loss_coeff", [None, 0.1], ["x"], "Optional[float]"),
+    ("normalization", ["RMSNorm"], [None, 3, "RMSnorm"], "Literal['LayerNorm', 'RMSNorm']"),
+    ("moe_router_score_function", ["sigmoid"], ["relu", None], "Literal['softmax', 'sigmoid', 'sqrtsoftplus']"),
+    ("flash_attention_version", [2, None], ["2", 5, True], "Optional[Literal[2, 3, 4]]"),
+    ("moe_router_load_balancing_type", ["none", ["aux_loss"]], [3, [3], [], "aux_los", ["nne"]], "'aux_loss', "),
+    ("window_size", [[128, 0], None], [[128], [128, "0"], 128], "Optional["),
+    ("attention_backend", ["flash"], ["flsh", 1], "AttnBackend (AttnBackend: 'flash', 'fused', "),
+    ("mamba_training_ssm_states_dtype", ["bfloat16", None], ["float8", 16], "Optional['float32', "),
+    ("moe_layer_freq", [1, [1, 0]], ["1", [1.5]], "Union[int, "),
+    ("pipeline_model_parallel_layout", ["Et*4L", ["x"], None], [3], "Optional["),
+]
+
+
+@pytest.mark.parametrize(("name", "good", "bad", "expected"), VALUES)
 def test_values_are_checked_by_annotation(name, good, bad, expected):
     for value in good:
         assert check_field(MEGATRON, name, value) is None, value

@@ -117,17 +117,20 @@ def test_what_cannot_be_read_or_does_not_apply_is_answered_with_where_and_why(gr
     golden(group, case, error_of(recipe, *([case] if group.startswith("override: ") else [])))
 
 
+FAR_TOO_LONG = [
+    ("a: {b: 1}\n", f"a.b={'1' * 5000}", "...: has an integer of more than 4,300 digits"),
+    (f"a:\n  b: {'1' * 5000}\n", None, "recipe.yaml:2: a.b: '1111111"),
+    (f"a:\n  b: 0x{'f' * 5000}\n", None, "... cannot be read as int"),
+    (f"a:\n  b: {':'.join(['1'] * 5000)}\n", None, "... cannot be read as int"),
+    (f"a:\n  ? {'1' * 5000}\n  : 2\n", None, "recipe.yaml:2: a: '1111111"),
+    (f"defaults: {'x' * 5000}\n", None, "cannot be read: file name too long"),
+    ("a: 1 # " + "x" * 2**20, None, "recipe.yaml: has more than 1,048,576 bytes, the limit for this file"),
+]
+
+
 @pytest.mark.parametrize(
     ("text", "override", "message"),
-    [
-        ("a: {b: 1}\n", f"a.b={'1' * 5000}", "...: has an integer of more than 4,300 digits"),
-        (f"a:\n  b: {'1' * 5000}\n", None, "recipe.yaml:2: a.b: '1111111"),
-        (f"a:\n  b: 0x{'f' * 5000}\n", None, "... cannot be read as int"),
-        (f"a:\n  b: {':'.join(['1'] * 5000)}\n", None, "... cannot be read as int"),
-        (f"a:\n  ? {'1' * 5000}\n  : 2\n", None, "recipe.yaml:2: a: '1111111"),
-        (f"defaults: {'x' * 5000}\n", None, "cannot be read: file name too long"),
-        ("a: 1 # " + "x" * 2**20, None, "recipe.yaml: has more than 1,048,576 bytes, the limit for this file"),
-    ],
+    FAR_TOO_LONG,
     ids=["override", "decimal", "hexadecimal", "sexagesimal", "key", "file name", "file"],
 )
 def test_what_is_far_too_long_is_answered_in_a_line(text, override, message):

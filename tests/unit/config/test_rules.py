@@ -67,18 +67,16 @@ def test_rules_read_keys_that_exist():
             assert is_megatron or read == SPEC or any(found), path
 
 
-@pytest.mark.parametrize(
-    ("ranks", "fields", "is_refused"),
-    [
-        (f"{PP}=3", {"num_hidden_layers": 6}, False),
-        (f"{PP}=2", {"num_hidden_layers": 3}, True),
-        (f"{TP}=3", {"num_attention_heads": 6}, False),
-        (f"{TP}=2", {"num_attention_heads": 3}, True),
-        (f"{EP}=3", {"num_experts": 6, "num_experts_per_tok": 2}, False),
-        (f"{EP}=2", {"num_experts": 3, "num_experts_per_tok": 2}, True),
-        (f"{EP}=2", {}, False),  # its default is known to transformers
-    ],
-)
+SIZES = [
+    (f"{PP}=3", {"num_hidden_layers": 6}, False), (f"{PP}=2", {"num_hidden_layers": 3}, True),
+    (f"{TP}=3", {"num_attention_heads": 6}, False), (f"{TP}=2", {"num_attention_heads": 3}, True),
+    (f"{EP}=3", {"num_experts": 6, "num_experts_per_tok": 2}, False),
+    (f"{EP}=2", {"num_experts": 3, "num_experts_per_tok": 2}, True),
+    (f"{EP}=2", {}, False),  # its default is known to transformers
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "fields", "is_refused"), SIZES)
 @pytest.mark.parametrize("where", ["hf_config_overrides", "a folder"])
 def test_a_models_sizes_are_read_wherever_they_are(ranks, fields, is_refused, where, tmp_path, error_of):
     key, number = ranks.split("=")
@@ -116,18 +114,18 @@ def test_durations():
     assert {text: duration_s(text) for text in durations} == durations
 
 
-@pytest.mark.parametrize(
-    ("overrides", "path", "value"),
-    [
-        (f"{DDP}.overlap_param_gather=true {DDP}.overlap_grad_reduce=false", f"{DDP}.overlap_param_gather", False),
-        (f"~warm_start {SPLIT} {DIVISOR}=1", DIVISOR, 2),
-        (f"{MEGATRON}.sequence_parallel=true", f"{MEGATRON}.sequence_parallel", False),
-        (f"grpo.val_period=-1 {TARGET}metric=null {TARGET}threshold=null", "grpo.val_period", 0),
-        (f"policy.generation.backend=vllm +{ASYNC}=true", ASYNC, False),
-        (f"{ALGORITHM}=modified_ffd", ALGORITHM, "modified_ffd"),
-        ("data.train.split_validation_size=null", "data.train.split_validation_size", None),
-    ],
-)
+ADAPTED = [
+    (f"{DDP}.overlap_param_gather=true {DDP}.overlap_grad_reduce=false", f"{DDP}.overlap_param_gather", False),
+    (f"~warm_start {SPLIT} {DIVISOR}=1", DIVISOR, 2),
+    (f"{MEGATRON}.sequence_parallel=true", f"{MEGATRON}.sequence_parallel", False),
+    (f"grpo.val_period=-1 {TARGET}metric=null {TARGET}threshold=null", "grpo.val_period", 0),
+    (f"policy.generation.backend=vllm +{ASYNC}=true", ASYNC, False),
+    (f"{ALGORITHM}=modified_ffd", ALGORITHM, "modified_ffd"),
+    ("data.train.split_validation_size=null", "data.train.split_validation_size", None),
+]
+
+
+@pytest.mark.parametrize(("overrides", "path", "value"), ADAPTED)
 def test_what_nemo_rl_runs_is_adapted_where_numbers_stay(overrides, path, value, golden):
     validated = load(TINY, overrides.split())
     assert value_at(validated.config, path) == value

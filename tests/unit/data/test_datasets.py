@@ -100,27 +100,26 @@ def test_a_saved_dataset_is_opened_and_missing_columns_and_folders_are_named(tmp
 GOOD = b'{"question": "1+1", "answer": "2"}\n'
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'["1+1", "2"]', "a.jsonl:2 is not an object with the fields 'question' and 'answer'"),
-        (b'{"question": "1+1", "answer": null}', "a.jsonl:2: the field 'answer' must be a text or a number, found N"),
-        (b'{"question": "1+1", "answer": true}', "the field 'answer' must be a text or a number, found True"),
-        (b'{"question": "1+1", "answer": ' + b"1" * 5000 + b"}", "a.jsonl:2 has an integer of more than 4,300 digits"),
-        (b'{"a":' * 100_000, "a.jsonl:2 has lists or objects nested too deeply to be read"),
-        (b'{"question": "1", "answer": NaN}', "the field 'answer' must be a text or a number, found nan"),
-        (b'{"question": "1", "answer": 1e400}', "the field 'answer' must be a text or a number, found inf"),
-        (b'{"question": "1", "answer": "\\ud800"}', "a.jsonl:2: the field 'answer' has half of a character"),
-        (b'{"question": "1", "answer": "2", "answer": "3"}', "a.jsonl:2 has the field 'answer' twice; delete one"),
-        (b'{"question": "1", "answer": ' + b"[" * 900 + b"]" * 900 + b"}", "found a list"),
-        (b'{"question": "1+1', "a.jsonl:2 is not JSON: Unterminated string starting at"),
-        (b"\xff", "cannot be read: 'utf-8' codec can't decode byte 0xff"),
-        (b"\x00" * 100, "a.jsonl:2 is not JSON"),
-        (b'{"a": "' + b"x" * MAX_LINE_CHARS + b'"}', "a.jsonl:2 has more than 16,777,216 characters"),
-        (b"{" + b", ".join(b'"k%d": 1' % n for n in range(10_000)) + b"}", "has no field 'question'; it has 'k0'"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
+WRONG_LINES = [
+    (b'["1+1", "2"]', "a.jsonl:2 is not an object with the fields 'question' and 'answer'"),
+    (b'{"question": "1+1", "answer": null}', "a.jsonl:2: the field 'answer' must be a text or a number, found N"),
+    (b'{"question": "1+1", "answer": true}', "the field 'answer' must be a text or a number, found True"),
+    (b'{"question": "1+1", "answer": ' + b"1" * 5000 + b"}", "a.jsonl:2 has an integer of more than 4,300 digits"),
+    (b'{"a":' * 100_000, "a.jsonl:2 has lists or objects nested too deeply to be read"),
+    (b'{"question": "1", "answer": NaN}', "the field 'answer' must be a text or a number, found nan"),
+    (b'{"question": "1", "answer": 1e400}', "the field 'answer' must be a text or a number, found inf"),
+    (b'{"question": "1", "answer": "\\ud800"}', "a.jsonl:2: the field 'answer' has half of a character"),
+    (b'{"question": "1", "answer": "2", "answer": "3"}', "a.jsonl:2 has the field 'answer' twice; delete one"),
+    (b'{"question": "1", "answer": ' + b"[" * 900 + b"]" * 900 + b"}", "found a list"),
+    (b'{"question": "1+1', "a.jsonl:2 is not JSON: Unterminated string starting at"),
+    (b"\xff", "cannot be read: 'utf-8' codec can't decode byte 0xff"),
+    (b"\x00" * 100, "a.jsonl:2 is not JSON"),
+    (b'{"a": "' + b"x" * MAX_LINE_CHARS + b'"}', "a.jsonl:2 has more than 16,777,216 characters"),
+    (b"{" + b", ".join(b'"k%d": 1' % n for n in range(10_000)) + b"}", "has no field 'question'; it has 'k0'"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG_LINES, ids=lambda value: str(value)[:40])
 def test_a_line_that_cannot_be_used_is_named(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(GOOD + line)

@@ -123,19 +123,19 @@ def test_pairs_are_ranked_completions():
     assert list(train.problems) == [PreferencePair((Message("user", "5="),), "5", "6")]
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ("dataset_name: missing_data.Rows", "module missing_data cannot be imported: ModuleNotFoundError: No module"),
-        ("dataset_name: broken_data.Rows", "module broken_data cannot be imported: ZeroDivisionError"),
-        ("dataset_name: own_data.Missing", "data.train.dataset_name is own_data.Missing, but .* has no class Missing"),
-        ("dataset_name: own_data.OfAList", "as the attribute dataset, a datasets.Dataset; found list"),
-        ("dataset_name: own_data.talk", "must be a class that holds a dataset, but is function"),
-        ("dataset_name: own_data.Strict, seed: 1", r"with the keys of its section \(dataset_name, seed\)"),
-        ("dataset_name: own_data.Columns", "own_data.Columns has no column 'messages'; it has prompt"),
-        ("dataset_name: own_data.Converted, split_validation_size: 0.1", "is 0.1, but .* no val_data"),
-    ],
-)
+NO_DATASETS = [
+    ("dataset_name: missing_data.Rows", "module missing_data cannot be imported: ModuleNotFoundError: No module"),
+    ("dataset_name: broken_data.Rows", "module broken_data cannot be imported: ZeroDivisionError"),
+    ("dataset_name: own_data.Missing", "data.train.dataset_name is own_data.Missing, but .* has no class Missing"),
+    ("dataset_name: own_data.OfAList", "as the attribute dataset, a datasets.Dataset; found list"),
+    ("dataset_name: own_data.talk", "must be a class that holds a dataset, but is function"),
+    ("dataset_name: own_data.Strict, seed: 1", r"with the keys of its section \(dataset_name, seed\)"),
+    ("dataset_name: own_data.Columns", "own_data.Columns has no column 'messages'; it has prompt"),
+    ("dataset_name: own_data.Converted, split_validation_size: 0.1", "is 0.1, but .* no val_data"),
+]
+
+
+@pytest.mark.parametrize(("section", "message"), NO_DATASETS)
 def test_what_is_no_dataset_is_refused(section, message):
     with pytest.raises(DataError, match=message):
         read_data(loaded(section).config["data"] | {"default": {}}, 1)

@@ -128,20 +128,20 @@ def error_of(name, **arguments):
     return str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "message"),
-    [
-        ("gsm8k", {"question": "1+1?", "answer": "2"}, "no '####', after which the answer stands"),
-        ("tulu3_sft_mixture", {"messages": [QUESTION, said("2")], "tools": [{"name": "f"}]}, "tools are not supported"),
-        ("DAPOMath17K", VERL_ROW | {"prompt": []}, "'prompt' must be a list of messages, found a list"),
-        ("DAPOMath17K", VERL_ROW | {"reward_model": {"style": "x"}}, "has no field 'ground_truth'; it has 'style'"),
-        ("squad", ROWS["squad"][0] | {"answers": {"text": []}}, "must be an object with a list 'text' of one answer"),
-        ("tulu3_sft_mixture", {"messages": [QUESTION]}, "is empty"),
-        ("HelpSteer3", ROWS["HelpSteer3"][0] | {"overall_preference": "2"}, "must be an integer, found '2'"),
-        ("Tulu3Preference", {"chosen": "2", "rejected": "3"}, "'chosen' must be a list of messages, found '2'"),
-        ("DeepScaler", {"problem": "1+1?"}, "has no field 'answer'; it has 'problem'"),
-    ],
-)
+OTHER_FORMS = [
+    ("gsm8k", {"question": "1+1?", "answer": "2"}, "no '####', after which the answer stands"),
+    ("tulu3_sft_mixture", {"messages": [QUESTION, said("2")], "tools": [{"name": "f"}]}, "tools are not supported"),
+    ("DAPOMath17K", VERL_ROW | {"prompt": []}, "'prompt' must be a list of messages, found a list"),
+    ("DAPOMath17K", VERL_ROW | {"reward_model": {"style": "x"}}, "has no field 'ground_truth'; it has 'style'"),
+    ("squad", ROWS["squad"][0] | {"answers": {"text": []}}, "must be an object with a list 'text' of one answer"),
+    ("tulu3_sft_mixture", {"messages": [QUESTION]}, "is empty"),
+    ("HelpSteer3", ROWS["HelpSteer3"][0] | {"overall_preference": "2"}, "must be an integer, found '2'"),
+    ("Tulu3Preference", {"chosen": "2", "rejected": "3"}, "'chosen' must be a list of messages, found '2'"),
+    ("DeepScaler", {"problem": "1+1?"}, "has no field 'answer'; it has 'problem'"),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "message"), OTHER_FORMS)
 def test_a_row_of_another_form_is_named(name, row, message, tmp_path):
     path = tmp_path / f"{name}.jsonl"
     path.write_text(json.dumps(row))

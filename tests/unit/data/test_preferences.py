@@ -69,29 +69,28 @@ def test_of_two_completions_the_lower_rank_is_chosen(tmp_path):
     assert load_jsonl(path, RankedForm()) == [PAIR] * 3
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "1+1", "chosen": "2"}, "a.jsonl:2 has no field 'rejected'; it has 'prompt', 'chosen'"),
-        ('["1+1"]', "a.jsonl:2 is not an object with the fields 'prompt', 'chosen' and 'rejected'"),
-        (binary(chosen=None), "a.jsonl:2: the field 'chosen' must be a text or a list of messages, found None"),
-        (binary(chosen=" \n"), "a.jsonl:2: the field 'chosen' is an empty answer"),
-        (binary(rejected="2"), "a.jsonl:2: the chosen and the rejected answer are the same"),
-        (binary(prompt=[]), "a.jsonl:2: the field 'prompt' is empty: its last message must be the user's"),
-        (binary(prompt=[USER, said("2")]), "'prompt' ends with one of the role 'assistant'"),
-        (binary(chosen=[said("2"), USER]), "'chosen' ends with one of the role 'user'"),
-        (
-            binary(chosen=[{"role": "user", "content": "1+2"}, said("2")]),
-            "'chosen': message 1 is not that of the prompt: write the answer alone, or after exactly",
-        ),
-        (binary(prompt=["1+1"]), "'prompt', message 1, must be an object with 'role' and 'content', found '1.1'"),
-        (binary(chosen=[USER, {"role": "asistant", "content": "2"}]), "message 2, has the role 'asistant': it must be"),
-        (binary(chosen=[{"role": "assistant"}]), "message 1, has no field 'content'; it has 'role'"),
-        (binary(chosen=[said("2") | {"tool_calls": [1]}]), "message 1, has 'tool_calls', but only 'role' and"),
-        ('{"prompt": [{"role": "user", "role": "user", "content": "1"}]}', "a.jsonl:2 has the field 'role' twice"),
-    ],
-    ids=lambda value: str(value)[:60],
-)
+WRONG_LINES = [
+    ({"prompt": "1+1", "chosen": "2"}, "a.jsonl:2 has no field 'rejected'; it has 'prompt', 'chosen'"),
+    ('["1+1"]', "a.jsonl:2 is not an object with the fields 'prompt', 'chosen' and 'rejected'"),
+    (binary(chosen=None), "a.jsonl:2: the field 'chosen' must be a text or a list of messages, found None"),
+    (binary(chosen=" \n"), "a.jsonl:2: the field 'chosen' is an empty answer"),
+    (binary(rejected="2"), "a.jsonl:2: the chosen and the rejected answer are the same"),
+    (binary(prompt=[]), "a.jsonl:2: the field 'prompt' is empty: its last message must be the user's"),
+    (binary(prompt=[USER, said("2")]), "'prompt' ends with one of the role 'assistant'"),
+    (binary(chosen=[said("2"), USER]), "'chosen' ends with one of the role 'user'"),
+    (
+        binary(chosen=[{"role": "user", "content": "1+2"}, said("2")]),
+        "'chosen': message 1 is not that of the prompt: write the answer alone, or after exactly",
+    ),
+    (binary(prompt=["1+1"]), "'prompt', message 1, must be an object with 'role' and 'content', found '1.1'"),
+    (binary(chosen=[USER, {"role": "asistant", "content": "2"}]), "message 2, has the role 'asistant': it must be"),
+    (binary(chosen=[{"role": "assistant"}]), "message 1, has no field 'content'; it has 'role'"),
+    (binary(chosen=[said("2") | {"tool_calls": [1]}]), "message 1, has 'tool_calls', but only 'role' and"),
+    ('{"prompt": [{"role": "user", "role": "user", "content": "1"}]}', "a.jsonl:2 has the field 'role' twice"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), WRONG_LINES, ids=lambda value: str(value)[:60])
 def test_a_wrong_line_is_named(tmp_path, row, message):
     path = write_rows(tmp_path / "a.jsonl", binary(), row)
     with pytest.raises(DataError, match=message) as error:
@@ -99,17 +98,16 @@ def test_a_wrong_line_is_named(tmp_path, row, message):
     assert len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (ranked(1, 1), "a.jsonl:2: both completions have the rank 1, but the lower rank tells which is chosen"),
-        (ranked() | {"completions": ranked()["completions"][:1]}, "'completions' must be a list of two.* a list of 1"),
-        (ranked() | {"completions": ["2", "3"]}, r"completions\[0\] must be an object with 'rank' and 'completion'"),
-        (ranked(0, "1"), r"completions\[1\]: the field 'rank' must be an integer, found '1'"),
-        (ranked(answers=("2", "")), r"a.jsonl:2: completions\[1\]: the field 'completion' is an empty answer"),
-    ],
-    ids=lambda value: str(value)[:60],
-)
+WRONG_RANKS = [
+    (ranked(1, 1), "a.jsonl:2: both completions have the rank 1, but the lower rank tells which is chosen"),
+    (ranked() | {"completions": ranked()["completions"][:1]}, "'completions' must be a list of two.* a list of 1"),
+    (ranked() | {"completions": ["2", "3"]}, r"completions\[0\] must be an object with 'rank' and 'completion'"),
+    (ranked(0, "1"), r"completions\[1\]: the field 'rank' must be an integer, found '1'"),
+    (ranked(answers=("2", "")), r"a.jsonl:2: completions\[1\]: the field 'completion' is an empty answer"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), WRONG_RANKS, ids=lambda value: str(value)[:60])
 def test_a_wrong_line_of_ranked_completions_is_named(tmp_path, row, message):
     path = write_rows(tmp_path / "a.jsonl", ranked(), row)
     with pytest.raises(DataError, match=message):
@@ -200,17 +198,17 @@ SYSTEM = PreferencePair((Message("system", "9"), Message("user", "1")), "5", "6"
 TOOL = PreferencePair((Message("user", "1"), Message("tool", "9")), "5", "6", "a.jsonl:2")
 
 
-@pytest.mark.parametrize(
-    ("make", "pairs", "message"),
-    [
-        (plain, [pair("1+1=", "2", "two", "a.jsonl:2")], "the answer 'two' has 't', which the tokenizer has no token"),
-        (plain, [pair("x=", "2", "3", "a.jsonl:2")], "the prompt 'x=' has 'x'"),
-        (plain, [TURNS], "the prompt is a conversation of 3 messages, but the tokenizer"),
-        (plain, [SYSTEM], r"the prompt '9\\n\\n1' has '\\n\\n', which"),
-        (templated, PromptedSamples([SYSTEM], PromptTexts(system="9")), "a system message, and system_prompt_file"),
-        (templated, [GOOD, TURNS, TOOL], r"policy\.tokenizer\.chat_template, .* cannot be rendered"),
-    ],
-)
+WRONG_PAIRS = [
+    (plain, [pair("1+1=", "2", "two", "a.jsonl:2")], "the answer 'two' has 't', which the tokenizer has no token"),
+    (plain, [pair("x=", "2", "3", "a.jsonl:2")], "the prompt 'x=' has 'x'"),
+    (plain, [TURNS], "the prompt is a conversation of 3 messages, but the tokenizer"),
+    (plain, [SYSTEM], r"the prompt '9\\n\\n1' has '\\n\\n', which"),
+    (templated, PromptedSamples([SYSTEM], PromptTexts(system="9")), "a system message, and system_prompt_file"),
+    (templated, [GOOD, TURNS, TOOL], r"policy\.tokenizer\.chat_template, .* cannot be rendered"),
+]
+
+
+@pytest.mark.parametrize(("make", "pairs", "message"), WRONG_PAIRS)
 def test_pairs_are_checked_for_words_without_a_token_and_for_the_template(make, pairs, message):
     check_pairs(plain(), [GOOD])
     check_pairs(templated(), [GOOD, TURNS])

@@ -79,20 +79,20 @@ def test_answers_are_evened_out(written, even):
     assert normalize_answer(written) == even
 
 
-@pytest.mark.parametrize(
-    ("response", "answer", "reward"),
-    [
-        ("First 3.\nAnswer: 42", "42", 1.0),
-        ("answer : $42$ dollars", "42", 1.0),
-        ("Answer: 1 no.\nANSWER: 2\nand more", "2", 1.0),
-        ("Answer: 1 no.\nAnswer: 2", "1", 0.0),
-        (r"Answer: $\frac12$", r"\frac{1}{2}", 1.0),
-        ("Answer: 0.5", r"\frac{1}{2}", 0.0),  # compared as text
-        (r"It is \boxed{42}", "42", 0.0),
-        ("Answer: 42" + "\n" * 300, "42", 0.0),
-        ("Answer: 42" + "\n" * 290, "42", 1.0),
-        ("", "42", 0.0),
-    ],
-)
+STATED = [
+    ("First 3.\nAnswer: 42", "42", 1.0),
+    ("answer : $42$ dollars", "42", 1.0),
+    ("Answer: 1 no.\nANSWER: 2\nand more", "2", 1.0),
+    ("Answer: 1 no.\nAnswer: 2", "1", 0.0),
+    (r"Answer: $\frac12$", r"\frac{1}{2}", 1.0),
+    ("Answer: 0.5", r"\frac{1}{2}", 0.0),  # compared as text
+    (r"It is \boxed{42}", "42", 0.0),
+    ("Answer: 42" + "\n" * 300, "42", 0.0),
+    ("Answer: 42" + "\n" * 290, "42", 1.0),
+    ("", "42", 0.0),
+]
+
+
+@pytest.mark.parametrize(("response", "answer", "reward"), STATED)
 def test_the_last_stated_answer_counts(response, answer, reward):
     assert dapo_math_verify(response, answer) == reward

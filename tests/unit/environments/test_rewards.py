@@ -101,38 +101,34 @@ def test_a_python_function_is_called_with_response_and_answer_and_must_return_a_
         reward.judge("a prompt", "", "answer")
 
 
+ABSENT = [
+    ("", "must be 'package.module:function', found ''"),
+    ("no_such_module_here:f", "'no_such_module_here' cannot be imported"),
+    ("my_rewards:absent", "'my_rewards' has no function 'absent'"),
+    ("my_rewards:NUMBER", "'my_rewards' has no function 'NUMBER'"),
+    ("operator:neg", "must take the answer and the known answer, but its call raises: too many"),
+    ("broken_rewards:half", "'broken_rewards' cannot be imported: NameError: name 'undefined' is not defined$"),
+]
+
+
 @pytest.mark.usefixtures("user_module")
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("", "must be 'package.module:function', found ''"),
-        ("no_such_module_here:f", "'no_such_module_here' cannot be imported"),
-        ("my_rewards:absent", "'my_rewards' has no function 'absent'"),
-        ("my_rewards:NUMBER", "'my_rewards' has no function 'NUMBER'"),
-        ("operator:neg", "must take the answer and the known answer, but its call raises: too many"),
-        ("broken_rewards:half", "'broken_rewards' cannot be imported: NameError: name 'undefined' is not defined$"),
-    ],
-)
+@pytest.mark.parametrize(("path", "message"), ABSENT)
 def test_a_function_that_is_not_there_is_named(path, message):
     with pytest.raises(RewardError, match=message):
         make_python_reward(path, 1, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("returned", "wanted", "found"),
-    [
-        (math.nan, "a finite number", "nan"),
-        (-math.inf, "a finite number", "-inf"),
-        (1e39, "a finite number", r"1e\+39"),  # infinite as a float32
-        (10**400, "a finite number", "1000"),
-        (None, "a number", "None"),
-        ([1.0, 0.0], "a number", r"\[1.0, 0.0\]"),
-        (1j, "a number", "1j"),
-        (np.float16(math.inf), "a finite number", r"np.float16\(inf\)"),
-        (np.complex64(1), "a number", r"np.complex64"),
-        (np.ones(2), "a number", "array"),
-    ],
-)
+# 1e39 is infinite as a float32.
+NOT_FINITE = [
+    (math.nan, "a finite number", "nan"), (-math.inf, "a finite number", "-inf"),
+    (1e39, "a finite number", r"1e\+39"), (10**400, "a finite number", "1000"),
+    (np.float16(math.inf), "a finite number", r"np.float16\(inf\)"), (None, "a number", "None"),
+    ([1.0, 0.0], "a number", r"\[1.0, 0.0\]"), (1j, "a number", "1j"),
+    (np.complex64(1), "a number", r"np.complex64"), (np.ones(2), "a number", "array"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("returned", "wanted", "found"), NOT_FINITE)
 def test_what_is_no_finite_number_is_an_error_with_everything_in_it(returned, wanted, found):
     message = f"The reward function f must return {wanted}.*, found {found}.* for the answer {CASE}"
     with pytest.raises(RewardError, match=message):

@@ -148,16 +148,13 @@ def test_the_policy_waits_for_an_engine_on_its_gpus_that_is_not_built_beside_it(
     assert VllmGeneration.capabilities.built_alone  # for any engine
 
 
-@pytest.mark.parametrize(
-    ("tp", "ep", "engines", "replicas"),
-    [
-        (1, 1, [(0,), (1,), (2,), (3,)], [0, 1, 2, 3]),
-        (2, 1, [(0, 1), (2, 3)], [0, 2]),
-        (4, 4, [(0, 1, 2, 3)], [0]),
-        (1, 2, [(0, 1), (2, 3)], [0, 1, 2, 3]),
-        (2, 4, [(0, 1, 2, 3)], [0, 2]),
-    ],
-)
+ENGINES = [
+    (1, 1, [(0,), (1,), (2,), (3,)], [0, 1, 2, 3]), (2, 1, [(0, 1), (2, 3)], [0, 2]), (4, 4, [(0, 1, 2, 3)], [0]),
+    (1, 2, [(0, 1), (2, 3)], [0, 1, 2, 3]), (2, 4, [(0, 1, 2, 3)], [0, 2]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tp", "ep", "engines", "replicas"), ENGINES)
 def test_the_processes_of_an_engine_meet_and_its_replicas_share_out_the_rows(actors, tp, ep, engines, replicas):
     policy = vllm_policy(tensor_parallel_size=tp, expert_parallel_size=ep)
     size = ENGINE.bundles_per_engine(policy, a_cluster())

@@ -221,20 +221,19 @@ def test_an_extended_cosine_schedule_continues_with_its_new_length(make_worker, 
         run_steps(worker, 1, visit_phases=False)
 
 
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ({"lr": 5e-3}, "optimizer.lr is 0.005 (there 0.001)"),
-        ({"min_lr": 1e-5}, "optimizer.min_lr is "),
-        ({"schedule": {"lr_warmup_iters": 1}}, "scheduler.lr_warmup_iters is "),
-        ({"schedule": {"lr_decay_iters": 9}}, "scheduler.lr_decay_iters "),
-        ({"schedule": {"lr_decay_style": "cosine"}}, "scheduler.lr_decay_style is cosine"),
-        ({"weight_decay": 0.5}, "scheduler.start_weight_decay is 0.5"),
-        ({"schedule": {"end_weight_decay": 0.5, "weight_decay_incr_style": "linear"}}, "scheduler.end_weight_decay is"),
-        ({"schedule": {"run_length": 77}}, "the run's number of training steps"),
-    ],
-    ids=str,
-)
+CHANGES = [
+    ({"lr": 5e-3}, "optimizer.lr is 0.005 (there 0.001)"),
+    ({"min_lr": 1e-5}, "optimizer.min_lr is "),
+    ({"schedule": {"lr_warmup_iters": 1}}, "scheduler.lr_warmup_iters is "),
+    ({"schedule": {"lr_decay_iters": 9}}, "scheduler.lr_decay_iters "),
+    ({"schedule": {"lr_decay_style": "cosine"}}, "scheduler.lr_decay_style is cosine"),
+    ({"weight_decay": 0.5}, "scheduler.start_weight_decay is 0.5"),
+    ({"schedule": {"end_weight_decay": 0.5, "weight_decay_incr_style": "linear"}}, "scheduler.end_weight_decay is"),
+    ({"schedule": {"run_length": 77}}, "the run's number of training steps"),
+]
+
+
+@pytest.mark.parametrize(("change", "key"), CHANGES, ids=str)
 def test_what_megatron_core_asserts_is_refused_by_key_unless_overridden(change, key):
     """With false, megatron-core resumes only a schedule all of whose values are equal (`_check_and_set`)."""
 

@@ -377,18 +377,18 @@ def test_slower_replays_are_said_once(training, caplog):
     assert len(training.events) == num_marks
 
 
-@pytest.mark.parametrize(
-    ("runs", "num_timed", "said"),
-    [
-        ([(0, 9.0, 1.0), (1, 9.0, 1.5, 0.5, 1.5, 1.5), (1, *[5.0] * 5)], 5, None),  # after three it ends
-        ([(0, 9.0, 1.0), (1, 9.0, 1.5, 1.0625, 1.5, 1.5), (1, *[5.0] * 5)], 5, None),  # less than a tenth
-        ([(0, 0.5, 1.0), (1, *[1.0] * 5)], 5, None),  # a fast first step would be too strict, a slow one too lenient
-        ([(0, 1.0), (1, *[9.0] * 9)], 0, None),  # one eager step is no baseline
-        ([(0, 9.0, 1.0), (1, 0.5, 1.5, 1.5), (2, 0.5, 1.5, 1.5)], 5, (1.5, 1.0)),  # not the first one after a capture
-        ([(0, 9.0, 1.0), (1, OTHER, *[3.0] * 9), (1, 1.0, 1.0, 1.0), (1, OTHER, 3.0, 3.0)], 4, None),
-        ([(0, 9.0, 1.0), (0, OTHER, 4.0), (1, 9.0, 2.0, 2.0), (1, OTHER, 5.0, 5.0)], 6, (5.0, 4.0)),
-    ],
-)
+RUNS = [
+    ([(0, 9.0, 1.0), (1, 9.0, 1.5, 0.5, 1.5, 1.5), (1, *[5.0] * 5)], 5, None),  # after three it ends
+    ([(0, 9.0, 1.0), (1, 9.0, 1.5, 1.0625, 1.5, 1.5), (1, *[5.0] * 5)], 5, None),  # less than a tenth
+    ([(0, 0.5, 1.0), (1, *[1.0] * 5)], 5, None),  # a fast first step would be too strict, a slow one too lenient
+    ([(0, 1.0), (1, *[9.0] * 9)], 0, None),  # one eager step is no baseline
+    ([(0, 9.0, 1.0), (1, 0.5, 1.5, 1.5), (2, 0.5, 1.5, 1.5)], 5, (1.5, 1.0)),  # not the first one after a capture
+    ([(0, 9.0, 1.0), (1, OTHER, *[3.0] * 9), (1, 1.0, 1.0, 1.0), (1, OTHER, 3.0, 3.0)], 4, None),
+    ([(0, 9.0, 1.0), (0, OTHER, 4.0), (1, 9.0, 2.0, 2.0), (1, OTHER, 5.0, 5.0)], 6, (5.0, 4.0)),
+]
+
+
+@pytest.mark.parametrize(("runs", "num_timed", "said"), RUNS)
 def test_steps_are_compared_with_eager_ones_of_their_shape(training, caplog, runs, num_timed, said):
     for capture, *seconds in runs:
         shape = seconds.pop(0) if seconds[0] == OTHER else SHAPE

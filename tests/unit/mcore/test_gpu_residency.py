@@ -163,14 +163,8 @@ def state_of(worker):
 
 
 STREAMED_KINDS = [
-    "fused_adam",
-    "torch_adamw",
-    "precision_aware",
-    "undistributed",
-    "moe",
-    "moe precision_aware",
-    "moe torch_adamw",
-]
+    "fused_adam", "torch_adamw", "precision_aware", "undistributed", "moe", "moe precision_aware", "moe torch_adamw",
+]  # fmt: skip
 
 
 @each_delay

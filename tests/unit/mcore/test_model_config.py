@@ -109,15 +109,15 @@ def test_windows_that_are_switched_on_too_late_are_refused():
     assert model_config.hf_config(policy).sliding_window == 8
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"hf_config": {"model_type": "qwen99"}}, r"policy\.hf_config\.model_type is 'qwen99', which"),
-        ({"hf_config": {"hidden_size": 64}}, r"policy\.hf_config\.model_type is None, which"),
-        ({"hf_config_overrides": {"num_layerz": 3}}, r"overrides\.num_layerz: Qwen3Config has no such field"),
-        ({"hf_config": None, "model_name": "./no/such/folder"}, r"policy\.model_name is './no/such/folder'"),
-    ],
-)
+NO_MODELS = [
+    ({"hf_config": {"model_type": "qwen99"}}, r"policy\.hf_config\.model_type is 'qwen99', which"),
+    ({"hf_config": {"hidden_size": 64}}, r"policy\.hf_config\.model_type is None, which"),
+    ({"hf_config_overrides": {"num_layerz": 3}}, r"overrides\.num_layerz: Qwen3Config has no such field"),
+    ({"hf_config": None, "model_name": "./no/such/folder"}, r"policy\.model_name is './no/such/folder'"),
+]
+
+
+@pytest.mark.parametrize(("keys", "words"), NO_MODELS)
 def test_a_model_that_cannot_be_had_is_named(monkeypatch, keys, words):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match=words):

@@ -58,17 +58,17 @@ def test_a_kernel_without_numa_shows_no_nodes(tmp_path):
 CLUSTERS = {0: ("0-3", "10 12 21 21"), 1: ("4-7", "12 10 21 21"), 2: ("8-11", ""), 3: ("12-15", "")}
 
 
-@pytest.mark.parametrize(
-    ("nodes", "files", "node"),
-    [
-        (TWO_SOCKETS, {"numa_node": "1", "local_cpulist": "0-3"}, 1),
-        *((TWO_SOCKETS, {"numa_node": node, "local_cpulist": "4-7,12-15"}, 1) for node in ("-1", "7")),  # 7 is no node
-        (CLUSTERS, {"numa_node": "-1", "local_cpulist": "2-7"}, 1),  # which has most of these CPUs
-        *((TWO_SOCKETS, files, None) for files in ({"numa_node": "-1", "local_cpulist": "0-15"}, {}, None)),
-        (GB200, {"numa_node": "2"}, 0),  # the nearest node with CPUs
-        ({0: ("0-3", ""), 1: ("4-7", ""), 2: ("", "")}, {"numa_node": "2"}, 0),
-    ],
-)
+PLACES = [
+    (TWO_SOCKETS, {"numa_node": "1", "local_cpulist": "0-3"}, 1),
+    *((TWO_SOCKETS, {"numa_node": node, "local_cpulist": "4-7,12-15"}, 1) for node in ("-1", "7")),  # 7 is no node
+    (CLUSTERS, {"numa_node": "-1", "local_cpulist": "2-7"}, 1),  # which has most of these CPUs
+    *((TWO_SOCKETS, files, None) for files in ({"numa_node": "-1", "local_cpulist": "0-15"}, {}, None)),
+    (GB200, {"numa_node": "2"}, 0),  # the nearest node with CPUs
+    ({0: ("0-3", ""), 1: ("4-7", ""), 2: ("", "")}, {"numa_node": "2"}, 0),
+]
+
+
+@pytest.mark.parametrize(("nodes", "files", "node"), PLACES)
 def test_a_gpus_node_is_the_kernels_or_that_of_its_local_cpus(tmp_path, nodes, files, node):
     assert gpu_numa_node(GPU, make_sysfs(tmp_path, nodes, {} if files is None else {GPU: files})) == node
 

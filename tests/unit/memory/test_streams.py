@@ -113,16 +113,16 @@ def test_every_byte_arrives_and_no_other_changes(ring, verb, nbytes):
 FLAT = torch.zeros(8, dtype=torch.uint8)
 
 
+MISFITS = [
+    (FLAT, FLAT[:7].clone(), "8 bytes to copy into 7"),
+    (FLAT, torch.zeros(8), r"torch.float32 \[8\]"),
+    (FLAT.view(2, 4), FLAT, r"torch.uint8 \[2, 4\]"),
+    (FLAT[::2], FLAT[:4], "contiguous"),
+]
+
+
 @pytest.mark.parametrize("verb", ["to_host", "to_gpu"])
-@pytest.mark.parametrize(
-    ("source", "destination", "words"),
-    [
-        (FLAT, FLAT[:7].clone(), "8 bytes to copy into 7"),
-        (FLAT, torch.zeros(8), r"torch.float32 \[8\]"),
-        (FLAT.view(2, 4), FLAT, r"torch.uint8 \[2, 4\]"),
-        (FLAT[::2], FLAT[:4], "contiguous"),
-    ],
-)
+@pytest.mark.parametrize(("source", "destination", "words"), MISFITS)
 def test_tensors_that_do_not_fit_each_other_are_refused(ring, verb, source, destination, words):
     with pytest.raises(ValueError, match=words):
         getattr(ring, verb)(source, destination, None)

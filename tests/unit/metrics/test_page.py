@@ -102,15 +102,15 @@ def test_an_old_or_a_damaged_folder_has_a_page_of_what_there_is(run_dir, facts, 
     assert ("run.json is left out" in caplog.text) is (facts is not None)
 
 
-@pytest.mark.parametrize(
-    ("facts", "shown", "hidden"),
-    [
-        ({"ending": "interrupted"}, "Ended after step 2: interrupted.", "half"),
-        ({"ending": None}, "After step 2 the run goes on, or it was killed.", "half"),
-        ({"answers": answers_after(2, "half \ud83d a pair")}, "half ? a pair", "\ud83d"),
-        ({"answers": answers_after(4, "half a step")}, "step 2", "half a step"),  # which is yet to be made again
-    ],
-)
+ENDINGS = [
+    ({"ending": "interrupted"}, "Ended after step 2: interrupted.", "half"),
+    ({"ending": None}, "After step 2 the run goes on, or it was killed.", "half"),
+    ({"answers": answers_after(2, "half \ud83d a pair")}, "half ? a pair", "\ud83d"),
+    ({"answers": answers_after(4, "half a step")}, "step 2", "half a step"),  # which is yet to be made again
+]
+
+
+@pytest.mark.parametrize(("facts", "shown", "hidden"), ENDINGS)
 def test_the_page_says_how_a_run_ended_and_what_was_answered(run_dir, facts, shown, hidden):
     text = page_with(run_dir, **facts).text
     assert shown in text and hidden not in text

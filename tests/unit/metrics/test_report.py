@@ -104,15 +104,15 @@ def test_without_gpus_it_has_host_memory_alone_and_no_peaks_are_logged(caplog):
     assert memory_table([{"step": 1}], {}) is None
 
 
-@pytest.mark.parametrize(
-    ("planned", "said"),
-    [
-        ({"train": 14.5, "logprobs": 9.5}, None),
-        ({}, None),
-        ({"train": 12.5, "logprobs": 9.25, "refit": 1.0}, "training 14.00 GiB, 1.50 more than planned; log-prob"),
-        ({"logprobs": 9.25}, ": log-prob passes 9.50 GiB, 0.25 more than planned;"),
-    ],
-)
+PEAKS = [
+    ({"train": 14.5, "logprobs": 9.5}, None),
+    ({}, None),
+    ({"train": 12.5, "logprobs": 9.25, "refit": 1.0}, "training 14.00 GiB, 1.50 more than planned; log-prob"),
+    ({"logprobs": 9.25}, ": log-prob passes 9.50 GiB, 0.25 more than planned;"),
+]
+
+
+@pytest.mark.parametrize(("planned", "said"), PEAKS)
 def test_one_warning_says_by_how_much_peaks_are_above_the_plan(planned, said, caplog):
     caplog.set_level(logging.INFO)
     log_peaks(PEAKS_OF_STEPS, planned)

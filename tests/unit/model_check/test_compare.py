@@ -47,17 +47,17 @@ def test_megatron_computes_the_model_as_transformers_does(name):
         assert difference.gradient < 2e-5, difference
 
 
-@pytest.mark.parametrize(
-    ("family", "field", "value"),
-    [
-        ("llama", "rms_norm_eps", 1e-2),
-        ("llama", "hidden_act", "gelu"),
-        ("llama", "rope_parameters", {"rope_type": "default", "rope_theta": 1.1e4}),
-        ("llama", "rope_parameters", LINEAR),
-        ("qwen3_moe", "norm_topk_prob", False),
-        ("qwen3_moe", "num_experts_per_tok", 3),
-    ],
-)
+FLAGS = [
+    ("llama", "rms_norm_eps", 1e-2),
+    ("llama", "hidden_act", "gelu"),
+    ("llama", "rope_parameters", {"rope_type": "default", "rope_theta": 1.1e4}),
+    ("llama", "rope_parameters", LINEAR),
+    ("qwen3_moe", "norm_topk_prob", False),
+    ("qwen3_moe", "num_experts_per_tok", 3),
+]
+
+
+@pytest.mark.parametrize(("family", "field", "value"), FLAGS)
 def test_a_flag_that_megatron_does_not_follow_is_seen(family, field, value):
     policy = policy_of(family, norm_topk_prob=True, **EXPERTS) if family == "qwen3_moe" else policy_of(family)
     twin = twin_config(hf_config(policy))
@@ -71,15 +71,15 @@ def test_a_flag_that_megatron_does_not_follow_is_seen(family, field, value):
         assert not difference.is_rounding
 
 
-@pytest.mark.parametrize(
-    ("family", "message"),
-    [
-        ("mixtral", "Megatron cannot compute this model: The model's architecture MixtralForCausalLM (model_type mix"),
-        ("falcon_h1", "Megatron cannot compute this model: The model has custom layers"),  # before 25 GB are allocated
-        ("glm_moe_dsa", "Megatron cannot compute this model: Megatron-Bridge cannot translate"),
-        ("mamba", "The model check cannot make a small model of this mamba config (KeyError: 'num_attention_heads')"),
-    ],
-)
+NOT_COMPARED = [
+    ("mixtral", "Megatron cannot compute this model: The model's architecture MixtralForCausalLM (model_type mix"),
+    ("falcon_h1", "Megatron cannot compute this model: The model has custom layers"),  # before 25 GB are allocated
+    ("glm_moe_dsa", "Megatron cannot compute this model: Megatron-Bridge cannot translate"),
+    ("mamba", "The model check cannot make a small model of this mamba config (KeyError: 'num_attention_heads')"),
+]
+
+
+@pytest.mark.parametrize(("family", "message"), NOT_COMPARED)
 def test_a_family_that_cannot_be_compared_is_one_sentence(family, message):
     with pytest.raises(ValueError) as error:  # noqa: PT011  (the message is compared below)
         compare(tiny_policy({"model_type": family}))

@@ -54,16 +54,16 @@ def test_a_config_that_megatron_computes_right(checked, config):
     assert {"imports", "config", "transformers", "model"} <= set(answer["seconds"])
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"hidden_act": "no such thing"}, "no such thing"),
-        ({"vocab_size": -1}, "has vocab_size -1; give a whole number of at least 1"),
-        ({"num_hidden_layers": 0}, "has num_hidden_layers 0; give a whole number of at least 1"),
-        ({"hidden_size": "64"}, "policy.hf_config has an invalid value: "),
-        ({"model_type": "nemotron_h"}, "cannot make a small model of this nemotron_h config"),
-    ],
-)
+IMPOSSIBLE = [
+    ({"hidden_act": "no such thing"}, "no such thing"),
+    ({"vocab_size": -1}, "has vocab_size -1; give a whole number of at least 1"),
+    ({"num_hidden_layers": 0}, "has num_hidden_layers 0; give a whole number of at least 1"),
+    ({"hidden_size": "64"}, "policy.hf_config has an invalid value: "),
+    ({"model_type": "nemotron_h"}, "cannot make a small model of this nemotron_h config"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), IMPOSSIBLE)
 def test_a_config_that_cannot_be_is_an_error_on_standard_output(checked, config, fields, message):
     status, answer = checked("--hf-config", config(**fields))
     assert status == 1
@@ -88,16 +88,16 @@ def test_a_process_that_asks_by_standard_input_gets_errors_as_answers(checked, m
     assert watching.wait(10)
 
 
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        (None, "does not exist; give a model's config.json"),
-        (b"{", "is not valid JSON (Expecting property name"),
-        (b"\xff{}", "is not valid JSON ("),
-        (b"[" * 100_000, "is not valid JSON (maximum recursion depth exceeded"),
-        (b"[]", "is JSON, but not an object of fields"),
-    ],
-)
+UNREADABLE = [
+    (None, "does not exist; give a model's config.json"),
+    (b"{", "is not valid JSON (Expecting property name"),
+    (b"\xff{}", "is not valid JSON ("),
+    (b"[" * 100_000, "is not valid JSON (maximum recursion depth exceeded"),
+    (b"[]", "is JSON, but not an object of fields"),
+]
+
+
+@pytest.mark.parametrize(("written", "message"), UNREADABLE)
 def test_a_config_that_cannot_be_read_is_one_sentence_on_standard_error(fails, tmp_path, written, message):
     path = tmp_path / "wrong.json"
     if written is not None:

@@ -65,15 +65,15 @@ def test_a_cluster_listens_on_loopback_survives_an_interrupt_and_leaves_no_proce
     assert "left nothing behind" in run.stdout
 
 
-@pytest.mark.parametrize(
-    ("require", "message"),
-    [
-        (lambda: require_gpus(3, 2, 4, "here"), r"8 GPUs \(cluster.num_nodes 2 x cluster.gpus_per_node 4\), .* has 3"),
-        (lambda: require_gpus(0, 2, 4, "here", needs_gpus=True), r"began on GPUs, but here has none now, .* has 8 "),
-        (lambda: require_one_node(2), r"2 nodes .* set RAY_ADDRESS"),
-        (lambda: require_no_segments(2), r"segments of 2 nodes .* set RAY_ADDRESS"),
-    ],
-)
+TOO_FEW = [
+    (lambda: require_gpus(3, 2, 4, "here"), r"8 GPUs \(cluster.num_nodes 2 x cluster.gpus_per_node 4\), .* has 3"),
+    (lambda: require_gpus(0, 2, 4, "here", needs_gpus=True), r"began on GPUs, but here has none now, .* has 8 "),
+    (lambda: require_one_node(2), r"2 nodes .* set RAY_ADDRESS"),
+    (lambda: require_no_segments(2), r"segments of 2 nodes .* set RAY_ADDRESS"),
+]
+
+
+@pytest.mark.parametrize(("require", "message"), TOO_FEW)
 def test_too_few_gpus_or_nodes_are_an_error_with_the_numbers(require, message):
     with pytest.raises(ValueError, match=message):
         require()

@@ -114,15 +114,15 @@ def joined(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize(
-    ("address", "asked"),
-    [
-        ("10.0.0.1:6379", [("10.0.0.1", 6379)]),
-        ("head:7000", [("head", 7000)]),
-        ("[fd00::1]:6379", [("fd00::1", 6379)]),
-        ("local", []),  # starts Ray
-    ],
-)
+ADDRESSES = [
+    ("10.0.0.1:6379", [("10.0.0.1", 6379)]),
+    ("head:7000", [("head", 7000)]),
+    ("[fd00::1]:6379", [("fd00::1", 6379)]),
+    ("local", []),  # starts Ray
+]
+
+
+@pytest.mark.parametrize(("address", "asked"), ADDRESSES)
 def test_the_head_is_asked_for_an_answer_before_ray_joins(address, asked, joined, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
     join_ray({"log_to_driver": False})

@@ -136,17 +136,17 @@ LENGTH = "policy.max_total_sequence_length=4096"
 EXPERTS = (*SAMPLES, LENGTH, "cluster.gpus_per_node=8", f"{MEGATRON}.expert_model_parallel_size=8")
 
 
-@pytest.mark.parametrize(
-    ("recipe", "model", "gib", "overrides"),
-    [
-        (GRPO, QWEN2_1_5B, 40, ("policy.generation.backend=vllm",)),
-        (GRPO, QWEN2_1_5B, 24, (*SHORT, "++grpo.debug.replay_rollouts=rollouts")),
-        (GRPO, QWEN2_1_5B, 16, (*SHORT, "cluster.gpus_per_node=2", f"{MEGATRON}.pipeline_model_parallel_size=2")),
-        (CONFIGS / "sft_long_rows.yaml", QWEN3_8B, 79.6, ()),
-        (DPO, LLAMA_1B, 20, (LENGTH,)),
-        (SFT, QWEN3_30B_A3B, 79.6, EXPERTS),
-    ],
-)
+FITTING = [
+    (GRPO, QWEN2_1_5B, 40, ("policy.generation.backend=vllm",)),
+    (GRPO, QWEN2_1_5B, 24, (*SHORT, "++grpo.debug.replay_rollouts=rollouts")),
+    (GRPO, QWEN2_1_5B, 16, (*SHORT, "cluster.gpus_per_node=2", f"{MEGATRON}.pipeline_model_parallel_size=2")),
+    (CONFIGS / "sft_long_rows.yaml", QWEN3_8B, 79.6, ()),
+    (DPO, LLAMA_1B, 20, (LENGTH,)),
+    (SFT, QWEN3_30B_A3B, 79.6, EXPERTS),
+]
+
+
+@pytest.mark.parametrize(("recipe", "model", "gib", "overrides"), FITTING)
 def test_a_recipe_with_the_overrides_fits(recipe, model, gib, overrides):
     found = searched(recipe, machine(gib), *overrides, model=model)
     assert found.fits
@@ -206,16 +206,16 @@ AHEAD = ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correc
 AHEAD += ("policy.generation.backend=vllm",)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "gpu_gib", "overrides", "added"),
-    [
-        (SFT, 79.6, (LONG,), {STATE: "streamed", MOVED: True, f"{MEGATRON}.use_fused_linear_logprobs": True}),
-        (DPO, 13, (), {STATE: "streamed", MOVED: True}),
-        (GRPO_8B, 38, (), {MOVED: True, f"{MEGATRON}.offload_modules": ["layer_input", "core_attn"]}),
-        (GRPO, 44, (*ROWS, *AHEAD), {STATE: "streamed"}),
-        (GRPO, 24, (*ROWS, "++grpo.debug.replay_rollouts=rollouts"), {STATE: "streamed"}),
-    ],
-)
+ADDED = [
+    (SFT, 79.6, (LONG,), {STATE: "streamed", MOVED: True, f"{MEGATRON}.use_fused_linear_logprobs": True}),
+    (DPO, 13, (), {STATE: "streamed", MOVED: True}),
+    (GRPO_8B, 38, (), {MOVED: True, f"{MEGATRON}.offload_modules": ["layer_input", "core_attn"]}),
+    (GRPO, 44, (*ROWS, *AHEAD), {STATE: "streamed"}),
+    (GRPO, 24, (*ROWS, "++grpo.debug.replay_rollouts=rollouts"), {STATE: "streamed"}),
+]
+
+
+@pytest.mark.parametrize(("recipe", "gpu_gib", "overrides", "added"), ADDED)
 def test_a_recipe_that_does_not_fit_runs_as_with_the_overrides_of_fit(recipe, gpu_gib, overrides, added):
     on = machine(gpu_gib)
     found, fit = resolved(recipe, on, *overrides, AUTO), searched(recipe, on, *overrides, AUTO)
@@ -249,19 +249,19 @@ def test_a_recipe_that_fits_stays_as_it_is_unless_more_saves_a_few_percent():
     assert f"++{STATE}=streamed" in searched(GRPO, much, AUTO).overrides
 
 
-@pytest.mark.parametrize(
-    ("recipe", "gpu_gib", "kept"),
-    [
-        # Each would be changed without auto.
-        (DPO, 24, {f"{MEGATRON}.activation_checkpointing": "true"}),
-        (DPO, 16, {MOVED: "true", f"{MEGATRON}.offload_modules": "[qkv_linear]"}),
-        (DPO, 16, {f"{MEGATRON}.mlp_tile_tokens": "4096", f"{MEGATRON}.use_fused_linear_logprobs": "true"}),
-        (SFT, 140, {STATE: "streamed"}),
-        (DPO, 16, {f"{MEGATRON}.activation_checkpointing": "true", f"{MEGATRON}.recompute_granularity": "selective"}),
-        (GRPO, 18, {"policy.sequence_packing.train_mb_tokens": "16384", ROWS[1].partition("=")[0]: "2048"}),
-        (DPO, 20, {"policy.train_micro_batch_size": "8"}),
-    ],
-)
+KEPT = [
+    # Each would be changed without auto.
+    (DPO, 24, {f"{MEGATRON}.activation_checkpointing": "true"}),
+    (DPO, 16, {MOVED: "true", f"{MEGATRON}.offload_modules": "[qkv_linear]"}),
+    (DPO, 16, {f"{MEGATRON}.mlp_tile_tokens": "4096", f"{MEGATRON}.use_fused_linear_logprobs": "true"}),
+    (SFT, 140, {STATE: "streamed"}),
+    (DPO, 16, {f"{MEGATRON}.activation_checkpointing": "true", f"{MEGATRON}.recompute_granularity": "selective"}),
+    (GRPO, 18, {"policy.sequence_packing.train_mb_tokens": "16384", ROWS[1].partition("=")[0]: "2048"}),
+    (DPO, 20, {"policy.train_micro_batch_size": "8"}),
+]
+
+
+@pytest.mark.parametrize(("recipe", "gpu_gib", "kept"), KEPT)
 def test_what_a_recipe_sets_stays(recipe, gpu_gib, kept):
     overrides = [f"++{key}={value}" for key, value in kept.items()]
     changed = from_overrides(searched(recipe, machine(gpu_gib), *overrides).overrides)

@@ -120,19 +120,13 @@ def test_small_tensors_stay_unless_the_recipe_says_so():
     assert layer_mib(DENSE, "core_attn", smallest=1 << 40) == {"core_attn": 0}
 
 
-@pytest.mark.parametrize(
-    ("num_microbatches", "stage", "num_stages", "num_model_chunks", "in_flight"),
-    [
-        (8, 0, 1, 1, 1),
-        (8, 0, 4, 1, 4),
-        (8, 3, 4, 1, 1),
-        (2, 0, 4, 1, 2),
-        (8, 0, 2, 2, 2 + 2 + 1),
-        (8, 1, 2, 2, 2 + 1),
-        (2, 0, 2, 2, 4),
-        (16, 1, 4, 3, 2 * 2 + 2 * 4 + 1),
-    ],
-)
+IN_FLIGHT = [
+    (8, 0, 1, 1, 1), (8, 0, 4, 1, 4), (8, 3, 4, 1, 1), (2, 0, 4, 1, 2),
+    (8, 0, 2, 2, 2 + 2 + 1), (8, 1, 2, 2, 2 + 1), (2, 0, 2, 2, 4), (16, 1, 4, 3, 2 * 2 + 2 * 4 + 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_microbatches", "stage", "num_stages", "num_model_chunks", "in_flight"), IN_FLIGHT)
 def test_passes_in_flight_are_those_of_megatron(num_microbatches, stage, num_stages, num_model_chunks, in_flight):
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 

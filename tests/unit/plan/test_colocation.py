@@ -137,15 +137,15 @@ ENGINE = EngineMemory(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("bucket_gib", "gpu_gib", "reason"),
-    [
-        (1, 62, None),  # 29 of the policy, 33 of vLLM
-        (1, 61, "both would take up to 62.00 of the GPU's 61.00"),
-        (25, 62, None),  # in a refit the policy has 2 of parameters and 2 of its process
-        (26, 62, "the first refit, which runs before vLLM first sleeps, would take up to 63.00 of the GPU's 62.00"),
-    ],
-)
+REFITS = [
+    (1, 62, None),  # 29 of the policy, 33 of vLLM
+    (1, 61, "both would take up to 62.00 of the GPU's 61.00"),
+    (25, 62, None),  # in a refit the policy has 2 of parameters and 2 of its process
+    (26, 62, "the first refit, which runs before vLLM first sleeps, would take up to 63.00 of the GPU's 62.00"),
+]
+
+
+@pytest.mark.parametrize(("bucket_gib", "gpu_gib", "reason"), REFITS)
 def test_both_have_to_fit_while_they_are_built_and_in_the_first_refit(bucket_gib, gpu_gib, reason):
     run = PlannedRun(PLAN, [], replace(ENGINE, refit_bytes=bucket_gib * GIB))
     found = why_not_at_once(run, Planner({}, "grpo", gpu_gib * GIB), gpu_gib * GIB)

@@ -134,16 +134,16 @@ def planned(*overrides):
     return plan_run(load(BENCHMARK, list(overrides)).config, QWEN2_1_5B, algorithm="grpo")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "on_gpu", "on_host"),
-    [
-        ("optimizer_offload_fraction=0.5", 12 * HALF, 16 * HALF),
-        ("optimizer_offload_fraction=0.5 use_precision_aware_optimizer=false", 16 * HALF, 16 * HALF),
-        ("optimizer_offload_fraction=1.0", 0, 32 * HALF),
-        ("optimizer_offload_fraction=1.0 optimizer=sgd use_precision_aware_optimizer=false", 8 * HALF, 24 * HALF),
-        ("optimizer_cpu_offload=false overlap_cpu_optimizer_d2h_h2d=false", 20 * HALF, None),
-    ],
-)
+SHARES = [
+    ("optimizer_offload_fraction=0.5", 12 * HALF, 16 * HALF),
+    ("optimizer_offload_fraction=0.5 use_precision_aware_optimizer=false", 16 * HALF, 16 * HALF),
+    ("optimizer_offload_fraction=1.0", 0, 32 * HALF),
+    ("optimizer_offload_fraction=1.0 optimizer=sgd use_precision_aware_optimizer=false", 8 * HALF, 24 * HALF),
+    ("optimizer_cpu_offload=false overlap_cpu_optimizer_d2h_h2d=false", 20 * HALF, None),
+]
+
+
+@pytest.mark.parametrize(("overrides", "on_gpu", "on_host"), SHARES)
 def test_optimizer_state_of_both_places(overrides, on_gpu, on_host):
     run = planned(*ON_CPU, *(f"{OPTIMIZER}.{override}" for override in overrides.split()))
     (rank,) = run.plan.ranks
@@ -152,17 +152,17 @@ def test_optimizer_state_of_both_places(overrides, on_gpu, on_host):
     assert rank.total_host_bytes == sum(rank.host_bytes.values()) + (on_host or 0) == run.needs[0].total_bytes
 
 
-@pytest.mark.parametrize(
-    ("overrides", "nbytes"),
-    [
-        ([], 2 * N),  # offloaded optimizer state is read in place
-        (["++policy.residency.table.train.optimizer_state=streamed"], 2 * N),
-        (STAYS, (2 + 10) * N),
-        ([*STAYS, "checkpointing.save_optimizer=false"], 2 * N),
-        ([ON_CPU[0], f"{OPTIMIZER}.optimizer_offload_fraction=0.5"], 2 * N + 12 * N // 2),
-        ([f"++{OPTIMIZER}.exp_avg_dtype=bfloat16"], (2 + 12) * N),  # converted for the file
-    ],
-)
+KEPT = [
+    ([], 2 * N),  # offloaded optimizer state is read in place
+    (["++policy.residency.table.train.optimizer_state=streamed"], 2 * N),
+    (STAYS, (2 + 10) * N),
+    ([*STAYS, "checkpointing.save_optimizer=false"], 2 * N),
+    ([ON_CPU[0], f"{OPTIMIZER}.optimizer_offload_fraction=0.5"], 2 * N + 12 * N // 2),
+    ([f"++{OPTIMIZER}.exp_avg_dtype=bfloat16"], (2 + 12) * N),  # converted for the file
+]
+
+
+@pytest.mark.parametrize(("overrides", "nbytes"), KEPT)
 def test_a_checkpoint_beside_the_run_keeps_what_the_arena_does_not_hold(overrides, nbytes):
     with_it, without = planned(*SAVES, *overrides), planned("checkpointing.enabled=true", *overrides)
     assert with_it.plan.ranks[0].fixed_bytes["checkpoint"] == nbytes

@@ -186,16 +186,16 @@ def test_the_fastest_that_fits(gib, name):
     assert reason(ways, gpu, host(500)).startswith(said)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "memory", "name", "why"),
-    [
-        (79.1, 126, "streamed", "(resident lacks 31.84, page-locked around refit lacks 31.84, CPU optimizer, 0.5"),
-        (35, 150, "CPU optimizer, 1", "streamed lacks 0.155 GiB)"),
-        (35, 126, None, "CPU optimizer, 1 needs 122.05 GiB of host memory, but this machine has 119.70)"),
-        (39.5, 60, None, "streamed needs 76.28 GiB of host memory, but this machine has 57.00; CPU optimizer, 1 needs"),
-        (8, 60, None, "for the smallest option"),
-    ],
-)
+HOSTS = [
+    (79.1, 126, "streamed", "(resident lacks 31.84, page-locked around refit lacks 31.84, CPU optimizer, 0.5"),
+    (35, 150, "CPU optimizer, 1", "streamed lacks 0.155 GiB)"),
+    (35, 126, None, "CPU optimizer, 1 needs 122.05 GiB of host memory, but this machine has 119.70)"),
+    (39.5, 60, None, "streamed needs 76.28 GiB of host memory, but this machine has 57.00; CPU optimizer, 1 needs"),
+    (8, 60, None, "for the smallest option"),
+]
+
+
+@pytest.mark.parametrize(("gpu", "memory", "name", "why"), HOSTS)
 def test_the_memory_of_the_host_is_looked_at_too(gpu, memory, name, why):
     """8,190,735,360 parameters: 10 bytes of each are 76.28 GiB, 16 are 122.05."""
     again = "policy.megatron_cfg.activation_checkpointing=true"

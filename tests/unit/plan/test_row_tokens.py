@@ -62,17 +62,17 @@ VLLM = f"{GENERATION}.backend=vllm"
 REPLAY = "++grpo.debug.replay_rollouts=rollouts"
 
 
-@pytest.mark.parametrize(
-    ("sampling", "gradients", "copies", "copies_of_log_probs"),
-    [
-        ([f"{GENERATION}.top_k=5"], 0, 0, 0),  # the engine of transformers reports log-probs before filters
-        ([f"{GENERATION}.temperature=0.7"], 1, 3, 3),
-        ([f"{GENERATION}.temperature=0.7", REPLAY], 1, 3, 3),
-        ([VLLM, f"{GENERATION}.top_k=5"], 2, 3, 3),
-        ([VLLM, f"{GENERATION}.top_k=5", REPLAY], 2, 3, 3),
-        ([VLLM, f"{GENERATION}.top_p=0.9"], 2, 3, 8),
-    ],
-)
+COPIES = [
+    ([f"{GENERATION}.top_k=5"], 0, 0, 0),  # the engine of transformers reports log-probs before filters
+    ([f"{GENERATION}.temperature=0.7"], 1, 3, 3),
+    ([f"{GENERATION}.temperature=0.7", REPLAY], 1, 3, 3),
+    ([VLLM, f"{GENERATION}.top_k=5"], 2, 3, 3),
+    ([VLLM, f"{GENERATION}.top_k=5", REPLAY], 2, 3, 3),
+    ([VLLM, f"{GENERATION}.top_p=0.9"], 2, 3, 8),
+]
+
+
+@pytest.mark.parametrize(("sampling", "gradients", "copies", "copies_of_log_probs"), COPIES)
 def test_where_no_kernel_reads_logits_they_have_gradients_and_copies(sampling, gradients, copies, copies_of_log_probs):
     """With a filter a step has log-probs of the whole vocabulary, too; top_p sorts it."""
 
@@ -145,17 +145,17 @@ def test_megatrons_recomputation_holds_all_layers_of_a_segment():
 FULL = [f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.use_fused_linear_logprobs=true"]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "inputs", "attentions", "layers"),
-    [
-        (["recompute_num_layers=3"], 10, 0, 3),
-        (["recompute_num_layers=99"], 1, 0, 28),
-        (["recompute_method=block", "recompute_num_layers=20"], 20, 0, 8 + 1),
-        (["offload_modules=[layer_input,core_attn]"], 2, 2, 1),
-        (["offload_modules=[layer_input,core_attn]", "activation_offload_fraction=0"], 28, 28, 1),
-        (["offload_modules=[layer_input,core_attn]", "recompute_num_layers=3"], 2 + 2, 2 + 2, 1),
-    ],
-)
+RECOMPUTED = [
+    (["recompute_num_layers=3"], 10, 0, 3),
+    (["recompute_num_layers=99"], 1, 0, 28),
+    (["recompute_method=block", "recompute_num_layers=20"], 20, 0, 8 + 1),
+    (["offload_modules=[layer_input,core_attn]"], 2, 2, 1),
+    (["offload_modules=[layer_input,core_attn]", "activation_offload_fraction=0"], 28, 28, 1),
+    (["offload_modules=[layer_input,core_attn]", "recompute_num_layers=3"], 2 + 2, 2 + 2, 1),
+]
+
+
+@pytest.mark.parametrize(("recipe", "inputs", "attentions", "layers"), RECOMPUTED)
 def test_what_recomputation_keeps(recipe, inputs, attentions, layers):
     offloads = any("offload_modules" in one for one in recipe)
     on = [f"{MEGATRON}.fine_grained_activation_offloading=true"] if offloads else []

@@ -125,26 +125,26 @@ def flops_of_a_row():
 LAYERS, MLPS, SCORES, OUTPUT = flops_of_a_row()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "extra"),
-    [
-        ((), 0),
-        ((CHUNKS,), OUTPUT),
-        ((TILES,), MLPS),
-        ((f"++{MEGATRON}.mlp_tile_tokens=8192",), MLPS),
-        ((f"++{MEGATRON}.mlp_tile_tokens={ROW}",), MLPS),
-        (FULL, LAYERS + SCORES),
-        ((*FULL, segments(4)), LAYERS + SCORES),
-        ((*FULL, TILES), LAYERS + SCORES + MLPS),
-        ((*FULL, segments(7), f"++{MEGATRON}.recompute_method=block"), (LAYERS + SCORES) / 4),
-        ((*FULL, *offloads("layer_input")), LAYERS + SCORES),
-        ((*FULL, *offloads("layer_input"), segments(4)), 1.75 * (LAYERS + SCORES)),
-        ((*FULL, *offloads("layer_input"), TILES), LAYERS + SCORES),
-        ((*FULL, *offloads("layer_input", "core_attn")), LAYERS),
-        ((FULL[0], f"++{MEGATRON}.recompute_granularity=selective"), SCORES),
-        ((FULL[0], f"++{MEGATRON}.recompute_granularity=selective", f"++{MEGATRON}.recompute_modules=[mlp]"), MLPS),
-    ],
-)
+COMPUTED_AGAIN = [
+    ((), 0),
+    ((CHUNKS,), OUTPUT),
+    ((TILES,), MLPS),
+    ((f"++{MEGATRON}.mlp_tile_tokens=8192",), MLPS),
+    ((f"++{MEGATRON}.mlp_tile_tokens={ROW}",), MLPS),
+    (FULL, LAYERS + SCORES),
+    ((*FULL, segments(4)), LAYERS + SCORES),
+    ((*FULL, TILES), LAYERS + SCORES + MLPS),
+    ((*FULL, segments(7), f"++{MEGATRON}.recompute_method=block"), (LAYERS + SCORES) / 4),
+    ((*FULL, *offloads("layer_input")), LAYERS + SCORES),
+    ((*FULL, *offloads("layer_input"), segments(4)), 1.75 * (LAYERS + SCORES)),
+    ((*FULL, *offloads("layer_input"), TILES), LAYERS + SCORES),
+    ((*FULL, *offloads("layer_input", "core_attn")), LAYERS),
+    ((FULL[0], f"++{MEGATRON}.recompute_granularity=selective"), SCORES),
+    ((FULL[0], f"++{MEGATRON}.recompute_granularity=selective", f"++{MEGATRON}.recompute_modules=[mlp]"), MLPS),
+]
+
+
+@pytest.mark.parametrize(("overrides", "extra"), COMPUTED_AGAIN)
 def test_what_is_computed_again(overrides, extra):
     # Without chunks unless they are the case, on one GPU, in one micro-batch; copies hide.
     seconds, _ = predicted(f"policy.max_total_sequence_length={ROW}", *PADDED, UNFUSED, *overrides, rates=FLAT)

@@ -186,16 +186,16 @@ def test_ranks_that_exchange_weights_replay_them_if_all_say_so(engine, make_send
     assert recorder.num_recordings == num_recordings
 
 
+REFUSALS = [
+    (1, GIB, 0, [True], "another rank cannot record it"),
+    (2, GIB, 1, [True, True], "another rank cannot record it"),
+    (3, GIB, 1, [True, True, True], "a replay saves too little on another rank"),
+    (0, 1, 1, [True, False], "of policy.refit_buffer_size_gb."),  # which keeps too much memory here
+]
+
+
 @on_each_device
-@pytest.mark.parametrize(
-    ("refused", "max_pool_bytes", "num_recordings", "answers", "log"),
-    [
-        (1, GIB, 0, [True], "another rank cannot record it"),
-        (2, GIB, 1, [True, True], "another rank cannot record it"),
-        (3, GIB, 1, [True, True, True], "a replay saves too little on another rank"),
-        (0, 1, 1, [True, False], "of policy.refit_buffer_size_gb."),  # which keeps too much memory here
-    ],
-)
+@pytest.mark.parametrize(("refused", "max_pool_bytes", "num_recordings", "answers", "log"), REFUSALS)
 def test_a_rank_drives_exports_from_python_if_another_one_does(
     engine, make_sender, device, caplog, refused, max_pool_bytes, num_recordings, answers, log
 ):

@@ -8,16 +8,14 @@ from nemo_offload_rl.refit.checksum import merge_checksums, require_equal_checks
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, buffer_sizes
 from nemo_offload_rl.refit.recorder import CaptureError, CudaRecorder, RepeatableOnly, addresses_of, why_not_recorded
 
+# A tensor that is larger than the limit of 10 has a bucket of its own.
+BUCKETS = [
+    ((4, 6, 1, 9, 1), [["t0", "t1"], ["t2", "t3"], ["t4"]]), ((), []),
+    ((3, 50, 3), [["t0"], ["t1"], ["t2"]]), ((50, 3, 3), [["t0"], ["t1", "t2"]]),
+]  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("num_bytes", "buckets"),
-    [
-        ((4, 6, 1, 9, 1), [["t0", "t1"], ["t2", "t3"], ["t4"]]),
-        ((), []),
-        ((3, 50, 3), [["t0"], ["t1"], ["t2"]]),  # a larger tensor has a bucket of its own
-        ((50, 3, 3), [["t0"], ["t1", "t2"]]),
-    ],
-)
+
+@pytest.mark.parametrize(("num_bytes", "buckets"), BUCKETS)
 def test_buckets_fill_up_to_the_limit_and_keep_the_order(num_bytes, buckets):
     plan = ExportPlan.of((f"t{index}", torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(num_bytes))
     assert plan.num_bytes == sum(num_bytes)
@@ -59,16 +57,16 @@ def test_an_export_that_keeps_to_its_plan_is_passed_on_as_it_is_drawn():
     assert [name for name, _ in checked] == [name for name, _ in MIXED[1:]]
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([MIXED[1], MIXED[0]], r"yields 'b' as torch.bfloat16 \[7, 3\] where the first one yielded 'a'"),
-        ([("a", torch.zeros(5, 3)), MIXED[1]], r"yields 'a' as torch.float32 \[5, 3\] where .* 'a' .* \[3, 5\]"),
-        ([("a", torch.zeros(3, 5).half()), MIXED[1]], r"yields 'a' as torch.float16"),
-        (MIXED[:1], "yields no further tensor where the first one yielded 'b'"),
-        (MIXED[:3], "yields 'scalar' .* where the first one yielded no further tensor"),
-    ],
-)
+OFF_PLAN = [
+    ([MIXED[1], MIXED[0]], r"yields 'b' as torch.bfloat16 \[7, 3\] where the first one yielded 'a'"),
+    ([("a", torch.zeros(5, 3)), MIXED[1]], r"yields 'a' as torch.float32 \[5, 3\] where .* 'a' .* \[3, 5\]"),
+    ([("a", torch.zeros(3, 5).half()), MIXED[1]], r"yields 'a' as torch.float16"),
+    (MIXED[:1], "yields no further tensor where the first one yielded 'b'"),
+    (MIXED[:3], "yields 'scalar' .* where the first one yielded no further tensor"),
+]
+
+
+@pytest.mark.parametrize(("weights", "message"), OFF_PLAN)
 def test_an_export_that_leaves_its_plan_is_stopped(weights, message):
     plan = ExportPlan.of(MIXED[:2])
     with pytest.raises(ValueError, match=message):
@@ -148,16 +146,16 @@ def test_what_ranks_have_sent_is_put_together_and_compared():
         merge_checksums([{"a": 1, "b": 2}, {"b": 3}])
 
 
-@pytest.mark.parametrize(
-    ("work", "why"),
-    [
-        (lambda gpu, cpu: gpu[cpu.long()], r"aten\.index.* uses both host memory and the GPU"),
-        (lambda gpu, cpu: gpu * cpu[0], r"aten\.mul.* uses both host memory and the GPU"),
-        (lambda gpu, cpu: gpu.cpu(), r"uses both host memory and the GPU"),
-        (lambda gpu, cpu: cpu.copy_(gpu), r"aten\.copy_.* uses both host memory and the GPU"),
-        (lambda gpu, cpu: gpu.sum().item(), r"aten\._local_scalar_dense.* waits for a result"),
-    ],
-)
+NOT_REPEATED = [
+    (lambda gpu, cpu: gpu[cpu.long()], r"aten\.index.* uses both host memory and the GPU"),
+    (lambda gpu, cpu: gpu * cpu[0], r"aten\.mul.* uses both host memory and the GPU"),
+    (lambda gpu, cpu: gpu.cpu(), r"uses both host memory and the GPU"),
+    (lambda gpu, cpu: cpu.copy_(gpu), r"aten\.copy_.* uses both host memory and the GPU"),
+    (lambda gpu, cpu: gpu.sum().item(), r"aten\._local_scalar_dense.* waits for a result"),
+]
+
+
+@pytest.mark.parametrize(("work", "why"), NOT_REPEATED)
 def test_what_a_graph_could_not_repeat_is_refused(work, why):
     with FakeTensorMode(allow_non_fake_inputs=True), RepeatableOnly():
         gpu, cpu = torch.zeros(4, device="cuda"), torch.zeros(2)

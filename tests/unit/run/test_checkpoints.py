@@ -58,20 +58,20 @@ def test_a_checkpoint_holds_what_was_written_and_the_state(tmp_path):
     assert read_metrics_of(written) == {ACCURACY: 0.6}
 
 
-@pytest.mark.parametrize(
-    ("keep_top_k", "metrics", "kept"),
-    [
-        (2, [0.9, 0.3, 0.5, 0.1], [1, 3, 4]),  # the best and the newest
-        (1, [0.9, 0.3, 0.9, 0.1, 0.2], [3, 5]),
-        (3, [-0.9, -0.3, -0.5, -0.7, None, -0.8], [2, 3, 4, 6]),
-        # One without the metric ranks last, and the older of equals goes first.
-        (3, [0.0, None, 0.0, 0.0, None], [1, 3, 4, 5]),
-        (3, [0.0, None, 0.0, 0.0, None, 0.0], [3, 4, 6]),
-        (2, [0.5, 0.9, NAN, 0.1, 0.2], [1, 2, 5]),
-        (2, [None, None, None], [2, 3]),
-        (None, [None, None, None], [1, 2, 3]),
-    ],
-)
+KEPT = [
+    (2, [0.9, 0.3, 0.5, 0.1], [1, 3, 4]),  # the best and the newest
+    (1, [0.9, 0.3, 0.9, 0.1, 0.2], [3, 5]),
+    (3, [-0.9, -0.3, -0.5, -0.7, None, -0.8], [2, 3, 4, 6]),
+    # One without the metric ranks last, and the older of equals goes first.
+    (3, [0.0, None, 0.0, 0.0, None], [1, 3, 4, 5]),
+    (3, [0.0, None, 0.0, 0.0, None, 0.0], [3, 4, 6]),
+    (2, [0.5, 0.9, NAN, 0.1, 0.2], [1, 2, 5]),
+    (2, [None, None, None], [2, 3]),
+    (None, [None, None, None], [1, 2, 3]),
+]
+
+
+@pytest.mark.parametrize(("keep_top_k", "metrics", "kept"), KEPT)
 @pytest.mark.parametrize("higher_is_better", [True, False])
 def test_the_best_and_the_newest_are_kept(tmp_path, keep_top_k, metrics, kept, higher_is_better):
     checkpoints = folder(tmp_path, higher_is_better=higher_is_better, keep_top_k=keep_top_k)
@@ -83,19 +83,13 @@ def test_the_best_and_the_newest_are_kept(tmp_path, keep_top_k, metrics, kept, h
 
 
 # Steps 1 to 8, of which 3 divides two; the accuracy falls, except at step 6. Worked out from NeMo-RL's definition.
-@pytest.mark.parametrize(
-    ("keep_top_k", "ft_keep_latest_k", "kept"),
-    [
-        (1, None, [6, 8]),
-        (2, None, [3, 6, 8]),
-        (0, None, [8]),
-        (1, 3, [6, 7, 8]),
-        (1, 0, [6, 8]),
-        (None, 2, [3, 6, 7, 8]),
-        (None, 0, [3, 6, 8]),
-        (None, None, [1, 2, 3, 4, 5, 6, 7, 8]),
-    ],
-)
+KEPT_BETWEEN_PERIODS = [
+    (1, None, [6, 8]), (2, None, [3, 6, 8]), (0, None, [8]), (1, 3, [6, 7, 8]), (1, 0, [6, 8]),
+    (None, 2, [3, 6, 7, 8]), (None, 0, [3, 6, 8]), (None, None, [1, 2, 3, 4, 5, 6, 7, 8]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keep_top_k", "ft_keep_latest_k", "kept"), KEPT_BETWEEN_PERIODS)
 def test_steps_between_periods_are_kept_only_as_the_newest(tmp_path, keep_top_k, ft_keep_latest_k, kept):
     checkpoints = folder(tmp_path, keep_top_k=keep_top_k, save_period=3, ft_keep_latest_k=ft_keep_latest_k)
     for step in range(1, 9):

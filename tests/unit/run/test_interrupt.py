@@ -159,19 +159,19 @@ AFRESH = "The same command starts the run from the beginning"
 STEP_4 = Path("c/step_4")
 
 
-@pytest.mark.parametrize(
-    ("progress", "lost", "then"),
-    [
-        (Progress(), "No step is lost.", f"{AFRESH}."),
-        (Progress(num_done=4, num_saved=4, checkpoint=STEP_4), "No step is lost.", "resumes from c/step_4."),
-        (Progress("run", 4, True, 4, STEP_4), "Step 5 since c/step_4 (unfinished) is lost.", "resumes from c/step_4."),
-        (Progress("run", 5, False, 4, STEP_4), "Step 5 since c/step_4 is lost.", "resumes from c/step_4."),
-        (Progress("run", 6, True, 4, STEP_4), "Steps 5 to 7 since c/step_4 (7 unfinished) are lost.", "c/step_4."),
-        (Progress(num_done=3), "Steps 1 to 3 are lost.", f"{AFRESH}."),
-        (Progress(num_done=1, saves=False), "Step 1 is lost.", f"{AFRESH} (checkpointing.enabled is false)."),
-        (Progress("warm start", 3, True), "Steps 1 to 4 (4 unfinished) are lost.", "warm start from the beginning."),
-    ],
-)
+LOST = [
+    (Progress(), "No step is lost.", f"{AFRESH}."),
+    (Progress(num_done=4, num_saved=4, checkpoint=STEP_4), "No step is lost.", "resumes from c/step_4."),
+    (Progress("run", 4, True, 4, STEP_4), "Step 5 since c/step_4 (unfinished) is lost.", "resumes from c/step_4."),
+    (Progress("run", 5, False, 4, STEP_4), "Step 5 since c/step_4 is lost.", "resumes from c/step_4."),
+    (Progress("run", 6, True, 4, STEP_4), "Steps 5 to 7 since c/step_4 (7 unfinished) are lost.", "c/step_4."),
+    (Progress(num_done=3), "Steps 1 to 3 are lost.", f"{AFRESH}."),
+    (Progress(num_done=1, saves=False), "Step 1 is lost.", f"{AFRESH} (checkpointing.enabled is false)."),
+    (Progress("warm start", 3, True), "Steps 1 to 4 (4 unfinished) are lost.", "warm start from the beginning."),
+]
+
+
+@pytest.mark.parametrize(("progress", "lost", "then"), LOST)
 def test_what_is_lost_in_words(progress, lost, then):
     assert str(progress).startswith(f"{lost} The same command ")
     assert str(progress).endswith(then)

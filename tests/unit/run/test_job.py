@@ -520,15 +520,15 @@ def test_an_error_of_loading_sets_no_checkpoint_aside(two_checkpoints, session):
     assert {path.name for path in (two_checkpoints / "checkpoints").iterdir()} == {"step_2", "step_4"}
 
 
-@pytest.mark.parametrize(
-    ("spoil", "what"),
-    [
-        (lambda path: path.write_text("a file"), "step_6 is no folder, but a checkpoint of step 6 has that name"),
-        (lambda path: path.symlink_to("nothing"), "step_6 is no folder, but a checkpoint of step 6 has that name"),
-        (lambda path: path.with_name("step_4").rename(path), r"its training_state.json is of step 4; move it"),
-        (lambda path: path.mkdir(), r"step_6 cannot be resumed: training_state.json is missing; move it"),
-    ],
-)
+SPOILT = [
+    (lambda path: path.write_text("a file"), "step_6 is no folder, but a checkpoint of step 6 has that name"),
+    (lambda path: path.symlink_to("nothing"), "step_6 is no folder, but a checkpoint of step 6 has that name"),
+    (lambda path: path.with_name("step_4").rename(path), r"its training_state.json is of step 4; move it"),
+    (lambda path: path.mkdir(), r"step_6 cannot be resumed: training_state.json is missing; move it"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "what"), SPOILT)
 def test_a_name_that_a_later_checkpoint_needs_is_refused_at_the_start(two_checkpoints, session, spoil, what):
     spoil(two_checkpoints / "checkpoints" / "step_6")
     before = sorted((two_checkpoints / "checkpoints").iterdir())

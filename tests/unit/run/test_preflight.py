@@ -125,17 +125,17 @@ def test_a_models_folder_is_read(check, tmp_path):
         check(*OFFLOAD, f"policy.model_name={tmp_path}", "policy.hf_config=null")
 
 
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        ([], "The config of policy.model_name '.*' has an invalid value: "),
-        ({"rms_norm_eps": "x"}, "The config of policy.model_name '.*' has an invalid value: "),
-        ({"num_attention_heads": 0}, "The config of policy.model_name '.*' has an invalid value: ZeroDivisionError"),
-        ({"num_attention_heads": 4, "head_dim": -1}, "has head_dim -1, but it must be an integer of at least 1; give"),
-        ({"num_attention_heads": 4, "vocab_size": -1}, "has vocab_size -1, but it must be an integer of at least 1"),
-        ({"intermediate_size": -1}, "has intermediate_size -1, but it must be an integer of at least 1; give"),
-    ],
-)
+IMPOSSIBLE = [
+    ([], "The config of policy.model_name '.*' has an invalid value: "),
+    ({"rms_norm_eps": "x"}, "The config of policy.model_name '.*' has an invalid value: "),
+    ({"num_attention_heads": 0}, "The config of policy.model_name '.*' has an invalid value: ZeroDivisionError"),
+    ({"num_attention_heads": 4, "head_dim": -1}, "has head_dim -1, but it must be an integer of at least 1; give"),
+    ({"num_attention_heads": 4, "vocab_size": -1}, "has vocab_size -1, but it must be an integer of at least 1"),
+    ({"intermediate_size": -1}, "has intermediate_size -1, but it must be an integer of at least 1; give"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error"), IMPOSSIBLE)
 def test_what_no_model_of_a_folder_can_have_is_said(check, tmp_path, fields, error):
     llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(fields and llama | fields))

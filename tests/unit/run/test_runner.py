@@ -39,20 +39,20 @@ def as_in_a_process_and_folder_of_its_own(monkeypatch, tmp_path):
 LARGER, WHY = "policy.hf_config.vocab_size=99 ~warm_start", "which is no token of policy.tokenizer.name"
 
 
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "algorithm", "message"),
-    [
-        ("grpo_tiny_cpu", "grpo.max_num_step=3", "grpo", "grpo.max_num_steps"),
-        ("sft_tiny_cpu", "sft.seed=1", "grpo", "is a recipe of sft, not of grpo: run it with examples/run_sft.py"),
-        ("grpo_tiny_cpu", "data.validation.num_problems=999", "grpo", "only 661 additions of 2-digit numbers"),
-        ("grpo_tiny_cpu", "policy.tokenizer.name=/no/such/folder", "grpo", "tokenizer"),
-        ("absent", "a.b=1", "grpo", "absent.yaml"),
-        ("sft_tiny_cpu", "policy.model_name=./nope policy.hf_config=null", "sft", "there is no such folder"),
-        ("grpo_tiny_cpu", f"{LARGER} policy.generation.stop_token_ids=[50]", "grpo", f"stop_token_ids has 50, {WHY}"),
-        ("sft_tiny_cpu", "logger.log_dir=/dev/null/logs", "sft", "the folder /dev/null/logs cannot be used"),
-        ("grpo_tiny_cpu", "policy.generation.stop_strings=['=','1x']", "grpo", "stop_strings has '1x', in which 'x'"),
-    ],
-)
+MISTAKES = [
+    ("grpo_tiny_cpu", "grpo.max_num_step=3", "grpo", "grpo.max_num_steps"),
+    ("sft_tiny_cpu", "sft.seed=1", "grpo", "is a recipe of sft, not of grpo: run it with examples/run_sft.py"),
+    ("grpo_tiny_cpu", "data.validation.num_problems=999", "grpo", "only 661 additions of 2-digit numbers"),
+    ("grpo_tiny_cpu", "policy.tokenizer.name=/no/such/folder", "grpo", "tokenizer"),
+    ("absent", "a.b=1", "grpo", "absent.yaml"),
+    ("sft_tiny_cpu", "policy.model_name=./nope policy.hf_config=null", "sft", "there is no such folder"),
+    ("grpo_tiny_cpu", f"{LARGER} policy.generation.stop_token_ids=[50]", "grpo", f"stop_token_ids has 50, {WHY}"),
+    ("sft_tiny_cpu", "logger.log_dir=/dev/null/logs", "sft", "the folder /dev/null/logs cannot be used"),
+    ("grpo_tiny_cpu", "policy.generation.stop_strings=['=','1x']", "grpo", "stop_strings has '1x', in which 'x'"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "overrides", "algorithm", "message"), MISTAKES)
 def test_mistakes_are_one_message_and_status_2(recipe, overrides, algorithm, message, capsys):
     assert run(CONFIGS / f"{recipe}.yaml", overrides.split(), algorithm) == EXIT_WRONG_RECIPE
     captured = capsys.readouterr()

@@ -84,17 +84,17 @@ def saved(tmp_path):
 ACCURATE = StopTarget("validation/accuracy", 0.4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason", "validated", "saved_steps"),
-    [
-        ({}, StopReason.STEPS, [4, 8], [3, 6, 9, 10]),  # the last step is saved, too
-        ({"ft_save_period": 4}, StopReason.STEPS, [4, 8], [3, 4, 6, 8, 9, 10]),
-        ({"val_period": 0, "val_at_start": True, "val_at_end": True}, StopReason.STEPS, [0, 10], [3, 6, 9, 10]),
-        ({"val_period": 5, "val_at_end": True}, StopReason.STEPS, [5, 10], [3, 6, 9, 10]),
-        ({"max_num_epochs": 1, "val_at_end": True}, StopReason.EPOCHS, [4], [3, 4]),
-        ({"val_period": 2, "target": ACCURATE}, StopReason.TARGET, [2, 4], [3, 4]),
-    ],
-)
+SCHEDULES = [
+    ({}, StopReason.STEPS, [4, 8], [3, 6, 9, 10]),  # the last step is saved, too
+    ({"ft_save_period": 4}, StopReason.STEPS, [4, 8], [3, 4, 6, 8, 9, 10]),
+    ({"val_period": 0, "val_at_start": True, "val_at_end": True}, StopReason.STEPS, [0, 10], [3, 6, 9, 10]),
+    ({"val_period": 5, "val_at_end": True}, StopReason.STEPS, [5, 10], [3, 6, 9, 10]),
+    ({"max_num_epochs": 1, "val_at_end": True}, StopReason.EPOCHS, [4], [3, 4]),
+    ({"val_period": 2, "target": ACCURATE}, StopReason.TARGET, [2, 4], [3, 4]),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason", "validated", "saved_steps"), SCHEDULES)
 def test_all_is_where_the_schedule_has_it(tmp_path, changes, reason, validated, saved_steps):
     found, algorithm, outputs = run(tmp_path, **changes)
     assert found is reason
@@ -253,18 +253,18 @@ class Timed(Countdown):
         return super().save(folder)
 
 
-@pytest.mark.parametrize(
-    ("limit_s", "last", "at_end_s"),
-    [
-        (1000, 10, None),  # never reached
-        (1, 1, 17),  # one step is made in any case
-        (20, 1, 17),  # a second step would end at 20, with no time left to save
-        (21, 2, 27),  # a checkpoint's duration is not known before the first one
-        (60, 3, 47),  # after 47 s: a step may take 20, with its checkpoint 27
-        (75, 4, 69),  # after 62 s, the fourth one's validation included: no further step of 20 with a checkpoint of 7
-        (96, 5, 79),
-    ],
-)
+TIME_LIMITS = [
+    (1000, 10, None),  # never reached
+    (1, 1, 17),  # one step is made in any case
+    (20, 1, 17),  # a second step would end at 20, with no time left to save
+    (21, 2, 27),  # a checkpoint's duration is not known before the first one
+    (60, 3, 47),  # after 47 s: a step may take 20, with its checkpoint 27
+    (75, 4, 69),  # after 62 s, the fourth one's validation included: no further step of 20 with a checkpoint of 7
+    (96, 5, 79),
+]
+
+
+@pytest.mark.parametrize(("limit_s", "last", "at_end_s"), TIME_LIMITS)
 def test_a_run_has_saved_and_ended_by_its_time_limit(tmp_path, limit_s, last, at_end_s):
     algorithm = Timed()
     reason, _, outputs = run(tmp_path, algorithm, must_save_by_s=limit_s)

@@ -62,15 +62,15 @@ def test_a_folder_that_holds_something_else_is_not_written_to(checkpoint, tmp_pa
     assert "notes.txt is a file; give an empty or new folder." in error_of(checkpoint, folder / "notes.txt")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("recipe.yaml", "a: [1\n", "recipe.yaml cannot be read: "),
-        ("recipe.yaml", "a: 1\n", "recipe.yaml was not written by a run: it has no policy"),
-        ("policy/hf_config/config.json", "{", "config.json cannot be read: "),
-        ("policy/hf_config/config.json", "[]", "config.json was not written by a run: it has no model_type"),
-    ],
-)
+DAMAGES = [
+    ("recipe.yaml", "a: [1\n", "recipe.yaml cannot be read: "),
+    ("recipe.yaml", "a: 1\n", "recipe.yaml was not written by a run: it has no policy"),
+    ("policy/hf_config/config.json", "{", "config.json cannot be read: "),
+    ("policy/hf_config/config.json", "[]", "config.json was not written by a run: it has no model_type"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), DAMAGES)
 def test_a_part_that_is_damaged_is_named(checkpoint, tmp_path, name, text, message):
     (checkpoint / name).write_text(text)
     error = error_of(checkpoint, tmp_path / "hf")

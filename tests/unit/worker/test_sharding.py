@@ -31,16 +31,16 @@ def test_each_chunk_of_a_global_batch_is_dealt_out_contiguously_on_any_number_of
         assert shard["name"] == [f"row {row}" for row in wanted]
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "gbs", "mbs", "dp_size", "message"),
-    [
-        (10, 8, 2, 2, "10 samples, which is not a multiple of policy.train_global_batch_size 8"),
-        (0, 8, 2, 2, "0 samples"),
-        (9, 9, 1, 2, "9 is not a multiple of policy.train_micro_batch_size 1 x the data-parallel size 2"),
-        (8, 8, 3, 2, "8 is not a multiple of policy.train_micro_batch_size 3 x"),
-        (8, 0, 1, 1, "at least 1 sample"),
-    ],
-)
+INDIVISIBLE = [
+    (10, 8, 2, 2, "10 samples, which is not a multiple of policy.train_global_batch_size 8"),
+    (0, 8, 2, 2, "0 samples"),
+    (9, 9, 1, 2, "9 is not a multiple of policy.train_micro_batch_size 1 x the data-parallel size 2"),
+    (8, 8, 3, 2, "8 is not a multiple of policy.train_micro_batch_size 3 x"),
+    (8, 0, 1, 1, "at least 1 sample"),
+]
+
+
+@pytest.mark.parametrize(("num_rows", "gbs", "mbs", "dp_size", "message"), INDIVISIBLE)
 def test_sizes_of_training_that_do_not_divide_are_refused(num_rows, gbs, mbs, dp_size, message):
     with pytest.raises(ValueError, match=message):
         shard_for_training(_batch(num_rows), gbs=gbs, mbs=mbs, dp_size=dp_size)
