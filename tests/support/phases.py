@@ -3,7 +3,7 @@
 import functools
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,14 @@ def saved_between_steps(
         assert worker.offloader.mapped_bytes == 0  # saving moved nothing to the GPU
     after = run_steps(worker, 2, visit_phases=offload)
     return checkpoint_entries(folder), after
+
+
+def require_equal_bytes(make: Callable[[], MegatronPolicyWorker], folder: Path) -> None:
+    """Requires that workers save the same checkpoint, and go on alike, whether or not their state is offloaded."""
+    plain, plain_after = saved_between_steps(make(), folder / "plain", offload=False)
+    offloaded, offloaded_after = saved_between_steps(make(), folder / "offloaded", offload=True)
+    assert differing(plain, offloaded) == []
+    assert offloaded_after == plain_after
 
 
 def checkpoint_entries(folder: Path) -> dict[str, bytes]:

@@ -26,15 +26,9 @@ sys.exit(3)
 def test_a_module_has_arguments_streams_folder_environment_and_status_of_its_own(tmp_path, what, status):
     (tmp_path / "asked.py").write_text(MODULE)
     done = subprocess.run(
-        [forked_python(), "-m", "asked", what],
-        cwd=tmp_path,
-        env=os.environ | {"ASKED": "yes"},
-        input="to stdin",
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        [forked_python(), "-m", "asked", what], cwd=tmp_path, env=os.environ | {"ASKED": "yes"}, input="to stdin",
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == status
     if what != "die":  # with its unflushed output; a worker of Ray that is forked with Ray imported never starts
         assert done.stdout == f"['{what}'] __main__ {tmp_path} yes to stdin [True, False]\n"

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from support.gpu import EXACTLY, MIB, gpu_policy, refuse_page_locks
-from support.phases import checkpoint_entries, checksums, differing, each_delay, run_steps, save, saved_between_steps
+from support.phases import checkpoint_entries, checksums, differing, each_delay, require_equal_bytes, run_steps, save
 from support.tiny import random_batch
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -97,14 +97,7 @@ def test_reference_weights_are_swapped_in_and_out(make_worker, monkeypatch, dela
 
 @pytest.mark.parametrize("kind", ["fused_adam", "precision_aware"])
 def test_a_checkpoint_saved_while_offloaded_has_the_same_bytes(make_worker, monkeypatch, tmp_path, kind):
-    def saved(name, offload):
-        worker = make_worker(offloading(policy_of(kind, monkeypatch)))
-        return saved_between_steps(worker, tmp_path / name, offload=offload)
-
-    plain, plain_after = saved("plain", offload=False)
-    offloaded, offloaded_after = saved("offloaded", offload=True)
-    assert differing(plain, offloaded) == []
-    assert offloaded_after == plain_after
+    require_equal_bytes(lambda: make_worker(offloading(policy_of(kind, monkeypatch))), tmp_path)
 
 
 @pytest.mark.whole_gpu

@@ -98,15 +98,9 @@ def build_and_count(layout: str, rank: int, world_size: int, port: int) -> dict[
 
     policy: Any = policy_of(layout)
     distributed.initialize(
-        parallel_sizes(policy["megatron_cfg"]),
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        master_addr="localhost",
-        master_port=port,
-        seed=3,
-        te_rng_tracker=False,
-    )
+        parallel_sizes(policy["megatron_cfg"]), rank=rank, world_size=world_size, local_rank=rank,
+        master_addr="localhost", master_port=port, seed=3, te_rng_tracker=False,
+    )  # fmt: skip
     state = build(policy, hf_config(policy), seed=3, init_optimizer=True)
     parameters = [parameter for _, parameter in state.parameters()]
     optimizer = state.optimizer

@@ -105,11 +105,6 @@ def test_all_is_where_the_schedule_has_it(tmp_path, changes, reason, validated, 
     assert saved(tmp_path) == outputs.synced == saved_steps
 
 
-def test_off_checkpoints_do_not_disturb(tmp_path):
-    assert run(tmp_path, checkpoints=NoCheckpoints())[0] is StopReason.STEPS
-    assert saved(tmp_path) == []
-
-
 def test_timings_are_logged(tmp_path):
     row = run(tmp_path)[2].rows[4]
     assert row["timing/train/training"] >= 0
