@@ -133,6 +133,7 @@ def _fill(
         dtype = next(iter(shard.values())).dtype
     config.dtype = dtype
     save_hf_config(config, generation_config, partial)
+    _add_former_names(partial / "config.json")
     if len(paths) == 1:
         paths[0].rename(partial / "model.safetensors")
     else:
@@ -141,6 +142,23 @@ def _fill(
             "weight_map": {name: path.name for name, path in where.items()},
         }
         (partial / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=2))
+
+
+def _add_former_names(path: Path) -> None:
+    """Adds to a config.json what transformers 4 and engines that are built on it read in the place of other keys.
+
+    They ignore `rope_parameters`, and would compute with the family's default base of rotary embeddings, unnoticed.
+    """
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    rope = fields.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        own = ("rope_theta", "partial_rotary_factor")
+        scaling = {key: value for key, value in rope.items() if key not in own}
+        fields |= {key: rope[key] for key in own if key in rope}
+        fields["rope_scaling"] = None if scaling.get("rope_type") == "default" else scaling
+    if "num_local_experts" in fields and fields["model_type"] == "qwen3_moe":
+        fields["num_experts"] = fields["num_local_experts"]
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _save_shard(shard: dict[str, torch.Tensor], path: Path) -> None:

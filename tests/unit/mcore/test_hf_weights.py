@@ -247,6 +247,29 @@ def test_an_export_loads_in_transformers_and_replaces_an_older_one(make_worker, 
     assert torch.equal(again.get_logprobs(random_batch(4), mbs=4)["logprobs"], want)
 
 
+FORMER_NAMES = {
+    "base alone": ({"rope_theta": 1e6}, {"rope_theta": 1e6, "rope_scaling": None}),
+    "yarn": (
+        {"rope_parameters": YARN},
+        {"rope_theta": 1e4, "rope_scaling": {key: value for key, value in YARN.items() if key != "rope_theta"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMER_NAMES)
+@pytest.mark.parametrize("family", [TINY_QWEN3, TINY_QWEN3_MOE])
+def test_an_export_says_to_transformers_4_what_it_says_to_5(make_worker, tmp_path, family, name):
+    fields, wanted = FORMER_NAMES[name]
+    worker = make_worker(tiny_policy(family | fields))
+    worker.export_hf(str(tmp_path / "hf"))
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert {key: written.get(key, "absent") for key in wanted} == wanted
+    assert written.get("num_experts") == family.get("num_experts")
+    read = hf_config(of_folder(tmp_path / "hf"))
+    assert read.rope_parameters == worker.state.bridge.hf_pretrained.rope_parameters
+    assert_is_exported(worker, tmp_path / "hf")
+
+
 def test_exports_and_checkpoints_have_the_models_own_ends_and_sampling_settings(make_worker, tmp_path):
     make_worker().export_hf(str(tmp_path / "random"))
     assert not (tmp_path / "random" / "generation_config.json").exists()  # config.json has all that it has
