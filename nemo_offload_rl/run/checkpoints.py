@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from nemo_offload_rl.config.problems import did_you_mean
 from nemo_offload_rl.data.loader import START, DataPosition
 from nemo_offload_rl.storage.disk import sync, translate_disk_full, write_whole
 from nemo_offload_rl.storage.manifest import MANIFEST_FILE, CheckpointError, FileSum, UnreadableError, write_manifest
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "training_state.json"
 _FINISHED = re.compile(r"step_(\d+)")
 _UNFINISHED_PREFIX = "tmp_step_"
+_TRAIN = "train/"  # prefix of the metrics that each step has; only some steps have those of a validation
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ class CheckpointFolder:
         """
         unfinished = self.folder / f"{_UNFINISHED_PREFIX}{state.step}"
         assert not self._finished_as(state).exists(), f"{self._finished_as(state)} was written before"
+        self._warn_without_metric(state.step, metrics)
         with self._removing(unfinished), translate_disk_full(unfinished):
             unfinished.mkdir(parents=True)
             writer.start(unfinished)
@@ -224,6 +227,18 @@ class CheckpointFolder:
         sync(self.folder)
         self._remove_others()
         return finished
+
+    def _warn_without_metric(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.metric is None or not self.metric.startswith(_TRAIN) or self.metric in metrics:
+            return
+        name, *others = (key.replace("/", ":", 1) for key in (self.metric, *metrics) if key.startswith(_TRAIN))
+        logger.warning(
+            "Step %d has no %s, by which checkpointing.metric_name ranks checkpoints, so that this one counts as the "
+            "worst%s",
+            step,
+            name,
+            did_you_mean(name, others) or ".",
+        )
 
     def _finished_as(self, state: RunState) -> Path:
         return self.folder / f"step_{state.step}"

@@ -177,6 +177,21 @@ def test_one_whose_state_cannot_be_read_counts_as_the_worst(tmp_path, caplog):
     assert "training_state.json is not what a run writes (JSONDecodeError" in caplog.text
 
 
+def test_a_metric_that_no_step_has_is_told_with_the_nearest_that_there_is(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    checkpoints = folder(tmp_path, "train/los")
+    write_at_once(checkpoints, RunState("run", 1), {"train/loss": 2.0, "train/lr": 1e-3}, weights)
+    [record] = caplog.records
+    assert record.message == (
+        "Step 1 has no train:los, by which checkpointing.metric_name ranks checkpoints, so that this one counts as the "
+        "worst; did you mean train:loss?"
+    )
+    caplog.clear()
+    save(folder(tmp_path), 2)  # most steps have no validation
+    write_at_once(checkpoints, RunState("run", 3), {"train/los": 2.0}, weights)
+    assert not caplog.records
+
+
 def test_other_files_and_folders_are_left_alone(tmp_path):
     (tmp_path / "step_best").mkdir()
     (tmp_path / "step_9").write_text("a file")
