@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,11 @@ NONE_OUTSIDE = OutsideTokens({}, 0)
 
 ARITHMETIC = "arithmetic"
 
+logger = logging.getLogger(__name__)
+
+# Words, numbers, blanks, lines and bytes, which kinds of tokenizers split differently.
+_PROBE = "What is 12 + 345? It's\n\n  6.7 km, or 20% off:\t(naïve) 是\n"
+
 
 def load_tokenizer(
     name: str, chat_template: str | None = None, *, trust_remote_code: bool = False
@@ -135,6 +141,7 @@ def load_tokenizer(
                     f"policy.tokenizer.name is {name!r}, {missing}; give a folder with a tokenizer."
                 ) from error
             raise DataError(f"policy.tokenizer.name: no tokenizer could be loaded from {name!r}: {error}") from error
+        tokenizer = _as_in_its_file(tokenizer, name)
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"policy.tokenizer.name: the tokenizer {name!r} has no end-of-sequence token; training needs one."
@@ -144,6 +151,37 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def _as_in_its_file(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer that tokenizer.json describes, where transformers 5 has made another one of it.
+
+    Its classes, such as LlamaTokenizer, replace what the file says of splitting and decoding. A byte-level tokenizer
+    with this class in its tokenizer_config.json, as that of DeepSeek-R1-Distill-Llama, so loses all blanks
+    (https://github.com/huggingface/transformers/issues/45488).
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import cached_file
+
+    made, its_class = getattr(tokenizer, "backend_tokenizer", None), type(tokenizer)
+    if made is None or its_class is PreTrainedTokenizerFast or not its_class.__module__.startswith("transformers."):
+        return tokenizer
+    try:
+        file = Tokenizer.from_file(cached_file(name, "tokenizer.json", local_files_only=True))
+    except OSError:  # it has no such file
+        return tokenizer
+    ids = file.encode(_PROBE, add_special_tokens=False).ids
+    if made.encode(_PROBE, add_special_tokens=False).ids == ids and made.decode(ids) == file.decode(ids):
+        return tokenizer
+    logger.warning(
+        "policy.tokenizer.name: %s is read as its tokenizer.json says; transformers would read it as a %s, which "
+        "makes other tokens of a text.",
+        name,
+        its_class.__name__,
+    )
+    loaded: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True)
+    return loaded
 
 
 def check_token_ids(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], key: str) -> None:
