@@ -171,8 +171,10 @@ def _as_in_its_file(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTrained
         file = Tokenizer.from_file(cached_file(name, "tokenizer.json", local_files_only=True))
     except OSError:  # it has no such file
         return tokenizer
+    file.no_padding()
+    file.no_truncation()
     ids = file.encode(_PROBE, add_special_tokens=False).ids
-    if made.encode(_PROBE, add_special_tokens=False).ids == ids and made.decode(ids) == file.decode(ids):
+    if tokenizer(_PROBE, add_special_tokens=False)["input_ids"] == ids and made.decode(ids) == file.decode(ids):
         return tokenizer
     logger.warning(
         "policy.tokenizer.name: %s is read as its tokenizer.json says; transformers would read it as a %s, which "

@@ -50,6 +50,9 @@ def test_a_tokenizer_of_the_class_that_it_names_is_left_as_it_is(tmp_path, caplo
     backend.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False))
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(tmp_path)
+    backend.enable_padding(length=200)  # some files have settings of their model's training
+    backend.enable_truncation(5)
+    backend.save(str(tmp_path / "tokenizer.json"))
     name_class(tmp_path, "LlamaTokenizerFast", "llama")
     caplog.set_level(logging.WARNING)
     assert type(load_tokenizer(str(tmp_path))).__name__ == "LlamaTokenizer"
