@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts, LossFunction
 from nemo_offload_rl.run.algorithm import Policy
+
+logger = logging.getLogger(__name__)
 
 
 def in_batches[Sample](samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
@@ -23,7 +27,7 @@ def evaluate_batches(
     mbs: int,
     loss_is_mean_of: Literal["valid_toks", "valid_seqs"],
 ) -> dict[str, Any]:
-    """Returns loss and metrics of one batch with the rows of all, as ``Policy.evaluate`` does.
+    """Returns loss and metrics of one batch with the rows of all, as ``Policy.evaluate`` does; NaN if no row counts.
 
     Args:
         policy: the policy.
@@ -35,6 +39,11 @@ def evaluate_batches(
     results = [policy.evaluate(batch, loss_fn, mbs=mbs) for batch in batches]
     counts = [GlobalCounts.of(batch) for batch in batches]
     samples = [float(count.valid_seqs) for count in counts]
+    if not any(float(count.valid_toks) for count in counts):
+        logger.warning(
+            "The validation measures nothing: none of its samples counts, since all are longer than "
+            "data.max_input_seq_length or have no token to train; raise that limit, or take other validation data."
+        )
     return {
         "loss": _mean([result["loss"] for result in results], [float(getattr(one, loss_is_mean_of)) for one in counts]),
         "metrics": {
@@ -45,4 +54,4 @@ def evaluate_batches(
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     total = sum(weights)
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else 0.0
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else math.nan

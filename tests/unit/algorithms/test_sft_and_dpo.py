@@ -1,5 +1,7 @@
 """Tests steps and validations of SFT and DPO with a toy policy, in one process."""
 
+import logging
+import math
 from dataclasses import replace
 
 import pytest
@@ -109,8 +111,23 @@ def test_validation_in_batches_has_the_values_of_one_batch(make, max_tokens, mon
     for algorithm in (whole, parts):
         algorithm._policy.table.data[3] += torch.arange(14) / 14  # no longer the reference
     for _ in range(2):
-        assert parts.validate(0) == pytest.approx(whole.validate(0), rel=1e-5)
+        assert parts.validate(0) == pytest.approx(whole.validate(0), rel=1e-5, nan_ok=max_tokens == 3)
     assert parts._policy.calls == [REFERENCE] * 3 * (make is make_dpo) + ["evaluate"] * 6
+
+
+@of_both
+def test_a_validation_of_nothing_is_no_perfect_one(make, caplog):
+    caplog.set_level(logging.WARNING)
+    algorithm = make(max_tokens=3)
+    metrics = algorithm.validate(0)
+    assert metrics.pop("validation/num_overlong_pairs", 7) == 7
+    assert all(math.isnan(value) for value in metrics.values())
+    assert not StopTarget("validation/val_loss", 1.0).is_reached(metrics)
+    [record] = caplog.records
+    assert record.message == (
+        "The validation measures nothing: none of its samples counts, since all are longer than "
+        "data.max_input_seq_length or have no token to train; raise that limit, or take other validation data."
+    )
 
 
 def test_each_verb_asks_all_ranks_once():
