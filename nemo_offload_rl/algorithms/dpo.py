@@ -26,6 +26,7 @@ from nemo_offload_rl.run.setup import (
     padding_notes,
     read_pairs,
     read_tokenizer,
+    validation_notes,
 )
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def prepare(config: DPOMasterConfig) -> Preparation:
     answers = make_answer_format(data, tokenizer, policy_config)
     notes = [*padding_notes(answers), *check_rows(partial(check_pairs, answers), train.problems, validation)]
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
+    notes += validation_notes(data, len(validation), num_validation, "dpo.val_batches")
     loss_fn = DPOLoss(**fields_from(DPOLoss, section))
     steps_per_epoch = train.batches_per_epoch(policy_config["train_global_batch_size"])
     schedule = make_schedule(

@@ -42,6 +42,7 @@ from nemo_offload_rl.run.setup import (
     padding_notes,
     read_data,
     read_tokenizer,
+    validation_notes,
 )
 from nemo_offload_rl.run.weight_sync import NoWeightSync, WeightSync
 
@@ -266,7 +267,7 @@ class GRPO(Algorithm):
         super().shutdown()
 
 
-def _validated(problems: Sequence[Conversation], most: int, batch_size: int) -> Sequence[Conversation]:
+def _validated[Sample](problems: Sequence[Sample], most: int, batch_size: int) -> Sequence[Sample]:
     """Returns the problems of a validation: as in NeMo-RL, ``most`` rounded down to whole batches, where it has one."""
     return problems[: most // batch_size * batch_size or most]
 
@@ -291,9 +292,11 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
     train.require(groups.prompts_per_batch, f"grpo.num_prompts_per_step{larger}")
     tokenizer = read_tokenizer(policy_config["tokenizer"], trust_remote_code=policy_config["trust_remote_code"])
     prompts = make_prompt_format(config["data"], tokenizer, policy_config)
+    num_validation = len(_validated(range(len(validation)), section["max_val_samples"], section["val_batch_size"]))
     notes = [
         *padding_notes(prompts),
         *check_rows(partial(prompts.check_rows, with_answers=False), train.problems, validation),
+        *validation_notes(config["data"], len(validation), num_validation, "grpo.max_val_samples"),
     ]
     to_save, to_replay = (_rollout_folder(config, key, train.problems, tokenizer) for key in _DEBUG)
     notes += to_save.check_to_save() if to_save is not None else []

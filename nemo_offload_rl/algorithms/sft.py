@@ -25,6 +25,7 @@ from nemo_offload_rl.run.setup import (
     padding_notes,
     read_data,
     read_tokenizer,
+    validation_notes,
 )
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ def prepare(config: SFTMasterConfig) -> Preparation:
         *check_rows(partial(examples.check_rows, with_answers=True), train.problems, validation),
     ]
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
+    notes += validation_notes(data, len(validation), num_validation, "sft.val_batches")
     steps_per_epoch = train.batches_per_epoch(policy_config["train_global_batch_size"])
     schedule = make_schedule(
         section, config["checkpointing"], steps_per_epoch=steps_per_epoch, num_validation=len(validation)

@@ -306,6 +306,24 @@ def padding_notes(prompt_format: PromptFormat) -> list[str]:
     ]
 
 
+def validation_notes(data: _Data, num_samples: int, num_measured: int, key: str) -> list[str]:
+    """Returns a line for the user if a validation does not reach the end of several sets, which are read as one.
+
+    Args:
+        data: the recipe's `data` section.
+        num_samples: samples of all validation sets.
+        num_measured: how many of them a validation measures, or more where it measures all.
+        key: the recipe's key that sets this.
+    """
+    num_sets = len(datasets_of(data, "validation")) + splits_validation_data(data["train"])
+    if num_sets == 1 or num_samples <= num_measured:
+        return []
+    return [
+        f"a validation measures the first {num_measured:,} of {num_samples:,} samples of {num_sets} sets, one after "
+        f"another, so that the last may not be measured at all; {key} says how many"
+    ]
+
+
 def make_answer_format(
     data: SFTDataConfig | PreferenceDataConfig, tokenizer: PreTrainedTokenizerFast, policy: PolicyConfig
 ) -> PromptFormat:

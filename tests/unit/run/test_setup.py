@@ -224,6 +224,28 @@ def test_padding_outside_the_models_vocabulary_is_id_0(recipe, tp):
         _prepared(recipe, "policy.hf_config.vocab_size=12", *parallel)
 
 
+FIRST_SIX = ["grpo.max_val_samples=7", "grpo.val_batch_size=3"]
+OF_BATCHES = ["val_batches=2", "val_global_batch_size=3", "val_micro_batch_size=3"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "sizes"),
+    [
+        ("grpo", "grpo.max_val_samples", FIRST_SIX),
+        ("sft", "sft.val_batches", [f"sft.{size}" for size in OF_BATCHES]),
+        ("dpo", "dpo.val_batches", [f"dpo.{size}" for size in OF_BATCHES]),
+    ],
+)
+def test_a_validation_that_does_not_reach_its_last_set_says_so(recipe, key, sizes):
+    two_sets = ["data.train.num_problems=200", "data.train.split_validation_size=10"]  # and eight of data.validation
+    [note] = _prepared(recipe, *sizes, *two_sets).notes
+    assert note == (
+        "a validation measures the first 6 of 18 samples of 2 sets, one after another, so that the last may not be "
+        f"measured at all; {key} says how many"
+    )
+    assert _prepared(recipe, *two_sets).notes == _prepared(recipe, *sizes).notes == []
+
+
 @pytest.mark.parametrize(("final", "number"), [("true", 3), ("false", 5)])
 def test_sft_trains_and_validates_on_the_final_message_alone_if_the_recipe_says_so(final, number, monkeypatch):
     batches = []
