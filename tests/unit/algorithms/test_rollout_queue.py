@@ -54,8 +54,12 @@ class InFlight(Apart):
 
     num_loads = 0
 
+    def prepare_for_generation(self, tags):
+        self.awake |= set(tags)  # and stays so: a call may come while weights are being loaded
+
     def load_weights(self, named_tensors):
-        super().load_weights(named_tensors)
+        ((_, tensor),) = named_tensors
+        self.table = tensor.clone()
         self.num_loads += 1
 
     def generate(self, request):

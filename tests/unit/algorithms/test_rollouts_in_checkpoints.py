@@ -59,7 +59,7 @@ def beside(setting):
 @pytest.mark.parametrize(
     ("stop", "arguments", "slower", "schedule", "writer"),
     [
-        (3, {}, {"train_s": 0.03}, UNVALIDATED, None),
+        (3, {}, {"fills": True}, UNVALIDATED, None),
         (1, {}, {"slow_s": 0.05}, UNVALIDATED, None),  # the next step's answers are still being sampled
         (5, {}, {}, replace(SCHEDULE, val_period=1), None),
         (3, HARD, {"slow_s": 0.01}, SCHEDULE, beside),
@@ -83,7 +83,7 @@ def test_a_resumed_run_is_the_whole_one_bit_for_bit(stop, arguments, slower, sch
 
 
 def test_checkpoints_beside_the_run_have_the_rollouts_of_their_own_step(folder, settings):
-    setting = ahead(3, train_s=0.03)
+    setting = ahead(3, fills=True)
     settings.append(setting)
     setting.run(replace(UNVALIDATED, save_period=2, max_num_steps=4), folder, writer=beside(setting))
     saved = {path.name: saved_steps(path) for path in folder.newest_first()}
@@ -116,11 +116,11 @@ def stopped_after(step, folder, settings, max_age=3, **arguments):
 def test_of_more_steps_ahead_all_are_used(folder, settings):
     first, before = stopped_after(2, folder, settings)
     assert saved_steps(folder.newest_first()[0]) == [3, 4, 5]
-    second = ahead(3)
+    second = ahead(3, fills=True)
     after = resume(second, folder, UNVALIDATED)
     rows = before.rows | after.rows
     assert [rows[step][AGE] for step in range(1, 7)] == [0, 1, 2, 3, 3, 3]
-    assert rows[3]["performance/steps_sampled_ahead"] == 2
+    assert rows[3]["performance/steps_sampled_ahead"] in (2, 3)  # step 6 may be there already
     assert list(prompts_by_step(second)) == [6]
     whole = Setting()
     whole.run(UNVALIDATED)
