@@ -1,70 +1,31 @@
 """Defines which Megatron options a recipe may use: parts of layers, fields that this package owns, parallel sizes."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nemo_offload_rl.config.problems import show
-
 OFFLOAD_MODULES_KEY = "policy.megatron_cfg.offload_modules"
-
-
-@dataclass(frozen=True)
-class ActivationModule:
-    """Describes a module that `policy.megatron_cfg.offload_modules` may name.
-
-    Attributes:
-        moves: the saved activations that are offloaded, in words.
-        of_experts: whether only layers with experts have the module.
-    """
-
-    moves: str
-    of_experts: bool = False
 
 
 LAYER_INPUT = "layer_input"
 """The module that is offloaded with full recomputation, alone or with core_attn; megatron-core does not know it."""
 
-ACTIVATION_MODULES: Mapping[str, ActivationModule] = {
-    LAYER_INPUT: ActivationModule(
-        "the input of each segment of recompute_num_layers layers, with full recomputation, which keeps nothing else"
-    ),
-    "attn_norm": ActivationModule(
-        "the input of the norm before attention; nothing where Transformer Engine fuses it into the next linear layer"
-    ),
-    "qkv_linear": ActivationModule("the input of the query, key and value projections"),
-    "core_attn": ActivationModule("queries, keys and values, and what the attention kernel keeps"),
-    "attn_proj": ActivationModule("the input of the output projection; needs core_attn, whose output it is"),
-    "mlp_norm": ActivationModule(
-        "the input of the norm before the MLP; nothing where Transformer Engine fuses it into the next linear layer"
-    ),
-    "expert_fc1": ActivationModule("the input of the experts' first linear layer", of_experts=True),
-    "moe_act": ActivationModule("the input of the experts' activation function", of_experts=True),
-    "fused_group_mlp": ActivationModule(
-        "the input and the intermediates of experts fused by Transformer Engine; instead of expert_fc1 and moe_act",
-        of_experts=True,
-    ),
-}
-
-
-def check_modules_fit_model(modules: Iterable[str], *, is_moe: bool) -> None:
-    """Checks modules against the built model; the rules can do so only if the recipe tells the model's kind.
-
-    Args:
-        modules: `policy.megatron_cfg.offload_modules`.
-        is_moe: whether some layer of the model is a mixture of experts.
-
-    Raises:
-        ValueError: a module exists only with experts, and the model has none.
-    """
-    dense = [name for name, module in ACTIVATION_MODULES.items() if not module.of_experts]
-    absent = [name for name in modules if name in ACTIVATION_MODULES and name not in dense]
-    if absent and not is_moe:
-        raise ValueError(
-            f"{OFFLOAD_MODULES_KEY}: names {' and '.join(map(show, absent))}, which only a mixture-of-experts model "
-            f"has, but the policy's model is a dense model; a dense model has {', '.join(dense)}"
-        )
+# What `policy.megatron_cfg.offload_modules` may name, and of which saved activations each is. Norms have none where
+# Transformer Engine fuses them into the next linear layer.
+ACTIVATION_MODULES = (
+    LAYER_INPUT,  # the input of each segment of recompute_num_layers layers, with full recomputation
+    "attn_norm",  # the input of the norm before attention
+    "qkv_linear",  # the input of the query, key and value projections
+    "core_attn",  # queries, keys and values, and what the attention kernel keeps
+    "attn_proj",  # the input of the output projection; needs core_attn, whose output it is
+    "mlp_norm",  # the input of the norm before the MLP
+    "expert_fc1",  # the input of the experts' first linear layer
+    "moe_act",  # the input of the experts' activation function
+    "fused_group_mlp",  # input and intermediates of experts fused by Transformer Engine; instead of the last two
+)
+EXPERT_MODULES = ("expert_fc1", "moe_act", "fused_group_mlp")
+"""Those that only layers with experts have."""
 
 
 @dataclass(frozen=True)
@@ -208,13 +169,13 @@ def megatron_field(section: Mapping[str, Any], name: str) -> Any:
 GRAPH_MODULES_KEY = "policy.megatron_cfg.cuda_graph_modules"
 GRAPH_IMPL_KEY = "policy.megatron_cfg.cuda_graph_impl"
 
-# Name in policy.megatron_cfg.cuda_graph_modules: the part that it captures.
-GRAPH_MODULES: Mapping[str, str] = {
-    "attn": "the norm before attention, and attention",
-    "mlp": "the norm before the MLP, and the MLP, of dense layers",
-    "moe_router": "the norm before the experts, and the router, of mixture-of-experts layers",
-    "moe_preprocess": "the preparation of the tokens' exchange; needs moe_router",
-}
+# What `policy.megatron_cfg.cuda_graph_modules` may name, and what each captures.
+GRAPH_MODULES = (
+    "attn",  # the norm before attention, and attention
+    "mlp",  # the norm before the MLP, and the MLP, of dense layers
+    "moe_router",  # the norm before the experts, and the router, of mixture-of-experts layers
+    "moe_preprocess",  # the preparation of the tokens' exchange; needs moe_router
+)
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -241,37 +202,6 @@ def check_graph_environment(environ: Mapping[str, str]) -> None:
     )
 
 
-def graph_refusal(modules: Iterable[str], *, has_experts: bool | None, has_dense_mlps: bool | None) -> str | None:
-    """Returns why a model's layers lack these modules; None if they have them, or if its kind is unknown (None)."""
-    names = list(modules)
-    of_experts = [name for name in names if name.startswith("moe_")]
-    if of_experts and has_experts is False:
-        found = " and ".join(show(name) for name in of_experts)
-        return f"names {found}, which only mixture-of-experts layers have, and the model is dense; use attn and mlp"
-    if "mlp" in names and has_dense_mlps is False:
-        return (
-            "names 'mlp', which is captured in dense layers, and every layer of the model is a mixture of experts; use "
-            "moe_router"
-        )
-    return None
-
-
-def check_graphs_fit_model(modules: Iterable[str], *, has_experts: bool, has_dense_mlps: bool) -> None:
-    """Checks modules against the built model; the rules can do so only if the recipe tells the model's kind.
-
-    Args:
-        modules: `policy.megatron_cfg.cuda_graph_modules`.
-        has_experts: whether some layer of the model is a mixture of experts.
-        has_dense_mlps: whether some layer of the model has a dense MLP.
-
-    Raises:
-        ValueError: a module that no layer of the model has.
-    """
-    refusal = graph_refusal(modules, has_experts=has_experts, has_dense_mlps=has_dense_mlps)
-    if refusal is not None:
-        raise ValueError(f"{GRAPH_MODULES_KEY}: {refusal}")
-
-
 def num_interleaved(least: int, num_stages: int, group_size: int) -> int:
     """Returns the smallest number of micro-batches, from `least` on, that the schedule of virtual stages takes.
 
@@ -286,17 +216,6 @@ def num_interleaved(least: int, num_stages: int, group_size: int) -> int:
     number = max(least, group_size)
     in_last_group = number % group_size
     return number + num_stages - in_last_group if 0 < in_last_group < num_stages else number
-
-
-def gathers_different_rows(tensor: int, expert: int, expert_tensor: int) -> bool:
-    """Returns whether the ranks that share a layer's experts have different rows; tensor-parallel ranks have the same.
-
-    Args:
-        tensor: the tensor-parallel size.
-        expert: the expert-parallel size.
-        expert_tensor: the expert-tensor-parallel size.
-    """
-    return expert * expert_tensor > tensor
 
 
 MLP_TILES_KEY = "policy.megatron_cfg.mlp_tile_tokens"
@@ -314,24 +233,6 @@ def tokens_of_tile(value: int | Literal["auto"] | None, hidden_size: int) -> int
         hidden_size: the model's hidden size.
     """
     return max(hidden_size, _LEAST_AUTO_TOKENS) if value == "auto" else value
-
-
-def check_tiles_fit_model(value: int | Literal["auto"] | None, *, is_moe: bool) -> None:
-    """Checks the key against the model.
-
-    Args:
-        value: `policy.megatron_cfg.mlp_tile_tokens`.
-        is_moe: whether some layer of the model is a mixture of experts.
-
-    Raises:
-        ValueError: the model has experts. A tile that is routed on its own has other auxiliary losses and capacities
-            than its micro-batch.
-    """
-    if value is not None and is_moe:
-        raise ValueError(
-            f"{MLP_TILES_KEY} is {value}, but the model has layers with experts, whose router needs all tokens of a "
-            "micro-batch at once; set it to null, and list moe in policy.megatron_cfg.recompute_modules to save memory."
-        )
 
 
 _SIZES: Mapping[str, Any] = {

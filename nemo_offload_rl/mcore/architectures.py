@@ -47,9 +47,7 @@ import torch
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from torch import Tensor
 
-from nemo_offload_rl.config.megatron import megatron_field
 from nemo_offload_rl.config.model.families import CORRECTED_FAMILIES, FAMILIES, FUSED_ACTIVATIONS, expert_layers
-from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.mcore.patches.rotary import build_with_frequencies
 
 
@@ -149,37 +147,6 @@ def set_expert_layers(config: Any, provider: Any) -> None:
     assert provider.moe_layer_freq == 1 and provider.transformer_layer_spec is default_layer_spec
     provider.moe_layer_freq = [int(has) for has in layers]
     provider.transformer_layer_spec = transformer_engine_block_spec
-
-
-def check_layers(megatron_cfg: MegatronConfig, provider: Any) -> None:
-    """Refuse a `moe_layer_freq` of the recipe that differs from the model's, whose weights are of other layers.
-
-    Args:
-        megatron_cfg: the recipe's `policy.megatron_cfg`.
-        provider: as Megatron-Bridge made it from the model's config.
-
-    Raises:
-        ValueError: they differ.
-    """
-    wanted = megatron_field(megatron_cfg, "moe_layer_freq")
-    if wanted is None or provider.num_moe_experts is None:
-        return
-    asked, has = (_by_layer(freq, provider.num_layers) for freq in (wanted, provider.moe_layer_freq))
-    if asked != has:
-        raise ValueError(
-            f"policy.megatron_cfg.moe_layer_freq is {wanted}, but mlp_only_layers and decoder_sparse_step of the "
-            f"model give {_shown(has)} (1 for a layer with experts); leave it out, or change these two in "
-            "policy.hf_config_overrides."
-        )
-
-
-def _by_layer(freq: int | list[int], num_layers: int) -> list[int]:
-    """Returns 1 for each layer with experts and 0 for others, as `get_gpt_decoder_layer_specs` reads the field."""
-    return list(freq) if isinstance(freq, list) else [int(layer % freq == 0) for layer in range(num_layers)]
-
-
-def _shown(layers: list[int]) -> str:
-    return str(layers) if len(layers) <= 64 else f"{str(layers[:64])[:-1]}, ...]"
 
 
 def transformer_engine_block_spec(config: Any, vp_stage: int | None = None) -> Any:

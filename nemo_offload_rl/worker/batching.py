@@ -19,7 +19,6 @@ from nemo_offload_rl.mcore.batches import (
     with_filler,
     with_length,
 )
-from nemo_offload_rl.mcore.model.model_config import packs
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.activations import LOGPROB_TOKENS, TRAIN_TOKENS
 
@@ -39,7 +38,7 @@ class MicroBatcher:
         self._context = config["megatron_cfg"]["context_parallel_size"]
         self._divisible_by = sequence_multiple(config)
         self._limit = config["max_total_sequence_length"]
-        self._packing = config["sequence_packing"] if packs(config) else None
+        self._packing = config["sequence_packing"] if config["sequence_packing"]["enabled"] else None
         self._largest_first = config["sequence_packing"].get("microbatch_order") == "largest_first"
         self._row_multiple = 1 if self._packing is None else row_multiple(config)
         self._row_tokens = {} if self._packing is None else _row_tokens(self._packing)

@@ -12,7 +12,6 @@ from nemo_offload_rl.config.schema.policy import PolicyConfig, has_logprob_batch
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.graphs.cuda_graphs import CudaGraphs, NoCudaGraphs, StepGraphs
 from nemo_offload_rl.mcore.graphs.graph_capture import CaptureObserver
-from nemo_offload_rl.mcore.model.model_config import packs
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers, take_host_memory
 from nemo_offload_rl.memory.numa import Binding, bind_process
 from nemo_offload_rl.memory.pinned import PinnedArena
@@ -212,7 +211,7 @@ def _most_tokens(config: PolicyConfig) -> int:
     """Returns the most tokens of a log-prob micro-batch, padding included; 0 without policy.logprob_batch_size."""
     if not has_logprob_batches(config):
         return 0
-    if packs(config):
+    if config["sequence_packing"]["enabled"]:
         return int(config["sequence_packing"][LOGPROB_TOKENS])
     longest = round_up(config["max_total_sequence_length"], sequence_multiple(config))
     return int(config["logprob_batch_size"]) * longest

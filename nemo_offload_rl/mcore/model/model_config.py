@@ -12,21 +12,15 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
-from nemo_offload_rl.config.megatron import (
-    LAYER_INPUT,
-    check_graphs_fit_model,
-    check_modules_fit_model,
-    check_tiles_fit_model,
-    gathers_different_rows,
-    megatron_field,
-)
-from nemo_offload_rl.config.model.families import check_model, has_dense_layers, has_expert_layers
+from nemo_offload_rl.config.megatron import LAYER_INPUT
+from nemo_offload_rl.config.model.families import check_model
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.hf_config import hf_config, trusts_remote_code
 from nemo_offload_rl.mcore import architectures
 from nemo_offload_rl.mcore.distributed import ParallelSizes
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge, have_transformer_engine
+from nemo_offload_rl.mcore.model.model_checks import check_layers
 from nemo_offload_rl.mcore.weights import hf_config_of
 
 # Settings that megatron-core's local layers support.
@@ -46,31 +40,11 @@ _OFF_WITHOUT_TRANSFORMER_ENGINE: Mapping[str, Any] = {
     "fine_grained_activation_offloading": False,
     "cuda_graph_impl": "none",
 }
-_WITHOUT_CUDA: Mapping[str, Any] = {"use_cpu_initialization": True, "cross_entropy_loss_fusion": False}
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Fields that NeMo-RL sets even to null, where the bridge has a value of its own (`_apply_moe_config` of its setup.py).
 _NULL_COUNTS = frozenset({"moe_router_dtype", "moe_router_num_groups", "moe_router_group_topk"})
-
-# Fields of the model config that follow from more than one key, set below instead of being copied.
-_DERIVED = frozenset(
-    {
-        "enabled",
-        "pipeline_dtype",
-        "params_dtype",
-        "bf16",
-        "fp16",
-        "recompute_granularity",
-        "recompute_method",
-        "recompute_num_layers",
-        "recompute_modules",
-        "mtp_num_layers",
-        "seq_length",
-        "vocab_size",
-        "transformer_impl",
-    }
-)
 
 
 def parallel_sizes(megatron_cfg: MegatronConfig) -> ParallelSizes:
@@ -146,11 +120,6 @@ def _gradient_accumulation_fusion(cfg: MegatronConfig) -> bool:
     return installed if wanted is None else wanted
 
 
-def packs(policy: PolicyConfig) -> bool:
-    """Returns whether the policy's batches are packed."""
-    return policy["sequence_packing"]["enabled"]
-
-
 def _recompute_fields(cfg: MegatronConfig) -> dict[str, Any]:
     # NeMo-RL's meaning: the recompute keys count only with activation_checkpointing.
     if not cfg["activation_checkpointing"]:
@@ -159,9 +128,7 @@ def _recompute_fields(cfg: MegatronConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {"recompute_granularity": granularity}
     if granularity == "full":
         fields |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-        fields |= {
-            k: v for k in ("recompute_method", "recompute_num_layers") if (v := megatron_field(cfg, k)) is not None
-        }
+        fields |= {k: v for k in ("recompute_method", "recompute_num_layers") if (v := cfg.get(k)) is not None}
     elif cfg["recompute_modules"] is not None:
         fields["recompute_modules"] = list(cfg["recompute_modules"])
     return fields
@@ -200,7 +167,7 @@ def model_overrides(policy: PolicyConfig, provider: Any) -> dict[str, Any]:
     recipe = {
         key: _converted(key, value, provider)
         for key, value in cfg.items()
-        if key in names and key not in _DERIVED and (value is not None or key in _NULL_COUNTS)
+        if key in names and not key.startswith("recompute_") and (value is not None or key in _NULL_COUNTS)
     }
     derived = _recompute_fields(cfg) | {
         "gradient_accumulation_fusion": _gradient_accumulation_fusion(cfg),
@@ -209,10 +176,10 @@ def model_overrides(policy: PolicyConfig, provider: Any) -> dict[str, Any]:
         "fp16": False,
         "autocast_dtype": dtype,
         "pipeline_dtype": dtype,
-        "mtp_num_layers": megatron_field(cfg, "mtp_num_layers") or None,
+        "mtp_num_layers": None,
         "use_te_rng_tracker": cfg["cuda_graph_impl"] != "none",
         "seq_length": policy["max_total_sequence_length"],
-        "variable_seq_lengths": packs(policy) and cfg["pipeline_model_parallel_size"] > 1,
+        "variable_seq_lengths": policy["sequence_packing"]["enabled"] and cfg["pipeline_model_parallel_size"] > 1,
         # Pad the vocabulary only as far as tensor parallelism needs; some providers pad it whatever its size.
         "make_vocab_size_divisible_by": 1,
         "should_pad_vocab": provider.vocab_size % cfg["tensor_model_parallel_size"] != 0,
@@ -239,7 +206,7 @@ def model_overrides(policy: PolicyConfig, provider: Any) -> dict[str, Any]:
         _check_local_layers(provider)
         needed["transformer_layer_spec"] = local_block_spec
     if not torch.cuda.is_available():
-        needed |= _agreed(cfg, _WITHOUT_CUDA, "a machine without CUDA needs")
+        needed |= {"use_cpu_initialization": True, "cross_entropy_loss_fusion": False}
     # RL computes log-probs of what was sampled: dropout is off unless the recipe asks for it.
     return {"attention_dropout": 0.0, "hidden_dropout": 0.0} | recipe | derived | needed
 
@@ -271,7 +238,7 @@ def _agreed(cfg: MegatronConfig, needed: Mapping[str, Any], why: str) -> Mapping
         ValueError: it does.
     """
     for key, value in needed.items():
-        found = megatron_field(cfg, key)
+        found = cfg.get(key)
         if found not in (None, value):
             raise ValueError(
                 f"policy.megatron_cfg.{key} is {found}, but {why} {key} {value}; set it to that or leave it out."
@@ -279,69 +246,14 @@ def _agreed(cfg: MegatronConfig, needed: Mapping[str, Any], why: str) -> Mapping
     return needed
 
 
-def _check_features_without_transformer_engine(cfg: MegatronConfig) -> None:
+def _check_features_without_transformer_engine(cfg: Mapping[str, Any]) -> None:
     for key, off in _OFF_WITHOUT_TRANSFORMER_ENGINE.items():
-        found = megatron_field(cfg, key)
-        if found not in (None, off):
+        found = cfg[key]
+        if found != off:
             raise ValueError(
                 f"policy.megatron_cfg.{key} is {str(found).lower()}, which needs Transformer Engine, but that is "
                 f"not installed on this GPU machine; install it (extra te), or set {key} to {str(off).lower()}."
             )
-
-
-def _check_named_modules_exist(cfg: MegatronConfig, provider: Any, overrides: Mapping[str, Any]) -> None:
-    """Checks that the model has the modules to be offloaded, captured or tiled, known only here for a hub model."""
-    freq = overrides["moe_layer_freq"] if "moe_layer_freq" in overrides else provider.moe_layer_freq
-    is_moe = provider.num_moe_experts is not None and provider.num_moe_experts > 1 and has_expert_layers(freq)
-    check_tiles_fit_model(cfg["mlp_tile_tokens"], is_moe=is_moe)
-    if cfg["fine_grained_activation_offloading"]:
-        check_modules_fit_model(cfg["offload_modules"] or (), is_moe=is_moe)
-    if cfg["cuda_graph_impl"] != "none":
-        check_graphs_fit_model(
-            cfg["cuda_graph_modules"], has_experts=is_moe, has_dense_mlps=not is_moe or has_dense_layers(freq)
-        )
-
-
-def _check_context_parallel(cfg: MegatronConfig, provider: Any) -> None:
-    """Refuses what attention of Transformer Engine does not compute over context-parallel ranks."""
-    size = cfg["context_parallel_size"]
-    if size == 1:
-        return
-    kinds = {"p2p": True, "a2a": True, "all_gather": True}
-    ranks = size * cfg["tensor_model_parallel_size"]
-    why = []
-    if (provider.num_query_groups or provider.num_attention_heads) % ranks:
-        why.append(f"key and value heads that {ranks} ranks cannot divide")
-        kinds["a2a"] = False
-    if provider.softmax_type != "vanilla":
-        why.append(f"a softmax_type of {provider.softmax_type}")
-        kinds["p2p"] = kinds["all_gather"] = False
-    if provider.window_size is not None:
-        why.append("sliding windows")
-        kinds["p2p"] = False
-    found = megatron_field(cfg, "cp_comm_type") or "p2p"
-    if not kinds[found]:
-        other = " or ".join(kind for kind, computes in kinds.items() if computes)
-        remedy = f"set it to {other}" if other else "set policy.megatron_cfg.context_parallel_size to 1"
-        raise ValueError(
-            f"policy.megatron_cfg.cp_comm_type is {found}, but the model has {' and '.join(why)}, which Transformer "
-            f"Engine does not compute with it; {remedy}."
-        )
-
-
-def _check_packed_rows_are_not_gathered(policy: PolicyConfig, provider: Any, overrides: Mapping[str, Any]) -> None:
-    """Refuses the allgather dispatcher, perhaps the bridge's or megatron-core's default, with rows that differ."""
-    cfg = policy["megatron_cfg"]
-    key = "moe_token_dispatcher_type"
-    dispatcher = overrides[key] if key in overrides else provider.moe_token_dispatcher_type
-    if dispatcher != "allgather" or not packs(policy) or not provider.num_moe_experts:
-        return
-    sizes = [megatron_field(cfg, f"{name}_parallel_size") for name in ("tensor_model", "expert_model", "expert_tensor")]
-    if cfg["pipeline_model_parallel_size"] > 1 or gathers_different_rows(*sizes):
-        raise ValueError(
-            f"policy.megatron_cfg.{key} is allgather, which does not support packed rows on a pipeline or of "
-            "different data-parallel ranks; set it to alltoall."
-        )
 
 
 def _provider_of(bridge: Any, *, load_weights: bool) -> Any:
@@ -360,28 +272,22 @@ def make_provider(policy: PolicyConfig, bridge: Any) -> Any:
     """Returns a finalized model provider for the policy.
 
     Raises:
-        ValueError: Megatron-Bridge cannot translate the model's config, the recipe offloads or captures a module that
-            no layer of the model has, or tiles the MLPs of a model with experts, a feature needs Transformer Engine or
-            another cp_comm_type,
-            experts would gather packed rows of different lengths, or megatron-core's own checks refuse the combination.
+        ValueError: Megatron-Bridge cannot translate the model's config, the model or its layers do not allow what the
+            recipe asks for, a feature needs Transformer Engine, or megatron-core's own checks refuse the combination.
     """
     config = hf_config_of(bridge)
     check_model(config.to_dict(), policy)
     provider = _provider_of(bridge, load_weights=has_pretrained_weights(policy))
     overrides = model_overrides(policy, provider)
-    _check_named_modules_exist(policy["megatron_cfg"], provider, overrides)
-    _check_packed_rows_are_not_gathered(policy, provider, overrides)
-    _check_context_parallel(policy["megatron_cfg"], provider)
-    corrected = architectures.is_corrected(config)
-    if corrected:
-        architectures.check_layers(policy["megatron_cfg"], provider)
+    is_corrected = architectures.is_corrected(config)
+    check_layers(policy, provider, overrides, is_corrected=is_corrected)
     recomputes_from_host = LAYER_INPUT in (overrides.get("offload_modules") or ())
     if recomputes_from_host:  # megatron-core does not know the module, and refuses an empty list
         overrides["offload_modules"] = ["core_attn"]
     provider.apply_overrides_and_finalize(overrides=overrides)
     if recomputes_from_host:
         provider.offload_modules = []  # layers that run twice offload nothing themselves
-    if corrected:
+    if is_corrected:
         architectures.add_biases(config, provider)
     return provider
 

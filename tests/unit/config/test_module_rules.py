@@ -47,17 +47,6 @@ def test_a_config_is_read_with_its_overrides_or_tells_nothing(tmp_path):
         assert model_kind(str(tmp_path), None, None, None).has_experts is None
 
 
-def test_modules_are_checked_against_the_model_that_was_built():
-    with pytest.raises(ValueError, match=r"policy\.megatron_cfg\.offload_modules: names 'moe_act', which only a mixt"):
-        megatron.check_modules_fit_model(["core_attn", "moe_act"], is_moe=False)
-    megatron.check_modules_fit_model(megatron.ACTIVATION_MODULES, is_moe=True)
-    with pytest.raises(ValueError, match=r"policy\.megatron_cfg\.cuda_graph_modules: names 'moe_router', which only"):
-        megatron.check_graphs_fit_model(["moe_router"], has_experts=False, has_dense_mlps=True)
-    with pytest.raises(ValueError, match="names 'mlp', which is captured in dense layers"):
-        megatron.check_graphs_fit_model(["attn", "mlp"], has_experts=True, has_dense_mlps=False)
-    megatron.check_graphs_fit_model(["attn", "mlp", "moe_router"], has_experts=True, has_dense_mlps=True)
-
-
 def transformer_config(**fields):
     sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 1, "bf16": True}
     offloads = {"fine_grained_activation_offloading": True} if "offload_modules" in fields else {}
