@@ -18,7 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 from torch.utils.hooks import RemovableHandle
 
-from nemo_offload_rl.config.megatron import megatron_field, tokens_of_tile
+from nemo_offload_rl.config.megatron import tokens_of_tile
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.hf_config import generation_config
 from nemo_offload_rl.mcore.model.model_config import (
@@ -243,7 +243,7 @@ def make_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> Optimi
             "worker without a run, set it to a number of calls of train."
         )
     # No recipe has this key, which a run adds. A worker without a run has no length but that of the decay.
-    run_length = megatron_field(section, "run_length") or decay
+    run_length = section.get("run_length") or decay
     if warmup >= decay:  # in a short run: a rule requires a longer lr_decay_iters
         warmup = decay - 1 / policy["train_global_batch_size"]
     scheduler = OptimizerParamScheduler(

@@ -16,7 +16,6 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from nemo_offload_rl.config.megatron import data_parallel_size
 from nemo_offload_rl.mcore.patches.torch_distributed import clear_globals, shut_down_groups_at_once
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.placement.network import choose_interface, rendezvous_store
@@ -53,14 +52,14 @@ class ParallelSizes:
             ValueError: if the world size is no multiple of tensor * pipeline * context.
         """
         model = self.tensor * self.pipeline * self.context
-        size = data_parallel_size(world_size, model)
-        if size is None:
+        replicas, rest = divmod(world_size, model)
+        if rest:
             raise ValueError(
                 f"{world_size} ranks cannot be divided by tensor_model_parallel_size {self.tensor} x "
                 f"pipeline_model_parallel_size {self.pipeline} x context_parallel_size {self.context} = {model}; "
                 f"set cluster.gpus_per_node * cluster.num_nodes to a multiple of {model}."
             )
-        return size
+        return replicas
 
 
 def initialize(
@@ -91,7 +90,7 @@ def initialize(
     Returns:
         The device that this process computes on.
     """
-    sizes.data(world_size)
+    data = sizes.data(world_size)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -120,7 +119,7 @@ def initialize(
         # Without force_reset_rng the RNG tracker of an earlier policy of this process stays, whatever its kind.
         model_parallel_cuda_manual_seed(seed, te_rng_tracker=te_rng_tracker, force_reset_rng=True)
         # megatron-core's TECudaGraphHelper reads the number of micro-batches from this global.
-        init_num_microbatches_calculator(rank, None, sizes.data(world_size), 1, sizes.data(world_size))
+        init_num_microbatches_calculator(rank, None, data, 1, data)
     except BaseException:
         with preserve_first_error():  # a GPU without memory for groups, for instance; the process may try again
             destroy()

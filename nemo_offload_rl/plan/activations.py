@@ -289,6 +289,53 @@ def _samples(policy: PolicyConfig, key: RowTokensKey) -> int:
     return int(policy["train_micro_batch_size"])
 
 
+@dataclass(frozen=True)
+class RowSizes:
+    """Holds how long the rows of a rank's micro-batches may be, in tokens.
+
+    Attributes:
+        longest: the longest sequence, without padding.
+        multiple: what the tokens of each sequence are padded to a multiple of.
+        packed_multiple: what those of a packed row are; None where rows are not packed.
+        packed_tokens: for each kind of pass, the most tokens of a packed row.
+        largest_first: whether a rank runs its packed rows in descending order of their tokens.
+        most_logprob_tokens: a log-prob pass's longest micro-batch, padding included; 0 without such passes.
+    """
+
+    longest: int
+    multiple: int
+    packed_multiple: int | None
+    packed_tokens: Mapping[RowTokensKey, int]
+    largest_first: bool
+    most_logprob_tokens: int
+
+
+def row_sizes(policy: PolicyConfig) -> RowSizes:
+    """Returns the sizes of rows that the recipe's `policy` section says, resolved for the ranks' machine.
+
+    Raises:
+        ValueError: the tokens of a packed row are still `auto`.
+    """
+    packing = policy["sequence_packing"]
+    packed: dict[RowTokensKey, int] = {}
+    for key in (TRAIN_TOKENS, LOGPROB_TOKENS) if packing["enabled"] else ():
+        if (tokens := packing.get(key)) == AUTO:
+            raise ValueError(
+                f"policy.sequence_packing.{key} is auto, which a run replaces by a number before it starts its "
+                "workers; give a worker that you build yourself a number of tokens."
+            )
+        if tokens is not None:
+            packed[key] = tokens
+    return RowSizes(
+        longest=policy["max_total_sequence_length"],
+        multiple=sequence_multiple(policy),
+        packed_multiple=row_multiple(policy) if packing["enabled"] else None,
+        packed_tokens=packed,
+        largest_first=packing.get("microbatch_order") == "largest_first",
+        most_logprob_tokens=micro_batch_tokens(policy, LOGPROB_TOKENS, 1) if has_logprob_batches(policy) else 0,
+    )
+
+
 def with_tokens(config: MasterConfig, tokens: Mapping[RowTokensKey, RowTokens]) -> MasterConfig:
     """Returns a copy of a config with the given values in policy.sequence_packing."""
     given = copy.deepcopy(config)

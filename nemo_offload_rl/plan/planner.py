@@ -14,10 +14,12 @@ from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
 from nemo_offload_rl.placement.rates import H200_RATES, Rates
 from nemo_offload_rl.plan import host_budget
 from nemo_offload_rl.plan.activations import (
+    RowSizes,
     activation_facts,
     limit_where_unknown,
     module_bytes,
     needed_slab_bytes,
+    row_sizes,
     slab_bytes,
 )
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
@@ -81,11 +83,13 @@ class WorkerPlan:
             GPU, or nothing is trained.
         generator_bytes: free GPU memory with which a refit and generation need nothing of the cache of torch's
             allocator; None where that is not known.
+        rows: how long the rows of micro-batches may be.
     """
 
     offload: OffloadPlan
     activation_bytes: tuple[int, ...]
     generator_bytes: int | None
+    rows: RowSizes
 
 
 def worker_plan(
@@ -106,7 +110,8 @@ def worker_plan(
         init_optimizer: whether the policy will be trained.
 
     Raises:
-        ValueError: the host memory for activations cannot be computed, and the recipe does not give it.
+        ValueError: the host memory for activations cannot be computed, and the recipe does not give it; or it leaves
+            the length of packed rows open.
     """
     plan = settings(policy)
     stages = policy["megatron_cfg"]["pipeline_model_parallel_size"]
@@ -118,7 +123,7 @@ def worker_plan(
             activations = (limit_where_unknown(plan.activations, error),) * stages
         else:
             activations = tuple(slab_bytes(of_stage, plan.activations) for of_stage in facts)
-    return WorkerPlan(plan, activations, free_bytes_for_refit(policy, hf_config))
+    return WorkerPlan(plan, activations, free_bytes_for_refit(policy, hf_config), row_sizes(policy))
 
 
 @dataclasses.dataclass(frozen=True)

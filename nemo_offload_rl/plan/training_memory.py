@@ -240,7 +240,8 @@ def _output_layer_bytes(
     num_logits = facts.num_tokens if chunk is None else min(chunk, facts.num_tokens)
     logits = num_logits * columns * facts.element_size
     residual = facts.num_tokens * facts.hidden_size * facts.element_size
-    sampling, are_filtered = sampling_of(policy), filters_logprobs(policy)
+    sampling = sampling_of(policy)
+    are_filtered = filters_logprobs(sampling)
     is_scaled = sampling is not None and sampling["temperature"] != 1
     # One kernel reads them, and writes their gradient over them.
     has_kernel = not are_filtered and (chunk is not None or not (is_scaled or model.vocab_size % tensor))

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import torch
 
-from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.checkpoint import checkpoint
 from nemo_offload_rl.mcore.checkpoint.background_save import BackgroundSave, HostSnapshot, start_save
 from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import PlanEverySave, ReusePlans, SavePlanning
-from nemo_offload_rl.mcore.model.model_config import parallel_sizes
+from nemo_offload_rl.mcore.distributed import ParallelSizes
 from nemo_offload_rl.mcore.patches.torch_distributed import make_group, objects_through
 from nemo_offload_rl.residency.attach import Offloader
 from nemo_offload_rl.residency.table import Placement, Target
@@ -23,14 +22,14 @@ class PolicyCheckpoints:
     Args:
         state: the rank's training state.
         offloader: the residency offloader, which knows where the state is.
-        config: the recipe's policy.megatron_cfg, in its resolved form.
+        sizes: the model's parallel sizes.
+        reuses_plans: whether saves after the first one reuse its plan (checkpoint.ckpt_assume_constant_structure).
     """
 
-    def __init__(self, state: TrainingState, offloader: Offloader, config: MegatronConfig) -> None:
+    def __init__(self, state: TrainingState, offloader: Offloader, sizes: ParallelSizes, *, reuses_plans: bool) -> None:
         self._state = state
         self._offloader = offloader
-        self._sizes = parallel_sizes(config)
-        reuses_plans = config["checkpoint"]["ckpt_assume_constant_structure"]
+        self._sizes = sizes
         self._plans: SavePlanning = ReusePlans() if reuses_plans else PlanEverySave()
         self._snapshot = HostSnapshot(offloader.context.arena, offloader.context.device)
         self._under_way: BackgroundSave | None = None

@@ -9,23 +9,6 @@ from nemo_offload_rl.mcore.logprob.logprob import KEEP_ALL, SamplingFilter
 from nemo_offload_rl.mcore.patches.layer_state import check_is_plain
 
 
-def sampling_temperature(policy: PolicyConfig) -> float:
-    """Returns the sampling temperature, by which logits are divided for log-probs.
-
-    A greedy sampler (0) reports log-probs at temperature 1. Only some algorithms' policies have a generation section.
-    """
-    section = sampling_of(policy)
-    return 1.0 if section is None else section["temperature"] or 1.0
-
-
-def sampling_filter(policy: PolicyConfig) -> SamplingFilter:
-    """Returns the filter behind the sampler's log-probs; it keeps all tokens if they are reported before filtering."""
-    section = sampling_of(policy)
-    if section is None or not filters_logprobs(policy):
-        return KEEP_ALL
-    return SamplingFilter(section["top_k"], section["top_p"])
-
-
 @dataclass(frozen=True)
 class LogprobPasses:
     """Says which log-probs each kind of pass computes.
@@ -53,12 +36,14 @@ def logprob_passes(policy: PolicyConfig, state: TrainingState) -> LogprobPasses:
     Raises:
         ValueError: the recipe computes logits in chunks, which the model's output layer does not allow.
     """
-    megatron = policy["megatron_cfg"]
+    megatron, sampling = policy["megatron_cfg"], sampling_of(policy)
     training = megatron["fused_linear_logprobs_chunk_size"] if megatron["use_fused_linear_logprobs"] else None
     forward_only = policy["logprob_chunk_size"] or training
     if forward_only is not None:
         check_is_plain(state.model)
-    temperature, kept = sampling_temperature(policy), sampling_filter(policy)
+    # Logits are divided by the temperature; a greedy sampler (0) reports log-probs at temperature 1.
+    temperature = 1.0 if sampling is None else sampling["temperature"] or 1.0
+    kept = SamplingFilter(sampling["top_k"], sampling["top_p"]) if filters_logprobs(sampling) else KEEP_ALL
     return LogprobPasses(
         train=LogprobOptions(state.vocab_size, temperature, (kept,), training),
         evaluate=LogprobOptions(state.vocab_size, temperature, (KEEP_ALL,), training),

@@ -8,18 +8,16 @@ from contextlib import contextmanager
 
 import torch
 
-from nemo_offload_rl.config.schema.policy import PolicyConfig, has_logprob_batches, sequence_multiple
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.graphs.cuda_graphs import CudaGraphs, NoCudaGraphs, StepGraphs
 from nemo_offload_rl.mcore.graphs.graph_capture import CaptureObserver
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers, take_host_memory
 from nemo_offload_rl.memory.numa import Binding, bind_process
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.memory.units import GIB, round_up
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.memory import gpu_allocated, memory_stats, reset_gpu_peak
 from nemo_offload_rl.placement.gpus import torch_pci_bus_id
 from nemo_offload_rl.placement.machine import HostFacts, host_facts
-from nemo_offload_rl.plan.activations import LOGPROB_TOKENS
 from nemo_offload_rl.plan.host_budget import CPU_OPTIMIZER, RankNeed, check_host_budget, usable_bytes
 from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.residency.attach import Offloader, attach, needed_host_bytes
@@ -160,15 +158,16 @@ class EarlyMoves:
 
     Args:
         residency: moves the state.
-        config: the recipe's policy section, validated.
         plan: where everything lives in each phase.
+        most_tokens: the most tokens of a log-prob micro-batch, padding included; 0 without log-prob passes.
+        refit_follows: whether weights are sent to engines after training.
     """
 
-    def __init__(self, residency: Residency, config: PolicyConfig, plan: OffloadPlan) -> None:
+    def __init__(self, residency: Residency, plan: OffloadPlan, *, most_tokens: int, refit_follows: bool) -> None:
         self._residency = residency
-        self._refit_follows = "generation" in config
+        self._refit_follows = refit_follows
         self._state_may_return = plan.table[Phase.LOGPROB][Target.OPTIMIZER_STATE] is Placement.UNCHANGED
-        self._most_tokens = _most_tokens(config)
+        self._most_tokens = most_tokens
         self._gib_per_token = 0.0  # of a log-prob micro-batch; the largest of all passes so far
 
     def after_training(self) -> None:
@@ -205,16 +204,6 @@ class EarlyMoves:
     def note_logprobs(self, num_tokens: int, gib: float) -> None:
         """Record the GPU memory that a log-prob pass of `num_tokens` tokens took."""
         self._gib_per_token = max(self._gib_per_token, gib / num_tokens)
-
-
-def _most_tokens(config: PolicyConfig) -> int:
-    """Returns the most tokens of a log-prob micro-batch, padding included; 0 without policy.logprob_batch_size."""
-    if not has_logprob_batches(config):
-        return 0
-    if config["sequence_packing"]["enabled"]:
-        return int(config["sequence_packing"][LOGPROB_TOKENS])
-    longest = round_up(config["max_total_sequence_length"], sequence_multiple(config))
-    return int(config["logprob_batch_size"]) * longest
 
 
 class GpuPeaks:

@@ -85,11 +85,13 @@ class MegatronPolicyWorker:
         self._rank = rank
         self._world_size = world_size
         hf_config = read_hf_config(config)
+        megatron = config["megatron_cfg"]
         offload = plan.offload
         binding = bind_to_gpu(offload.numa, local_rank=local_rank)
-        captures = config["megatron_cfg"]["cuda_graph_impl"] != "none"
+        captures = megatron["cuda_graph_impl"] != "none"
+        sizes = parallel_sizes(megatron)
         self.device = distributed.initialize(
-            parallel_sizes(config["megatron_cfg"]),
+            sizes,
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
@@ -121,14 +123,21 @@ class MegatronPolicyWorker:
             self.graphs = make_graphs(self.state, self.offloader, self.activations.offloader)
             undo.pop_all()
         self.residency = self.offloader.residency
-        self._checkpoints = PolicyCheckpoints(self.state, self.offloader, config["megatron_cfg"])
-        self.batcher: Final = MicroBatcher(config, self.device)
-        self._early = EarlyMoves(self.residency, config, offload)
-        self._passes = logprob_passes(config, self.state)
-        per_layer = config["megatron_cfg"]["moe_per_layer_logging"]
-        self._aux_losses = AuxLosses(self.state.config, per_layer=per_layer, device=self.device)
-        self._skipped = SkippedSteps(config["max_skipped_steps"])
+        reuses_plans = megatron["checkpoint"]["ckpt_assume_constant_structure"]
+        self._checkpoints = PolicyCheckpoints(self.state, self.offloader, sizes, reuses_plans=reuses_plans)
         self._peaks = GpuPeaks(lambda: self.offloader.mapped_bytes)
+        self._skipped = SkippedSteps(config["max_skipped_steps"])
+        stage_group_size = self.state.config.microbatch_group_size_per_vp_stage
+        self.batcher: Final = MicroBatcher(plan.rows, sizes, stage_group_size, self.device)
+        self._early = EarlyMoves(
+            self.residency,
+            offload,
+            most_tokens=plan.rows.most_logprob_tokens,
+            refit_follows="generation" in config,
+        )
+        self._passes = logprob_passes(config, self.state)
+        per_layer = megatron["moe_per_layer_logging"]
+        self._aux_losses = AuxLosses(self.state.config, per_layer=per_layer, device=self.device)
         self._param_gather = ParamGather(self.state.model)
         size = int(config["refit_buffer_size_gb"] * GIB)
         self._hf_weights = HfWeights(self.state.bridge, self.state.model, self.state.vocab_size)

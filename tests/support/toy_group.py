@@ -8,6 +8,7 @@ import torch
 from support.tiny import policy_without_model, tiny_policy
 
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.plan.activations import row_sizes
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import WorkerPlan
 from nemo_offload_rl.worker.group import PolicyWorkerGroup
@@ -26,8 +27,8 @@ def toy_group(cluster, *, tp=1, before_build=None, checks_model=False, **toy):
     config = tiny_policy() | {"skip_model_check": True, "megatron_cfg": megatron, "toy": toy}
     return PolicyWorkerGroup(
         config, cluster, seed=7, init_reference_model=True,
-        plan=WorkerPlan(settings(policy_without_model()), (0,), None), worker_cls=TOY_WORKER, checks_model=checks_model,
-        before_build=before_build,
+        plan=WorkerPlan(settings(policy_without_model()), (0,), None, row_sizes(config)), worker_cls=TOY_WORKER,
+        checks_model=checks_model, before_build=before_build,
     )  # fmt: skip
 
 

@@ -186,13 +186,13 @@ _TESTED = {
     "mcore/test_checkpoint_hyperparameters.py": "optimizer.decoupled_lr",
     "mcore/test_cuda_graphs.py": "fp32_residual_connection",
     "mcore/test_gpu_activations.py": "moe_grouped_gemm",
-    "mcore/test_model_config.py": "attention_backend layernorm_epsilon moe_token_dispatcher_type rotary_interleaved",
+    "mcore/test_model_config.py": "attention_backend layernorm_epsilon microbatch_group_size_per_vp_stage "
+    "moe_token_dispatcher_type rotary_interleaved",
     "mcore/test_router_losses.py": "moe_router_enable_expert_bias moe_router_bias_update_rate",
     "mcore/test_worker_step.py": "optimizer.grad_norm_skip_threshold optimizer.log_num_zeros_in_grad",
     "plan/test_model_facts.py": "distributed_data_parallel_config.param_name_patterns_for_fp32_local_accumulation",
     "plan/test_activations.py": "moe_expert_capacity_factor moe_pad_expert_input_to_capacity",
     "residency/streamed/test_like_fused_adam.py": "optimizer.store_param_remainders",
-    "worker/test_batching.py": "microbatch_group_size_per_vp_stage",
     "worker/test_environment.py": "use_transformer_engine_op_fuser",
 }
 _PLAIN = {

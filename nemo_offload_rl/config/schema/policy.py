@@ -218,9 +218,8 @@ FILTERED_LOGPROBS = ("vllm",)
 """The generation backends whose log-probs are those of the distribution after top_k and top_p."""
 
 
-def filters_logprobs(policy: PolicyConfig) -> bool:
+def filters_logprobs(sampling: GenerationConfig | None) -> TypeGuard[GenerationConfig]:
     """Returns whether the sampler's log-probs are those of the tokens that top_k and top_p leave, not of all."""
-    sampling = sampling_of(policy)
     if sampling is None or sampling["backend"] not in FILTERED_LOGPROBS:
         return False
     return sampling["top_k"] is not None or sampling["top_p"] != 1

@@ -73,6 +73,12 @@ def test_null_leaves_the_models_own_value_but_where_nemo_rl_sets_it():
     assert not {"moe_router_group_topk", "moe_router_topk"} & overrides.keys()
 
 
+def test_virtual_stages_run_as_many_micro_batches_at_a_time_as_there_are_stages_or_as_the_recipe_says():
+    layout = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    for given, number in ({}, 2), ({"microbatch_group_size_per_vp_stage": 3}, 3):
+        assert provider_of(tiny_policy(**layout, **given)).microbatch_group_size_per_vp_stage == number
+
+
 @pytest.mark.parametrize("sizes", [{"expert_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}], ids=str)
 @pytest.mark.parametrize("stated", [True, False], ids=["by the recipe", "by the bridge"])
 def test_experts_gather_no_packed_rows_of_different_lengths(sizes, stated, monkeypatch):

@@ -5,6 +5,7 @@ import yaml
 from support.machine import planner_of, resolved_for
 
 from nemo_offload_rl.config import load
+from nemo_offload_rl.config.schema.policy import sampling_of
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.decisions import Machine
 from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_refit_fits, check_share_beside_policy
@@ -13,7 +14,6 @@ from nemo_offload_rl.plan.resolve import resolve
 from nemo_offload_rl.plan.row_tokens import MARGIN, logprob_bytes, training_bytes
 from nemo_offload_rl.plan.shared_gpu import phase_bytes
 from nemo_offload_rl.residency.table import Phase, Placement, Target
-from nemo_offload_rl.worker.logprob_passes import sampling_filter, sampling_temperature
 from tests.unit.config.conftest import CONFIGS
 
 RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"
@@ -182,6 +182,5 @@ def test_nothing_is_planned_for_generation_and_log_probs_stay_those_of_the_sampl
     (rank,) = resolved.run.plan.ranks
     assert set(rank.gpu_bytes) == {Phase.LOGPROB, Phase.TRAIN}
     policy = resolved.config["policy"]
-    assert sampling_temperature(policy) == sampling_temperature(generating["policy"]) == 0.7
-    assert sampling_filter(policy) == sampling_filter(generating["policy"])
-    assert sampling_filter(policy).top_k == 5
+    assert sampling_of(policy) == sampling_of(generating["policy"])
+    assert (sampling_of(policy)["temperature"], sampling_of(policy)["top_k"]) == (0.7, 5)

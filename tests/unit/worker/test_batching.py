@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from nemo_offload_rl.mcore import distributed
+from nemo_offload_rl.mcore.model.model_config import parallel_sizes
+from nemo_offload_rl.plan.activations import row_sizes
 from nemo_offload_rl.worker.batching import MicroBatcher
 from tests.support.tiny import batch_of_lengths, packed_rows, random_batch, tiny_policy
 
@@ -12,22 +14,30 @@ from tests.support.tiny import batch_of_lengths, packed_rows, random_batch, tiny
 def test_a_worker_takes_no_number_that_is_left_open(key):
     policy = tiny_policy()
     policy["sequence_packing"] = packed_rows(64)
-    MicroBatcher(policy, torch.device("cpu"))
+    assert row_sizes(policy).packed_tokens[key] == 64
     policy["sequence_packing"][key] = "auto"
     with pytest.raises(ValueError, match=rf"policy.sequence_packing.{key} is auto, which a run replaces by a number"):
-        MicroBatcher(policy, torch.device("cpu"))
+        row_sizes(policy)
     policy["sequence_packing"]["enabled"] = False
-    MicroBatcher(policy, torch.device("cpu"))
+    assert not row_sizes(policy).packed_tokens
+
+
+@pytest.mark.parametrize(("packing", "tokens"), [({"enabled": False}, 4 * 32), (packed_rows(512), 512)])
+def test_the_longest_log_prob_micro_batch_counts_its_padding(packing, tokens):
+    lengths = {"max_total_sequence_length": 30, "make_sequence_length_divisible_by": 8, "sequence_packing": packing}
+    assert row_sizes(tiny_policy() | lengths | {"logprob_batch_size": 4}).most_logprob_tokens == tokens
+    without = {name: value for name, value in tiny_policy().items() if name != "logprob_batch_size"}
+    assert row_sizes(without | lengths).most_logprob_tokens == 0
 
 
 def batcher(monkeypatch, stages=None, *, group_size=None, **packing):
     """Returns the micro-batcher of a rank without data-parallel peers; packed rows have at most 28 tokens."""
     monkeypatch.setattr(distributed.mpu, "get_data_parallel_world_size", lambda: 1)
     policy = tiny_policy(**stages or {})
-    policy["megatron_cfg"]["microbatch_group_size_per_vp_stage"] = group_size
+    parallel = parallel_sizes(policy["megatron_cfg"])
     sizes = {"train_mb_tokens": 28, "logprob_mb_tokens": 24, "sequence_length_round": 2}
     policy["sequence_packing"] = {"enabled": True} | sizes | packing
-    return MicroBatcher(policy, torch.device("cpu"))
+    return MicroBatcher(row_sizes(policy), parallel, group_size or parallel.pipeline, torch.device("cpu"))
 
 
 def rows_of(*lengths):

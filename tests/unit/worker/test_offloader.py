@@ -77,13 +77,6 @@ def test_a_verbs_peak_counts_the_most_that_was_mapped_and_without_a_gpu_there_is
     assert (without_gpu.taken_gib("train"), without_gpu.memory_stats()) == (None, {"host_rss_gib": 1.0})
 
 
-PADDED = {
-    "logprob_batch_size": 4, "max_total_sequence_length": 30, "make_sequence_length_divisible_by": 8, "generation": {},
-    "sequence_packing": {"enabled": False}, "megatron_cfg": {"context_parallel_size": 1},
-}  # fmt: skip
-PACKED = PADDED | {"sequence_packing": {"enabled": True, "logprob_mb_tokens": 512}}
-
-
 class Asked:
     def __init__(self):
         self.calls = []
@@ -95,22 +88,21 @@ class Asked:
         self.calls.append(f"leave for {phase}")
 
 
-def early(config=PADDED, logprob=Placement.UNCHANGED):
+def early(tokens=128, logprob=Placement.UNCHANGED, *, refit_follows=True):
     asked = Asked()
     plan = SimpleNamespace(table={**DEFAULT_TABLE, Phase.LOGPROB: {Target.OPTIMIZER_STATE: logprob}})
-    return EarlyMoves(asked, config, plan), asked.calls
+    return EarlyMoves(asked, plan, most_tokens=tokens, refit_follows=refit_follows), asked.calls
 
 
-@pytest.mark.parametrize(("config", "tokens"), [(PADDED, 4 * 32), (PACKED, 512)])
-def test_params_return_first_and_the_state_leaves_room_for_the_largest_pass(config, tokens):
-    moves, calls = early(config)
+def test_params_return_first_and_the_state_leaves_room_for_the_largest_pass():
+    moves, calls = early(tokens=512)
     moves.after_generation(logprobs=True)
     assert calls == [(Phase.LOGPROB, 0)]  # no pass has been measured yet
     calls.clear()
     moves.note_logprobs(64, 0.5)
     moves.note_logprobs(64, 0.25)
     moves.after_generation(logprobs=True)
-    assert calls == [(Phase.LOGPROB, 0), (Phase.TRAIN, pytest.approx(1.1 * tokens * 0.5 / 64))]
+    assert calls == [(Phase.LOGPROB, 0), (Phase.TRAIN, pytest.approx(1.1 * 512 * 0.5 / 64))]
 
 
 def test_state_that_is_to_be_on_the_host_in_log_prob_passes_does_not_return_beside_them():
@@ -122,8 +114,7 @@ def test_state_that_is_to_be_on_the_host_in_log_prob_passes_does_not_return_besi
 
 
 def test_state_leaves_with_the_end_of_training_only_where_a_refit_follows():
-    without = {name: value for name, value in PADDED.items() if name != "generation"}
-    for config, wanted in ((PADDED, ["leave for refit"]), (without, [])):
-        moves, calls = early(config)
+    for refit_follows, wanted in ((True, ["leave for refit"]), (False, [])):
+        moves, calls = early(refit_follows=refit_follows)
         moves.after_training()
         assert calls == wanted
