@@ -224,7 +224,6 @@ def _plan(options: argparse.Namespace) -> None:
     validated = load(options.recipe, overrides)
     sys.stderr.write("".join(f"note: {note}\n" for note in validated.notes))
 
-    from nemo_offload_rl.config.algorithms import ALGORITHMS
     from nemo_offload_rl.config.keys.schema_problems import ABSENT, value_at
     from nemo_offload_rl.config.megatron import split_devices
     from nemo_offload_rl.config.model.hf_check import check_model_folder
@@ -235,7 +234,7 @@ def _plan(options: argparse.Namespace) -> None:
     from nemo_offload_rl.plan.colocation import KV_CACHE_BYTES, with_resident_state
     from nemo_offload_rl.plan.decisions import Machine, without_replayed_engine
     from nemo_offload_rl.plan.optimizer_ways import plan_ways
-    from nemo_offload_rl.plan.planner import PlannedRun, Planner, make_plan, plan_run
+    from nemo_offload_rl.plan.planner import PlannedRun, Planner, make_plan
     from nemo_offload_rl.plan.report import print_plan, print_residency
     from nemo_offload_rl.plan.resolve import resolve
 
@@ -245,9 +244,6 @@ def _plan(options: argparse.Namespace) -> None:
     check_model_folder(validated.config, needs_weights=False)
     model = hf_config(validated.config["policy"]).to_dict()
 
-    def planned(of: "MasterConfig") -> PlannedRun:
-        return plan_run(of, model, algorithm=validated.algorithm, link_bytes_per_s=rates.link_bytes_per_s)
-
     host = _planned_host(options)
     if options.fit:
         ranks_of_a_host = split_devices(validated.config["cluster"], validated.config["policy"]).policy_per_node
@@ -256,6 +252,7 @@ def _plan(options: argparse.Namespace) -> None:
         rates = dataclasses.replace(rates, cpu_params_per_s=speed)
         _print_fit(options, overrides, Planner(model, validated.algorithm, gpu_bytes, of_each_node, rates=rates), host)
         return
+    planner = Planner(model, validated.algorithm, gpu_bytes, rates=rates)
     hosts = () if options.host_memory is None else (host.memory,) * validated.config["cluster"]["num_nodes"]
     machine = Machine(has_gpus=True, gpu_bytes=gpu_bytes, hosts=hosts, rates=rates)
     resolved = resolve(validated.config, machine, model, algorithm=validated.algorithm)
@@ -271,10 +268,10 @@ def _plan(options: argparse.Namespace) -> None:
         return str(validated.recipe.origin(key))
 
     try:
-        run = planned(config)
+        run = planner.run(config)
     except UnknownArchitectureError as error:
         without_sizes = make_plan(config["policy"], link_bytes_per_s=rates.link_bytes_per_s)
-        keeps = ALGORITHMS[validated.algorithm].has_reference(config)
+        keeps = planner.spec.has_reference(config)
         print_residency(without_sizes, has_reference=keeps, written_at=written_at, as_json=options.json)
         if without_sizes.activations is not None:
             limit_where_unknown(without_sizes.activations, error)
@@ -286,7 +283,7 @@ def _plan(options: argparse.Namespace) -> None:
 
     def plan_with(more: Sequence[str]) -> PlannedRun:
         other, _ = without_replayed_engine(load(options.recipe, [*overrides, *decided, *more]).config)
-        return planned(with_resident_state(other, Planner(model, validated.algorithm, gpu_bytes))[0])
+        return planner.run(with_resident_state(other, planner)[0])
 
     cpu_speed = _cpu_speed(options, earlier, rates, run.ranks_of_a_host)
     print_plan(

@@ -3,7 +3,6 @@
 `delta_offload_bytes_across_pp_ranks` is not counted: it keeps bytes on the GPU, but not those of a given micro-batch.
 """
 
-import copy
 import dataclasses
 import math
 from collections import Counter
@@ -23,6 +22,7 @@ from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError, read_architecture
 from nemo_offload_rl.plan.model_facts import num_layers_of_stage
 from nemo_offload_rl.plan.saved_tensors import QUERIES_KEYS_VALUES, SAVED_BY, ActivationFacts, SavedTensor
+from nemo_offload_rl.plan.values import with_values
 
 # Every storage in the host pool starts at a page.
 SLAB_ALIGNMENT_BYTES = 4096
@@ -112,12 +112,17 @@ def module_bytes(facts: ActivationFacts, settings: ActivationOptions) -> dict[st
     return out
 
 
+def with_busy_experts(facts: ActivationFacts) -> ActivationFacts:
+    """Returns the sizes with `EXPERT_LOAD_FACTOR` times the average load of experts."""
+    return dataclasses.replace(facts, num_expert_tokens=math.ceil(EXPERT_LOAD_FACTOR * facts.num_expert_tokens))
+
+
 def needed_slab_bytes(facts: ActivationFacts, settings: ActivationOptions) -> int:
     """Returns the host memory that offloads every group of all micro-batches in flight.
 
     Experts count at `EXPERT_LOAD_FACTOR` times their average load.
     """
-    busy = dataclasses.replace(facts, num_expert_tokens=math.ceil(EXPERT_LOAD_FACTOR * facts.num_expert_tokens))
+    busy = with_busy_experts(facts)
     sizes = {name: _group_bytes(name, tensors, settings) for name, tensors in _offloaded(busy, settings).items()}
     in_first, later = (
         sum(num_groups * sizes[name] for name, num_groups in _num_offloaded_groups(busy, settings, which).items())
@@ -337,11 +342,8 @@ def row_sizes(policy: PolicyConfig) -> RowSizes:
 
 
 def with_tokens(config: MasterConfig, tokens: Mapping[RowTokensKey, RowTokens]) -> MasterConfig:
-    """Returns a copy of a config with the given values in policy.sequence_packing."""
-    given = copy.deepcopy(config)
-    for key, value in tokens.items():
-        given["policy"]["sequence_packing"][key] = value
-    return given
+    """Returns a config with the given values in policy.sequence_packing."""
+    return with_values(config, {f"policy.sequence_packing.{key}": value for key, value in tokens.items()})
 
 
 def _most_microbatches(policy: PolicyConfig, data_parallel_size: int) -> int:

@@ -5,16 +5,15 @@ awake while the policy computes, and a policy that is built at the same time as 
 where both fit.
 """
 
-import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from nemo_offload_rl.config.megatron import is_colocated
 from nemo_offload_rl.config.rules.base import TABLE
 from nemo_offload_rl.config.rules.residency import AUTO
 from nemo_offload_rl.config.schema import MasterConfig
-from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig, has_generation
+from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, has_generation
 from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.generation import (
@@ -27,13 +26,18 @@ from nemo_offload_rl.plan.plan import GENERATION_WEIGHTS_KEY, OffloadPlan, coloc
 from nemo_offload_rl.plan.planner import PlannedRun, Planner
 from nemo_offload_rl.plan.row_tokens import open_keys, with_row_tokens
 from nemo_offload_rl.plan.shared_gpu import least_beside_awake, phase_bytes, policy_build_bytes, why_not_at_once
+from nemo_offload_rl.plan.values import value_at, with_values
 from nemo_offload_rl.residency.table import DEDICATED_TABLE, Phase, Placement, Target
 
 PARAMS_CELL = f"{TABLE}.{Phase.GENERATE}.{Target.PARAMS}"
 STATE_CELL = f"{TABLE}.{Phase.GENERATE}.{Target.OPTIMIZER_STATE}"
+_STATE_CELLS = (f"{TABLE}.{Phase.REFIT}.{Target.OPTIMIZER_STATE}", STATE_CELL)
 
 KV_CACHE_BYTES = "kv_cache_memory_bytes"
 """vLLM's argument for the size of its KV cache."""
+
+_KV_CACHE_KEY = f"policy.generation.vllm_kwargs.{KV_CACHE_BYTES}"
+_BUILD_KEY = "policy.generation.vllm_cfg.build_beside_policy"
 
 _BESIDE_TRAINING = {
     target: DEDICATED_TABLE[Phase.GENERATE][target].value
@@ -74,15 +78,15 @@ def with_resident_state(config: MasterConfig, planner: Planner) -> tuple[MasterC
     if not colocates_vllm(policy) or gpu_bytes is None:  # with vLLM on other GPUs, nothing needs to move
         return config, []
     lines = []
-    if _cell(policy, Phase.GENERATE, Target.PARAMS) in (None, AUTO):
-        resident = _with_cells(config, (Phase.GENERATE,), Target.PARAMS, "gpu")
+    if value_at(config, PARAMS_CELL) in (None, AUTO):
+        resident = with_values(config, {PARAMS_CELL: "gpu"})
         planned = planner.plan(resident)
         if planned is None or not _fits(planned, gpu_bytes):
             return config, []
         config = resident
         lines.append(_line("parameters", Target.PARAMS, planned, f"{PARAMS_CELL}=host offloads them"))
-    if _leaves_state_to_the_plan(policy):
-        resident = _with_cells(config, (Phase.REFIT, Phase.GENERATE), Target.OPTIMIZER_STATE, "keep")
+    if _leaves_state_to_the_plan(config):
+        resident = with_values(config, dict.fromkeys(_STATE_CELLS, "keep"))
         planned = planner.plan(resident)
         if planned is not None and _has_state(planned) and _fits(planned, gpu_bytes):
             config = resident
@@ -97,39 +101,23 @@ def _with_both_on_the_gpu(config: MasterConfig) -> tuple[MasterConfig, list[str]
         The config with an engine that stays awake, and with cells of the residency table that move nothing in phases
         that no longer follow each other, where the recipe leaves them open; and a line for the user.
     """
-    policy, changed = config["policy"], copy.deepcopy(config)
-    changed["policy"]["residency"]["generation_weights"] = "gpu"
+    values = {GENERATION_WEIGHTS_KEY: "gpu"}
     for target, cell in _BESIDE_TRAINING.items():
-        if target is Target.OPTIMIZER_STATE and policy["offload_optimizer_for_refit"]:
+        if target is Target.OPTIMIZER_STATE and config["policy"]["offload_optimizer_for_refit"]:
             continue
-        left_open = [phase for phase in (Phase.REFIT, Phase.GENERATE) if _cell(policy, phase, target) in (None, AUTO)]
-        changed = _with_cells(changed, left_open, target, cell)
-    return changed, [
+        cells = [f"{TABLE}.{phase}.{target}" for phase in (Phase.REFIT, Phase.GENERATE)]
+        values |= {key: cell for key in cells if value_at(config, key) in (None, AUTO)}
+    return with_values(config, values), [
         "engines sample the answers of later steps while the policy trains on the same GPUs (grpo.async_grpo), so "
         "neither leaves the GPU for the other"
     ]
 
 
-def _leaves_state_to_the_plan(policy: PolicyConfig) -> bool:
-    phases = (Phase.REFIT, Phase.GENERATE)
-    if any(_cell(policy, phase, Target.OPTIMIZER_STATE) == AUTO for phase in phases):
-        return True
-    says_where = any(_cell(policy, phase, Target.OPTIMIZER_STATE) for phase in phases)
-    moves_params = _cell(policy, Phase.GENERATE, Target.PARAMS) == Placement.HOST
-    return not says_where and not moves_params and policy["offload_optimizer_for_refit"] is None
-
-
-def _cell(policy: PolicyConfig, phase: Phase, target: Target) -> Any:
-    table: Mapping[str, Any] = policy["residency"]["table"] or {}
-    return (table.get(phase) or {}).get(target)
-
-
-def _with_cells(config: MasterConfig, phases: Sequence[Phase], target: Target, cell: str) -> MasterConfig:
-    changed = copy.deepcopy(config)
-    table: Any = changed["policy"]["residency"]["table"] or {}
-    of_phases = {phase.value: {**(table.get(phase) or {}), target.value: cell} for phase in phases}
-    changed["policy"]["residency"]["table"] = table | of_phases
-    return changed
+def _leaves_state_to_the_plan(config: MasterConfig) -> bool:
+    cells = [value_at(config, key) for key in _STATE_CELLS]
+    moves_params = value_at(config, PARAMS_CELL) == Placement.HOST
+    says_nothing = not any(cells) and config["policy"]["offload_optimizer_for_refit"] is None
+    return AUTO in cells or (says_nothing and not moves_params)
 
 
 def _has_state(planned: PlannedRun) -> bool:
@@ -186,7 +174,7 @@ def with_kv_cache_bytes(config: MasterConfig, planner: Planner) -> tuple[MasterC
     engine = planned.engine
     check_longest_sequence_fits(engine, gpu_bytes)
     nbytes = engine.kv_cache_bytes(gpu_bytes)
-    given = _with_kv_cache(config, nbytes)
+    given = with_values(config, {_KV_CACHE_KEY: nbytes})
     lacking = _lacking_bytes(given, planner, gpu_bytes) if beside else 0
     if lacking > 0:
         nbytes -= lacking
@@ -199,10 +187,10 @@ def with_kv_cache_bytes(config: MasterConfig, planner: Planner) -> tuple[MasterC
             )
         if own is not None:
             raise ValueError(
-                f"policy.generation.vllm_kwargs.{KV_CACHE_BYTES} is {own}, but beside training (grpo.async_grpo) the "
+                f"{_KV_CACHE_KEY} is {own}, but beside training (grpo.async_grpo) the "
                 f"GPU's {show_gib(gpu_bytes)} GiB have room for {nbytes}; set it to that or less, or delete it."
             )
-        given = _with_kv_cache(config, nbytes)
+        given = with_values(config, {_KV_CACHE_KEY: nbytes})
         why = "what training leaves of the GPU at the same time"
     elif own is not None:
         return config, []
@@ -215,15 +203,8 @@ def with_kv_cache_bytes(config: MasterConfig, planner: Planner) -> tuple[MasterC
         )
     return given, [
         f"vLLM's KV cache has {show_gib(nbytes)} GiB of each GPU, for {nbytes // engine.sequence_bytes:,} sequences of "
-        f"{engine.max_model_len:,} tokens: {why}; policy.generation.vllm_kwargs.{KV_CACHE_BYTES} sets it"
+        f"{engine.max_model_len:,} tokens: {why}; {_KV_CACHE_KEY} sets it"
     ]
-
-
-def _with_kv_cache(config: MasterConfig, nbytes: int) -> MasterConfig:
-    given = copy.deepcopy(config)
-    assert has_generation(given["policy"])
-    given["policy"]["generation"]["vllm_kwargs"][KV_CACHE_BYTES] = nbytes
-    return given
 
 
 def _lacking_bytes(config: MasterConfig, planner: Planner, gpu_bytes: int) -> int:
@@ -268,8 +249,7 @@ def with_awake_engine(config: MasterConfig, planner: Planner) -> tuple[MasterCon
         return config, []
     if _kv_cache_bytes(policy) is None or planner.plan(config) is None:
         return config, []
-    awake = copy.deepcopy(config)
-    awake["policy"]["residency"]["generation_weights"] = "gpu"
+    awake = with_values(config, {GENERATION_WEIGHTS_KEY: "gpu"})
     with_rows = _with_the_same_rows(config, awake, planner)
     found = None if with_rows is None else _most_bytes(with_rows, planner, gpu_bytes)
     if found is None:
@@ -326,7 +306,7 @@ def _most_bytes(config: MasterConfig, planner: Planner, gpu_bytes: int) -> tuple
     Returns None where the policy and the engine cannot be built at the same time, or the sizes are not known.
     """
     run = planner.plan(config)
-    if run is None or why_not_at_once(run, planner, gpu_bytes) is not None:
+    if run is None or why_not_at_once(run, gpu_bytes) is not None:
         return None
     assert run.engine is not None, "the recipe has vLLM"
     try:
@@ -351,24 +331,20 @@ def with_engine_build(config: MasterConfig, planner: Planner) -> tuple[MasterCon
         The config with `policy.generation.vllm_cfg.build_beside_policy` true or false, and a line for the user if the
         plan knows both sizes and vLLM does not measure free memory; the config itself if the recipe decides it.
     """
-    decided = copy.deepcopy(config)
-    policy, gpu_bytes = decided["policy"], planner.gpu_bytes
-    if not has_generation(policy) or policy["generation"]["backend"] != "vllm":
+    policy, gpu_bytes = config["policy"], planner.gpu_bytes
+    if not has_generation(policy) or policy["generation"]["backend"] != "vllm" or value_at(config, _BUILD_KEY) != AUTO:
         return config, []
-    section: Any = policy["generation"]["vllm_cfg"]  # true is the plan's alone: no recipe may say it
-    if section["build_beside_policy"] != AUTO:
-        return config, []
-    section["build_beside_policy"] = False
+    apart = with_values(config, {_BUILD_KEY: False})
     if not colocates_vllm(policy) or gpu_bytes is None or _kv_cache_bytes(policy) is None:
-        return decided, []
+        return apart, []
     planned = planner.plan(config)
     if planned is None:
-        return decided, []
-    reason = why_not_at_once(planned, planner, gpu_bytes)
+        return apart, []
+    reason = why_not_at_once(planned, gpu_bytes)
     if reason is not None:
-        return decided, [f"the policy is built after vLLM, not at the same time: {reason}"]
-    section["build_beside_policy"] = True
-    return decided, [
+        return apart, [f"the policy is built after vLLM, not at the same time: {reason}"]
+    # True is the plan's alone: no recipe may say it.
+    return with_values(config, {_BUILD_KEY: True}), [
         "the policy and vLLM are built at the same time, since the GPU has room for both; "
-        "policy.generation.vllm_cfg.build_beside_policy=false builds the policy after vLLM"
+        f"{_BUILD_KEY}=false builds the policy after vLLM"
     ]

@@ -28,7 +28,7 @@ from nemo_offload_rl.plan.colocation import (
 from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_refit_fits, check_share_beside_policy
 from nemo_offload_rl.plan.host_budget import HostMemory, check_state_fits_host
 from nemo_offload_rl.plan.plan import settings
-from nemo_offload_rl.plan.planner import PlannedRun, Planner, plan_run
+from nemo_offload_rl.plan.planner import PlannedRun, Planner
 from nemo_offload_rl.plan.row_tokens import with_context_ranks, with_row_tokens
 from nemo_offload_rl.plan.shared_gpu import policy_peaks
 
@@ -108,7 +108,7 @@ def decide(config: MasterConfig, planner: Planner, *, has_gpus: bool) -> Resolve
         else:
             lines += decided
     try:
-        run = plan_run(config, planner.hf_config, algorithm=planner.algorithm)
+        run = planner.run(config)
     except UnknownArchitectureError as error:
         run = None
         activations = settings(config["policy"]).activations

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.megatron import MLP_TILES_KEY as TILES
 from nemo_offload_rl.config.megatron import split_devices
 from nemo_offload_rl.config.model.families import check_model
@@ -30,7 +29,6 @@ from nemo_offload_rl.plan.colocation import with_kv_cache_bytes, with_resident_s
 from nemo_offload_rl.plan.decisions import Machine, Resolved, check_fits, decide, without_replayed_engine
 from nemo_offload_rl.plan.fit_options import (
     CHUNKS,
-    Values,
     activation_options,
     as_overrides,
     is_left_open,
@@ -38,16 +36,15 @@ from nemo_offload_rl.plan.fit_options import (
     row_key,
     row_options,
     tile_options,
-    value_at,
-    with_values,
 )
 from nemo_offload_rl.plan.host_budget import HostBudgetError, usable_bytes
-from nemo_offload_rl.plan.optimizer_ways import Host, PlannedWay, Way, plan_way, ways
+from nemo_offload_rl.plan.optimizer_ways import Host, PlannedWay, Way, planned_way, ways
 from nemo_offload_rl.plan.plan import activation_settings
-from nemo_offload_rl.plan.planner import PlannedRun, Planner, plan_run
+from nemo_offload_rl.plan.planner import PlannedRun, Planner
 from nemo_offload_rl.plan.row_tokens import MARGIN, logprob_bytes, open_keys, row_limits, training_bytes
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.plan.step_time import logprob_seconds, optimizer_seconds, read_flop_model, training_seconds
+from nemo_offload_rl.plan.values import Values, value_at, with_values
 from nemo_offload_rl.residency.table import Phase
 
 # `policy.activation_memory: auto` adds nothing to a recipe that fits for fewer seconds than this share of a step, since
@@ -134,7 +131,7 @@ def missing_gpu_bytes(config: MasterConfig, run: PlannedRun, planner: Planner) -
         run: its plan.
         planner: knows the model and the GPU's memory.
     """
-    way = plan_way(config["policy"], Way("", ()), functools.partial(_given, run), planner.rates.cpu_params_per_s)
+    way = planned_way(config["policy"], Way("", ()), run, planner.rates.cpu_params_per_s)
     return _missing_gpu(run, way, training_bytes(config, planner), logprob_bytes(config, planner), planner.gpu_bytes)
 
 
@@ -192,7 +189,7 @@ class _Search:
     def __init__(self, load: Load, planner: Planner) -> None:
         self._load, self._planner, self._rates = load, planner, planner.rates
         self._machine = Machine(has_gpus=True, gpu_bytes=planner.gpu_bytes, hosts=planner.hosts)
-        self._spec = ALGORITHMS[planner.algorithm]
+        self._spec = planner.spec
         self._written, _ = without_replayed_engine(load(()))
         self._only_adds = self._written["policy"]["activation_memory"] == AUTO
         self._rows = self._resolved_rows()
@@ -294,18 +291,13 @@ class _Search:
                 config, _ = with_resident_state(config, self._planner)
                 config, _ = with_kv_cache_bytes(config, self._planner)
                 config = with_values(config, {OFFLOADING: False})
-                run = plan_run(
-                    config,
-                    self._planner.hf_config,
-                    algorithm=self._planner.algorithm,
-                    link_bytes_per_s=self._rates.link_bytes_per_s,
-                )
+                run = self._planner.run(config)
             except UnknownArchitectureError:
                 raise
             except ValueError as error:
                 errors.append(error)
             else:
-                planned = plan_way(config["policy"], way, functools.partial(_given, run), self._rates.cpu_params_per_s)
+                planned = planned_way(config["policy"], way, run, self._rates.cpu_params_per_s)
                 seconds = (optimizer_seconds(rank, planned.wait_s, self._rates) for rank in run.plan.ranks)
                 states.append(_State(way, run, planned, max(seconds)))
         if not states:
@@ -411,10 +403,6 @@ class _Search:
         check_fits(resolved, self._machine)
         assert resolved.run is not None, "the model's sizes are known"
         return resolved.config, resolved.run, self._planner
-
-
-def _given(run: PlannedRun, _: Sequence[str]) -> PlannedRun:
-    return run
 
 
 def _may_stream(config: MasterConfig) -> bool:

@@ -1,7 +1,7 @@
 """Lists the settings that `plan.fit` chooses from, as values by the paths of their keys."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import yaml
 
@@ -16,6 +16,7 @@ from nemo_offload_rl.config.schema.policy import has_logprob_batches
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.activations import TRAIN_TOKENS, RowTokensKey, stated_row_tokens
 from nemo_offload_rl.plan.row_tokens import row_limits
+from nemo_offload_rl.plan.values import Values, value_at
 
 CHUNKS = f"{MEGATRON}.use_fused_linear_logprobs"
 _METHOD, _SEGMENT = f"{MEGATRON}.recompute_method", f"{MEGATRON}.recompute_num_layers"
@@ -31,9 +32,6 @@ _SWITCHES = {
     _FRACTION: OFFLOADING,
 }
 _OF_ATTENTION, _OF_EXPERTS = ("qkv_linear", "core_attn", "attn_proj"), ("expert_fc1", "moe_act")
-
-Values = Mapping[str, Any]
-"""Values of a recipe by the paths of their keys."""
 
 
 def activation_options(cfg: MegatronConfig, *, has_experts: bool) -> list[Values]:
@@ -114,26 +112,6 @@ def is_left_open(config: MasterConfig, key: str) -> bool:
 def row_key(of: RowTokensKey) -> str:
     """Returns the path of a key of packed rows."""
     return f"policy.sequence_packing.{of}"
-
-
-def with_values(config: MasterConfig, values: Values) -> MasterConfig:
-    """Returns a config with other values; what does not change is shared with the given one."""
-    changed: Any = dict(config)
-    for key, value in values.items():
-        section, (*sections, name) = changed, key.split(".")
-        for part in sections:
-            section[part] = dict(section.get(part) or {})
-            section = section[part]
-        section[name] = value
-    return cast(MasterConfig, changed)
-
-
-def value_at(config: MasterConfig, key: str) -> Any:
-    """Returns the value at a key's path; None where the recipe does not have the key."""
-    found: Any = config
-    for part in key.split("."):
-        found = (found or {}).get(part)
-    return found
 
 
 def as_overrides(values: Values) -> list[str]:

@@ -228,7 +228,15 @@ def plan_ways(
         plan_with: plans the recipe with further overrides; raises a ValueError where the recipe does not allow them.
         cpu_params_per_s: parameters that a rank's CPU optimizer steps in a second.
     """
-    return tuple(plan_way(policy, way, plan_with, cpu_params_per_s) for way in ways(policy))
+    planned = []
+    for way in ways(policy):
+        try:
+            planned.append(planned_way(policy, way, plan_with(way.overrides), cpu_params_per_s))
+        except RecipeError as error:
+            planned.append(PlannedWay(way, refusal=f"{error.problems[0].path}: {error.problems[0].message}"))
+        except ValueError as error:
+            planned.append(PlannedWay(way, refusal=str(error).partition("\n")[0]))
+    return tuple(planned)
 
 
 def fastest_that_fits(planned: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> PlannedWay | None:
@@ -287,16 +295,8 @@ def _obstacles(unfit: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str:
     return "; ".join([*([f"{lacks} GiB"] if lacks else []), *needs])
 
 
-def plan_way(
-    policy: PolicyConfig, way: Way, plan_with: Callable[[Sequence[str]], PlannedRun], cpu_params_per_s: float
-) -> PlannedWay:
-    """Plans a recipe with one way to keep optimizer state; takes the arguments of `plan_ways`."""
-    try:
-        run = plan_with(way.overrides)
-    except RecipeError as error:
-        return PlannedWay(way, refusal=f"{error.problems[0].path}: {error.problems[0].message}")
-    except ValueError as error:
-        return PlannedWay(way, refusal=str(error).partition("\n")[0])
+def planned_way(policy: PolicyConfig, way: Way, run: PlannedRun, cpu_params_per_s: float) -> PlannedWay:
+    """Returns what a way to keep optimizer state takes, from the plan of the recipe that has it."""
     ranks = run.plan.ranks
     fullest = max(ranks, key=lambda rank: _state_bytes(rank) + rank.least_activation_bytes)
     return PlannedWay(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
-from nemo_offload_rl.config.algorithms import ALGORITHMS
+from nemo_offload_rl.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_offload_rl.config.megatron import megatron_field, split_devices
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronOptimizerConfig
@@ -196,14 +196,20 @@ class Planner:
     hosts: Sequence[HostMemory] = ()
     rates: Rates = H200_RATES
 
-    def plan(self, config: MasterConfig) -> PlannedRun | None:
-        """Returns the plan of a validated recipe; None where the model's sizes are not known.
+    @property
+    def spec(self) -> AlgorithmSpec:
+        """The algorithm's spec."""
+        return ALGORITHMS[self.algorithm]
 
-        Raises:
-            ValueError: as in `plan_run`.
-        """
+    def run(self, config: MasterConfig) -> PlannedRun:
+        """Returns the plan of a validated recipe, and raises the errors of `plan_run`."""
+        link = self.rates.link_bytes_per_s
+        return plan_run(config, self.hf_config, algorithm=self.algorithm, link_bytes_per_s=link)
+
+    def plan(self, config: MasterConfig) -> PlannedRun | None:
+        """Does the same as `run`, but returns None where the model's sizes are not known."""
         try:
-            return plan_run(config, self.hf_config, algorithm=self.algorithm)
+            return self.run(config)
         except UnknownArchitectureError:
             return None
 

@@ -16,8 +16,9 @@ from nemo_offload_rl.plan.activations import AUTO
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.decisions import Machine, Resolved, decide
 from nemo_offload_rl.plan.fit import Fit, cheapest_fit
-from nemo_offload_rl.plan.fit_options import from_overrides, with_values
+from nemo_offload_rl.plan.fit_options import from_overrides
 from nemo_offload_rl.plan.planner import Planner
+from nemo_offload_rl.plan.values import with_values
 
 _KEY = "policy.activation_memory"
 

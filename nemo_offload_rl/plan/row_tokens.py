@@ -1,33 +1,32 @@
 """Chooses the length of packed rows where the recipe says `auto`: as many tokens as fit on a GPU."""
 
 import bisect
-import copy
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.megatron import data_parallel_size, split_devices
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import has_logprob_batches, row_multiple, sequence_multiple
 from nemo_offload_rl.memory.units import round_up, show_gib
 from nemo_offload_rl.plan.activations import (
     AUTO,
-    EXPERT_LOAD_FACTOR,
     LOGPROB_TOKENS,
     TRAIN_TOKENS,
     RowTokensKey,
     activation_facts,
     stated_row_tokens,
+    with_busy_experts,
     with_tokens,
 )
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, engine_bytes_beside_policy
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.plan.plan import activation_settings
-from nemo_offload_rl.plan.planner import PlannedRun, Planner, plan_run
+from nemo_offload_rl.plan.planner import PlannedRun, Planner
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.plan.training_memory import forward_pass_bytes, training_pass_bytes
+from nemo_offload_rl.plan.values import with_values
 from nemo_offload_rl.residency.table import Phase
 
 MOST_TOKENS = 32768
@@ -68,7 +67,7 @@ def with_row_tokens(config: MasterConfig, planner: Planner) -> tuple[MasterConfi
         unknown = "no GPU's memory is known here"
     except UnknownArchitectureError:
         unknown = "the model's sizes are not known before it is built"
-    group_size = ALGORITHMS[planner.algorithm].group_size
+    group_size = planner.spec.group_size
     tokens = {key: stated_row_tokens(config["policy"], key, group_size) for key in keys}
     lines = [
         f"packed rows of {_PASSES[key]} have up to {number:,} tokens, max_total_sequence_length times the "
@@ -91,11 +90,9 @@ def with_context_ranks(config: MasterConfig, planner: Planner) -> tuple[MasterCo
     policy, size = config["policy"], config["policy"]["megatron_cfg"]["context_parallel_size"]
     if size == 1 or planner.gpu_bytes is None:
         return config, []
-    whole = copy.deepcopy(config)
-    cfg = whole["policy"]["megatron_cfg"]
-    cfg["context_parallel_size"] = 1
-    group_size = ALGORITHMS[planner.algorithm].group_size
-    tokens = group_size * round_up(policy["max_total_sequence_length"], sequence_multiple(whole["policy"]))
+    whole = with_values(config, {"policy.megatron_cfg.context_parallel_size": 1})
+    multiple, cfg = sequence_multiple(whole["policy"]), whole["policy"]["megatron_cfg"]
+    tokens = planner.spec.group_size * round_up(policy["max_total_sequence_length"], multiple)
     whole = with_tokens(whole, {TRAIN_TOKENS: tokens, LOGPROB_TOKENS: tokens})
     ranks = split_devices(config["cluster"], policy).policy_ranks
     shares = data_parallel_size(ranks, cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"])
@@ -103,8 +100,7 @@ def with_context_ranks(config: MasterConfig, planner: Planner) -> tuple[MasterCo
     if not shares or policy["train_global_batch_size"] % (shares * samples):
         return config, []
     try:
-        run = plan_run(whole, planner.hf_config, algorithm=planner.algorithm)
-        room = _Room(whole, planner, planner.gpu_bytes, run)
+        room = _Room(whole, planner, planner.gpu_bytes, planner.run(whole))
         if not room.fits(TRAIN_TOKENS, tokens):
             return config, []
     except (UnknownArchitectureError, HostBudgetError):
@@ -138,10 +134,9 @@ def restore_auto(written: MasterConfig, config: MasterConfig) -> MasterConfig:
 def _chosen(
     config: MasterConfig, keys: Sequence[RowTokensKey], planner: Planner, gpu_bytes: int
 ) -> tuple[MasterConfig, list[str]]:
-    candidates = _candidates(config, ALGORITHMS[planner.algorithm].group_size)
+    candidates = _candidates(config, planner.spec.group_size)
     tokens, lines = dict.fromkeys(keys, candidates[0]), []
-    run = plan_run(with_tokens(config, tokens), planner.hf_config, algorithm=planner.algorithm)
-    room = _Room(config, planner, gpu_bytes, run)
+    room = _Room(config, planner, gpu_bytes, planner.run(with_tokens(config, tokens)))
     for key in keys:
         tokens[key] = room.most_tokens(key, candidates)
         lines.append(room.line(key, tokens[key]))
@@ -267,22 +262,17 @@ def logprob_bytes(config: MasterConfig, planner: Planner) -> tuple[int, ...]:
     """Returns the GPU memory of a log-prob pass's longest micro-batch; takes the arguments of `training_bytes`."""
     policy = config["policy"]
     packing = policy["sequence_packing"]
-    if packing["enabled"]:  # without a key of their own, passes that compute log-probs have the rows of training
-        key = LOGPROB_TOKENS if LOGPROB_TOKENS in packing else TRAIN_TOKENS
-        passes = with_tokens(config, {TRAIN_TOKENS: packing[key]})
-    else:
-        passes = copy.deepcopy(config)
-        if has_logprob_batches(policy):
-            passes["policy"]["train_micro_batch_size"] = policy["logprob_batch_size"]
+    passes = config  # without a key of their own, passes that compute log-probs have the rows of training
+    if packing["enabled"] and LOGPROB_TOKENS in packing:
+        passes = with_tokens(config, {TRAIN_TOKENS: packing[LOGPROB_TOKENS]})
+    elif not packing["enabled"] and has_logprob_batches(policy):
+        passes = with_values(config, {"policy.train_micro_batch_size": policy["logprob_batch_size"]})
     return forward_pass_bytes(planner.hf_config, passes["policy"], _busy_facts(passes, planner))
 
 
 def _busy_facts(config: MasterConfig, planner: Planner) -> list[ActivationFacts]:
     """Returns the activation sizes of each pipeline stage, with `EXPERT_LOAD_FACTOR` times the average expert load."""
     world_size = split_devices(config["cluster"], config["policy"]).policy_ranks
-    group_size = ALGORITHMS[planner.algorithm].group_size
+    group_size = planner.spec.group_size
     stages = activation_facts(planner.hf_config, config["policy"], world_size=world_size, group_size=group_size)
-    return [
-        dataclasses.replace(facts, num_expert_tokens=math.ceil(EXPERT_LOAD_FACTOR * facts.num_expert_tokens))
-        for facts in stages
-    ]
+    return [with_busy_experts(facts) for facts in stages]

@@ -34,12 +34,11 @@ def policy_build_bytes(plan: OffloadPlan) -> int:
     return most + POLICY_OVERHEAD_BYTES + _MODEL_CHECK_BYTES
 
 
-def why_not_at_once(run: PlannedRun, planner: Planner, gpu_bytes: int) -> str | None:
+def why_not_at_once(run: PlannedRun, gpu_bytes: int) -> str | None:
     """Returns why the policy has to wait until the engine is built; None if both can be built at the same time.
 
     Args:
         run: the plan of a recipe with vLLM, whose KV cache is given in bytes.
-        planner: made it.
         gpu_bytes: memory of the smallest GPU.
     """
     plan, engine = run.plan, run.engine

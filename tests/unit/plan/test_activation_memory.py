@@ -14,14 +14,16 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.placement.rates import H200_RATES
 from nemo_offload_rl.plan import fit as fitting
+from nemo_offload_rl.plan import planner as planning
 from nemo_offload_rl.plan.activations import activation_facts
 from nemo_offload_rl.plan.decisions import Machine, check_fits
 from nemo_offload_rl.plan.fit import Fit, cheapest_fit, missing_gpu_bytes
-from nemo_offload_rl.plan.fit_options import as_overrides, from_overrides, value_at
+from nemo_offload_rl.plan.fit_options import as_overrides, from_overrides
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import Planner
 from nemo_offload_rl.plan.resolve import resolve
 from nemo_offload_rl.plan.step_time import logprob_seconds, optimizer_seconds, read_flop_model, training_seconds
+from nemo_offload_rl.plan.values import value_at
 from tests.unit.config.conftest import CONFIGS
 from tests.unit.plan.test_optimizer_ways import host
 
@@ -155,8 +157,8 @@ def test_a_recipe_with_the_overrides_fits(recipe, model, gib, overrides):
 
 def test_the_search_makes_few_plans(monkeypatch):
     """Each takes some milliseconds, of which two seconds are made."""
-    plans, plan_run = [], fitting.plan_run
-    monkeypatch.setattr(fitting, "plan_run", lambda *given, **named: plans.append(0) or plan_run(*given, **named))
+    plans, plan_run = [], planning.plan_run
+    monkeypatch.setattr(planning, "plan_run", lambda *given, **named: plans.append(0) or plan_run(*given, **named))
     assert searched(GRPO, machine(20)).fits
     assert len(plans) < 100
 

@@ -18,7 +18,7 @@ from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan import colocation
 from nemo_offload_rl.plan.generation import EngineMemory, free_bytes_for_refit
 from nemo_offload_rl.plan.plan import engine_table, settings
-from nemo_offload_rl.plan.planner import PlannedRun, Planner, make_plan
+from nemo_offload_rl.plan.planner import PlannedRun, make_plan
 from nemo_offload_rl.plan.shared_gpu import phase_bytes, policy_build_bytes, why_not_at_once
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 
@@ -148,7 +148,7 @@ REFITS = [
 @pytest.mark.parametrize(("bucket_gib", "gpu_gib", "reason"), REFITS)
 def test_both_have_to_fit_while_they_are_built_and_in_the_first_refit(bucket_gib, gpu_gib, reason):
     run = PlannedRun(PLAN, [], replace(ENGINE, refit_bytes=bucket_gib * GIB))
-    found = why_not_at_once(run, Planner({}, "grpo", gpu_gib * GIB), gpu_gib * GIB)
+    found = why_not_at_once(run, gpu_gib * GIB)
     assert found == (reason and f"{reason} GiB")
 
 
