@@ -218,6 +218,12 @@ def num_interleaved(least: int, num_stages: int, group_size: int) -> int:
     return number + num_stages - in_last_group if 0 < in_last_group < num_stages else number
 
 
+def exchanges_weights(megatron_cfg: Mapping[str, Any]) -> bool:
+    """Returns whether ranks exchange weights in an export, of which each has a part."""
+    kinds = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+    return any(megatron_cfg[f"{kind}_parallel_size"] > 1 for kind in kinds)
+
+
 MLP_TILES_KEY = "policy.megatron_cfg.mlp_tile_tokens"
 # The least tile of `auto`. A tile's weight gradients are added up in float32, which moves as many bytes for a small
 # tile as for a large one: by calculation, on an H100 2% of the time of its products at this size, 20% at 1,536 tokens.

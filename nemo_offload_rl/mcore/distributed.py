@@ -45,22 +45,6 @@ class ParallelSizes:
     expert_tensor: int
     context: int = 1
 
-    def data(self, world_size: int) -> int:
-        """Returns the data-parallel size.
-
-        Raises:
-            ValueError: if the world size is no multiple of tensor * pipeline * context.
-        """
-        model = self.tensor * self.pipeline * self.context
-        replicas, rest = divmod(world_size, model)
-        if rest:
-            raise ValueError(
-                f"{world_size} ranks cannot be divided by tensor_model_parallel_size {self.tensor} x "
-                f"pipeline_model_parallel_size {self.pipeline} x context_parallel_size {self.context} = {model}; "
-                f"set cluster.gpus_per_node * cluster.num_nodes to a multiple of {model}."
-            )
-        return replicas
-
 
 def initialize(
     sizes: ParallelSizes,
@@ -77,7 +61,7 @@ def initialize(
     """Join the process group and build megatron's groups.
 
     Args:
-        sizes: the parallel sizes; their product divides `world_size`.
+        sizes: the parallel sizes; megatron-core refuses them if their product does not divide `world_size`.
         rank: this process's rank.
         world_size: number of ranks.
         local_rank: index of this process's GPU on its host, as the process sees it.
@@ -90,7 +74,7 @@ def initialize(
     Returns:
         The device that this process computes on.
     """
-    data = sizes.data(world_size)
+    data = world_size // (sizes.tensor * sizes.pipeline * sizes.context)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:

@@ -26,7 +26,7 @@ from nemo_offload_rl.plan.activations import (
 )
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.colocation import with_kv_cache_bytes, with_resident_state
-from nemo_offload_rl.plan.decisions import Machine, Resolved, check_fits, decide, without_replayed_engine
+from nemo_offload_rl.plan.decisions import Machine, check_fits, decide, without_replayed_engine
 from nemo_offload_rl.plan.fit_options import (
     CHUNKS,
     activation_options,
@@ -211,7 +211,7 @@ class _Search:
             overrides = self._overrides(state, training, rows)
             if max(gpu, host) <= 0:
                 try:
-                    gpu = missing_gpu_bytes(*self._checked(overrides))
+                    gpu = self._missing_when_checked(overrides)
                 except ValueError as error:
                     refusal = refusal or error
                     continue
@@ -364,7 +364,7 @@ class _Search:
             return {}
         least, _, _ = row_limits(self._written, self._spec.group_size)
         try:
-            config = self._resolve(self._load(())).config
+            config = decide(self._load(()), self._planner, has_gpus=True).config
         except HostBudgetError:
             config = self._written
         found: Mapping[str, Any] = config["policy"]["sequence_packing"]
@@ -390,19 +390,16 @@ class _Search:
             values = self._rows | values  # the plan would choose other lengths
         return (*state.way.overrides, *as_overrides(values))
 
-    def _resolve(self, config: MasterConfig) -> Resolved:
-        return decide(config, self._planner, has_gpus=True)
-
-    def _checked(self, overrides: Sequence[str]) -> tuple[MasterConfig, PlannedRun, Planner]:
-        """Returns the recipe as it would run with overrides, and its plan, after all checks of a run.
+    def _missing_when_checked(self, overrides: Sequence[str]) -> int:
+        """Returns the GPU memory that the recipe lacks as it would run with overrides, after all checks of a run.
 
         Raises:
             ValueError: a check refuses it.
         """
-        resolved = self._resolve(self._load(overrides))
+        resolved = decide(self._load(overrides), self._planner, has_gpus=True)
         check_fits(resolved, self._machine)
         assert resolved.run is not None, "the model's sizes are known"
-        return resolved.config, resolved.run, self._planner
+        return missing_gpu_bytes(resolved.config, resolved.run, self._planner)
 
 
 def _may_stream(config: MasterConfig) -> bool:

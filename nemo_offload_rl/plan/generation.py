@@ -135,9 +135,9 @@ def asleep_bytes(policy: PolicyConfig) -> int:
     Args:
         policy: the recipe's `policy` section, validated.
     """
-    if not has_generation(policy) or not is_colocated(policy):
-        return 0
-    return _process_bytes(policy["generation"]["vllm_cfg"]) if colocates_vllm(policy) else _CONTEXT_BYTES
+    if colocates_vllm(policy):
+        return _process_bytes(policy["generation"]["vllm_cfg"])
+    return _CONTEXT_BYTES if has_generation(policy) and is_colocated(policy) else 0
 
 
 def engine_bytes_beside_policy(policy: PolicyConfig, engine: EngineMemory | None, gpu_bytes: int) -> int:
@@ -165,8 +165,6 @@ def free_bytes_for_refit(policy: PolicyConfig, hf_config: Mapping[str, Any]) -> 
     """
     if has_generation(policy) and not is_colocated(policy):
         return 0
-    if not has_generation(policy) or not colocates_vllm(policy):
-        return None
     try:
         engine = engine_memory(policy, hf_config)
     except UnknownArchitectureError:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_offload_rl.config.megatron import EXPERT_REPLICA_SIZES, REPLICA_SIZES, data_parallel_size, megatron_field
+from nemo_offload_rl.config.megatron import megatron_field
 from nemo_offload_rl.config.rules.base import EP, ETP, PP, TP
 from nemo_offload_rl.config.rules.parallel import (
     expert_parallel_experts,
@@ -201,10 +201,6 @@ def _count(weights: list[_Weight]) -> int:
 def _sizes(cfg: MegatronConfig, world_size: int) -> _Sizes:
     tensor, pipeline = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
     expert, expert_tensor = cfg["expert_model_parallel_size"], cfg["expert_tensor_parallel_size"]
-    for name, keys in (("model-parallel", REPLICA_SIZES), ("expert-parallel", EXPERT_REPLICA_SIZES)):
-        ranks = math.prod(megatron_field(cfg, key) for key in keys)
-        if data_parallel_size(world_size, ranks) is None:
-            raise ValueError(f"{world_size} ranks cannot be divided into groups of {ranks} {name} ranks.")
     # Gradients are reduced, and optimizer state is sharded, over context-parallel ranks too.
     return _Sizes(
         tensor,

@@ -6,15 +6,12 @@ temporaries.
 
 from collections.abc import Sequence
 
-from nemo_offload_rl.config.megatron import megatron_field
+from nemo_offload_rl.config.megatron import exchanges_weights
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.memory.units import GIB, MIB, round_up
 from nemo_offload_rl.plan.architecture import Architecture
 from nemo_offload_rl.plan.model_facts import DTYPE_BYTES
 from nemo_offload_rl.plan.plan import colocates_vllm
-
-# With any of these kinds of parallelism, ranks exchange weights in an export.
-_EXCHANGED = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
 
 # torch's allocator, with its default settings, allocates segments of two sizes, each for tensors of up to half its
 # size. A larger tensor gets a segment of its own, a multiple of the smaller size.
@@ -32,7 +29,7 @@ def refit_graph_bytes(policy: PolicyConfig, architecture: Architecture) -> int:
         return 0
     of_loads = pool_bytes(())  # vLLM copies into its parameters, without temporaries
     dtype_bytes, cfg = DTYPE_BYTES[policy["precision"]], policy["megatron_cfg"]
-    if any(megatron_field(cfg, f"{kind}_parallel_size") > 1 for kind in _EXCHANGED):
+    if exchanges_weights(cfg):
         temporaries = exchanged_temporaries(architecture, dtype_bytes, cfg["expert_model_parallel_size"])
         # Graphs that keep more are not used (`GraphSender`).
         return min(pool_bytes(temporaries), int(policy["refit_buffer_size_gb"] * GIB)) + of_loads

@@ -1,15 +1,7 @@
 """Builds the environment variables of the processes that train."""
 
-from nemo_offload_rl.config.megatron import megatron_field
+from nemo_offload_rl.config.megatron import exchanges_weights, megatron_field
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
-
-_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-"""Ranks exchange weights in an export where any of these is above 1."""
 
 
 def library_environment(megatron_cfg: MegatronConfig, *, refit_follows: bool) -> dict[str, str]:
@@ -26,7 +18,7 @@ def library_environment(megatron_cfg: MegatronConfig, *, refit_follows: bool) ->
     if megatron_cfg["tensor_model_parallel_size"] > 1 or megatron_cfg["sequence_parallel"]:
         # One hardware queue: kernels start in the order of their launch, which overlapping communication relies on.
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if refit_follows and any(megatron_field(megatron_cfg, size) > 1 for size in _SIZES):
+    if refit_follows and exchanges_weights(megatron_cfg):
         # Exports of weights that ranks exchange are recorded in CUDA graphs. NCCL would register the memory that a
         # captured collective reads, by its address, and map it on the other ranks. But the parameters leave the GPU
         # after each refit and return to other memory at the same addresses: replays would read what was unmapped.

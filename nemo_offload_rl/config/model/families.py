@@ -108,21 +108,6 @@ NUM_LAYERS_KEYS = ("num_hidden_layers",)
 NUM_HEADS_KEYS = ("num_attention_heads",)
 
 
-@dataclass(frozen=True)
-class ModelKind:
-    """Says which kinds of layers a model has; None if only the built model can tell.
-
-    Attributes:
-        name: the model's name in messages.
-        has_experts: whether some layer is a mixture of experts.
-        has_dense_mlps: whether some layer has a dense MLP.
-    """
-
-    name: str
-    has_experts: bool | None
-    has_dense_mlps: bool | None
-
-
 def model_fields(
     model_name: str, hf_config: Mapping[str, Any] | None, overrides: Mapping[str, Any] | None
 ) -> dict[str, Any]:
@@ -145,13 +130,13 @@ def count_of(fields: Mapping[str, Any], keys: Sequence[str]) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def model_kind(
+def has_experts(
     model_name: str,
     hf_config: Mapping[str, Any] | None,
     overrides: Mapping[str, Any] | None,
     moe_layer_freq: int | list[int] | None,
-) -> ModelKind:
-    """Returns the kinds of the model's layers.
+) -> bool | None:
+    """Returns whether some layer of the model is a mixture of experts; None if only the built model can tell.
 
     Args:
         model_name: as for `model_fields`.
@@ -159,22 +144,15 @@ def model_kind(
         overrides: likewise.
         moe_layer_freq: Megatron's field: the interval of layers with experts, or for each layer whether it has experts.
     """
-    name = "policy.hf_config" if hf_config else f"the model {show(model_name)}"
     fields = model_fields(model_name, hf_config, overrides)
     family = family_of(fields)
     num_experts = count_of(fields, NUM_EXPERTS_KEYS)
     if num_experts is None or num_experts <= 1:
-        is_dense = num_experts is not None or family.experts is False
-        return ModelKind(name, has_experts=False, has_dense_mlps=True) if is_dense else ModelKind(name, None, None)
+        return False if num_experts is not None or family.experts is False else None
     if moe_layer_freq is not None:
-        return ModelKind(
-            name, has_experts=has_expert_layers(moe_layer_freq), has_dense_mlps=has_dense_layers(moe_layer_freq)
-        )
-    if family.experts and family.bridge is not None:
-        by_layer = expert_layers(fields)
-        if by_layer is not None:
-            return ModelKind(name, has_experts=any(by_layer), has_dense_mlps=not all(by_layer))
-    return ModelKind(name, has_experts=True, has_dense_mlps=False if family.experts else None)
+        return 1 in moe_layer_freq if isinstance(moe_layer_freq, list) else True
+    by_layer = expert_layers(fields) if family.experts and family.bridge is not None else None
+    return by_layer is None or any(by_layer)
 
 
 def expert_layers(fields: Mapping[str, Any]) -> list[bool] | None:
@@ -189,24 +167,6 @@ def expert_layers(fields: Mapping[str, Any]) -> list[bool] | None:
     dense = fields["mlp_only_layers"] if "mlp_only_layers" in fields else None
     step = count_of(fields, ("decoder_sparse_step",)) or 1
     return [layer not in (dense or []) and (layer + 1) % step == 0 for layer in range(num_layers)]
-
-
-def has_expert_layers(moe_layer_freq: int | list[int]) -> bool:
-    """Returns whether a model that has experts has a layer with experts.
-
-    Args:
-        moe_layer_freq: Megatron's field: the interval of layers with experts, or for each layer whether it has experts.
-    """
-    return 1 in moe_layer_freq if isinstance(moe_layer_freq, list) else True
-
-
-def has_dense_layers(moe_layer_freq: int | list[int]) -> bool:
-    """Returns whether a mixture of experts also has dense layers.
-
-    Args:
-        moe_layer_freq: Megatron's field: the interval of layers with experts, or for each layer whether it has experts.
-    """
-    return 0 in moe_layer_freq if isinstance(moe_layer_freq, list) else moe_layer_freq > 1
 
 
 def _config_of(folder: Path) -> dict[str, Any] | None:

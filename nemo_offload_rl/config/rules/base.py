@@ -23,7 +23,7 @@ COLOCATED = "policy.generation.colocated?"
 REFIT_TRANSPORT = "policy.generation.refit_transport"
 OFFLOADING = f"{MEGATRON}.fine_grained_activation_offloading"
 TABLE = "policy.residency.table"
-# The arguments of `config.model.families.model_fields`, and of `model_kind` there.
+# The arguments of `config.model.families.model_fields`, and of `has_experts` there.
 MODEL_FIELDS = ("policy.model_name", "policy.hf_config?", "policy.hf_config_overrides?")
 MODEL = (*MODEL_FIELDS, f"{MEGATRON}.moe_layer_freq?")
 # Placeholders in `reads`: SECTION in a path stands for the algorithm's section, SPEC alone for its AlgorithmSpec.

@@ -10,8 +10,8 @@ from nemo_offload_rl.config.model.families import (
     NUM_HEADS_KEYS,
     NUM_LAYERS_KEYS,
     count_of,
+    has_experts,
     model_fields,
-    model_kind,
 )
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules import base
@@ -115,11 +115,12 @@ def tensor_parallel_heads(tp: int, *model: Any) -> RuleResult:
 @rule(base.EP, *base.MODEL)
 def expert_parallel_experts(ep: int, *model: Any) -> RuleResult:
     """Refuses expert parallelism for a dense model, and uneven shares of the experts."""
-    kind = model_kind(*model)
-    if ep == 1 or kind.has_experts is None:
+    is_moe = has_experts(*model)
+    if ep == 1 or is_moe is None:
         return None
-    if not kind.has_experts:
-        return f"is {ep}, but {kind.name} is a dense model; set it to 1"
+    if not is_moe:
+        name = "policy.hf_config" if model[1] else f"the model {show(model[0])}"
+        return f"is {ep}, but {name} is a dense model; set it to 1"
     experts = count_of(model_fields(*model[:3]), NUM_EXPERTS_KEYS)
     assert experts is not None, "a model's kind is known by their number"
     if experts % ep == 0:
@@ -130,7 +131,7 @@ def expert_parallel_experts(ep: int, *model: Any) -> RuleResult:
 @rule(f"{base.MEGATRON}.sequence_parallel", base.TP, *base.MODEL)
 def sequence_parallel_experts(sequence_parallel: bool, tp: int, *model: Any) -> RuleResult:
     """Refuses tensor-parallel experts without sequence parallelism, which megatron-core rejects in the first step."""
-    if sequence_parallel or tp == 1 or not model_kind(*model).has_experts:
+    if sequence_parallel or tp == 1 or not has_experts(*model):
         return None
     return f"is false, but a mixture of experts needs it with {base.TP} {tp}; set this to true, or {base.TP} to 1"
 

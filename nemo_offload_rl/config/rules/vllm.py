@@ -4,7 +4,7 @@ from typing import Any
 
 from nemo_offload_rl.config.installed.declared_fields import why_refused
 from nemo_offload_rl.config.megatron import DeviceSplit, checked_split, engine_devices, engine_replicas
-from nemo_offload_rl.config.model.families import NUM_EXPERTS_KEYS, count_of, model_fields, model_kind
+from nemo_offload_rl.config.model.families import NUM_EXPERTS_KEYS, count_of, has_experts, model_fields
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, MODEL, NODES, REFIT_TRANSPORT, RuleResult, rule
 
@@ -121,7 +121,7 @@ def vllm_expert_parallel_size(ep: int, tp: int, *model: Any) -> RuleResult:
     if ep % tp:
         return f"must be 1 or a multiple of {VLLM_TP} ({tp}); found {ep}"
     experts = count_of(model_fields(*model[:3]), NUM_EXPERTS_KEYS)
-    if model_kind(*model).has_experts is False or (experts is not None and ep > experts):
+    if has_experts(*model) is False or (experts is not None and ep > experts):
         return f"is {ep}, more than the model's {experts or 0} experts; lower it, to 1 for a dense model"
     return None
 

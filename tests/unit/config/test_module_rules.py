@@ -7,7 +7,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import CudaGraphModule
 
 from nemo_offload_rl.config import load, megatron
-from nemo_offload_rl.config.model.families import model_kind
+from nemo_offload_rl.config.model.families import has_experts
 from tests.unit.config.conftest import CONFIGS, MEGATRON
 
 
@@ -18,33 +18,31 @@ def test_another_megatron_core_is_refused(installed, error_of):
 
 
 KINDS = [
-    ({"model_type": "qwen3"}, None, False, True),
-    ({"model_type": "some_other"}, None, None, None),
-    ({"model_type": "mixtral", "num_local_experts": 8}, None, True, False),
-    ({"model_type": "mixtral"}, None, None, None),
-    ({"model_type": "qwen3_moe", "num_experts": 1}, None, False, True),
-    ({"model_type": "deepseek_v3", "n_routed_experts": 256}, None, True, None),
-    ({"model_type": "deepseek_v3", "n_routed_experts": 256}, [0, 1, 1], True, True),
-    ({"model_type": "deepseek_v3", "n_routed_experts": 256}, [1, 1, 1], True, False),
-    ({"model_type": "deepseek_v3", "n_routed_experts": 256}, [0, 0, 0], False, True),
-    ({"model_type": "qwen3_moe", "num_experts": 8}, 2, True, True),
-    ({"model_type": "qwen3_moe", "num_experts": 8}, 1, True, False),
+    ({"model_type": "qwen3"}, None, False),
+    ({"model_type": "some_other"}, None, None),
+    ({"model_type": "mixtral", "num_local_experts": 8}, None, True),
+    ({"model_type": "mixtral"}, None, None),
+    ({"model_type": "qwen3_moe", "num_experts": 1}, None, False),
+    ({"model_type": "deepseek_v3", "n_routed_experts": 256}, None, True),
+    ({"model_type": "deepseek_v3", "n_routed_experts": 256}, [0, 1, 1], True),
+    ({"model_type": "deepseek_v3", "n_routed_experts": 256}, [1, 1, 1], True),
+    ({"model_type": "deepseek_v3", "n_routed_experts": 256}, [0, 0, 0], False),
+    ({"model_type": "qwen3_moe", "num_experts": 8}, 2, True),
+    ({"model_type": "qwen3_moe", "num_experts": 8}, 1, True),
 ]
 
 
-@pytest.mark.parametrize(("fields", "freq", "has_experts", "has_dense_mlps"), KINDS)
-def test_the_kind_of_a_model_is_read_from_its_config(tmp_path, fields, freq, has_experts, has_dense_mlps):
+@pytest.mark.parametrize(("fields", "freq", "wanted"), KINDS)
+def test_whether_a_model_has_experts_is_read_from_its_config(tmp_path, fields, freq, wanted):
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    for kind in (model_kind("a-label", fields, None, freq), model_kind(str(tmp_path), None, None, freq)):
-        assert (kind.has_experts, kind.has_dense_mlps) == (has_experts, has_dense_mlps)
+    assert has_experts("a-label", fields, None, freq) is has_experts(str(tmp_path), None, None, freq) is wanted
 
 
 def test_a_config_is_read_with_its_overrides_or_tells_nothing(tmp_path):
-    kind = model_kind("a-label", {"model_type": "qwen3_moe"}, {"num_experts": 4}, None)
-    assert kind.has_experts is True
+    assert has_experts("a-label", {"model_type": "qwen3_moe"}, {"num_experts": 4}, None) is True
     for unreadable in ("", "{", "[]"):
         (tmp_path / "config.json").write_text(unreadable)
-        assert model_kind(str(tmp_path), None, None, None).has_experts is None
+        assert has_experts(str(tmp_path), None, None, None) is None
 
 
 def transformer_config(**fields):

@@ -263,7 +263,6 @@ NOT_COUNTED = [
     ({}, {"tensor_model_parallel_size": 8}, 8, "_parallel_size is 8, which does not divide the model's 4"),
     ({}, {"pipeline_model_parallel_size": 3}, 3, "_parallel_size is 3, but 4 of the model's 4 layers"),
     ({}, {"expert_model_parallel_size": 2}, 2, "is 2, but policy.hf_config is a dense model"),
-    ({}, TP2, 3, "3 ranks cannot be divided into groups of 2"),
     ({"intermediate_size": 130}, {"tensor_model_parallel_size": 4}, 4, "which does not divide the 130 rows of the"),
 ]
 
