@@ -131,7 +131,7 @@ class _LogFile(logging.FileHandler):
         elif not self._has_warned:
             self._has_warned = True
             text = f"{disk_full(Path(self.baseFilename), error)}. Logging continues as soon as there is space."
-            self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+            tell(self._console, text, style="yellow")
 
     def close(self) -> None:
         """Closes the file; if the disk is still full, its last lines are lost."""
@@ -179,8 +179,7 @@ def lock_run_folder(folder: Path, console: Console) -> FolderLock:
 
 
 def _locked(folder: Path, what: str, console: Console, *, is_beside: bool = False) -> FolderLock:
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    return FolderLock(folder, what, say, is_beside=is_beside)
+    return FolderLock(folder, what, partial(tell, console), is_beside=is_beside)
 
 
 def write_start(run_dir: Path, algorithm: str, recipe: Recipe, resolved: Resolved) -> None:

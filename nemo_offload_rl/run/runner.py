@@ -62,7 +62,7 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
     from nemo_offload_rl.config.model.hf_check import ModelFolderError
     from nemo_offload_rl.data.problem import DataError
     from nemo_offload_rl.environments import RewardError
-    from nemo_offload_rl.run.folder import lock_folders
+    from nemo_offload_rl.run.folder import lock_folders, tell
     from nemo_offload_rl.storage.lock import LockedError
     from nemo_offload_rl.storage.manifest import CheckpointError
 
@@ -71,8 +71,8 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
         try:
             recipe = _load(recipe_path, overrides, algorithm)
             release_warm_start = stack.enter_context(lock_folders(recipe, console))
-            job, warm_start = _prepare(recipe)
-            job.check_checkpoint(console)
+            jobs = _prepare(recipe)
+            jobs[-1].check_checkpoint(console)
         except (
             RecipeError, LockedError, DataError, RewardError, ModelFolderError, CheckpointError, _CommandError,
         ) as error:  # fmt: skip
@@ -85,26 +85,25 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
         from nemo_offload_rl.run.train_loop import TimeLimit
         from nemo_offload_rl.worker.errors import WorkerError
 
-        interrupt.grace_period_s = job.config["checkpointing"]["grace_period_s"]
-        restarts, limit = Restarts(job.config["cluster"]["max_restarts"]), TimeLimit()
+        interrupt.grace_period_s = recipe.config["checkpointing"]["grace_period_s"]
+        restarts, limit = Restarts(recipe.config["cluster"]["max_restarts"]), TimeLimit()
         # A restart reads the warm start's model again.
         release = release_warm_start if restarts.at_most == 0 else lambda: None
         while True:
             try:
-                return _attempt(job, warm_start, release, restarts, interrupt, limit, console, errors)
+                return _attempt(jobs, release, restarts, interrupt, limit, console, errors)
             except (WorkerError, GenerationError) as error:
                 if not restarts.take(error):
                     raise
                 for line in [*error.__notes__, interrupt.progress]:
                     _print_error(errors, line)
-            _say(console, f"{restarts}.")
+            tell(console, f"{restarts}.")
             interrupt.reopen()
-            job, warm_start = _prepare(recipe)
+            jobs = _prepare(recipe)
 
 
 def _attempt(
-    job: Job,
-    warm_start: Job | None,
+    jobs: Sequence[Job],
     release_warm_start: Callable[[], None],
     restarts: Restarts,
     interrupt: Interrupt,
@@ -124,6 +123,7 @@ def _attempt(
     from nemo_offload_rl.environments import RewardError
     from nemo_offload_rl.generation.interface import GenerationError
     from nemo_offload_rl.run.failures import add_failure_summary, gcs_failure
+    from nemo_offload_rl.run.folder import tell
     from nemo_offload_rl.run.job import Session
     from nemo_offload_rl.run.train_loop import StopReason
     from nemo_offload_rl.storage.disk import DiskFullError
@@ -133,7 +133,6 @@ def _attempt(
 
     with ExitStack() as stack:
         try:
-            jobs: Sequence[Job] = [one for one in (warm_start, job) if one is not None]
             cluster, jobs = stack.enter_context(_start_cluster(jobs, restarts))
         # Memory does not suffice, RAY_ADDRESS cannot be used, or there are fewer GPUs or nodes than asked for.
         except ValueError as error:
@@ -145,9 +144,7 @@ def _attempt(
         stack.enter_context(cluster.gcs_watch(lambda address: gcs_failure(address, interrupt.progress)))
         stack.callback(interrupt.close)
         try:
-            *before, job = jobs
-            warm_start = before[0] if before else None
-            ending = _run_jobs(job, warm_start, release_warm_start, Session(cluster, interrupt, console, limit))
+            ending = _run_jobs(jobs, release_warm_start, Session(cluster, interrupt, console, limit))
         # The run folder is locked; the checkpoint cannot be used; the disk is full; a row, or a reward, cannot be used.
         except (LockedError, CheckpointError, DiskFullError, DataError, RewardError) as error:
             _print_error(errors, error)
@@ -164,7 +161,7 @@ def _attempt(
                 _print_error(errors, interrupt.progress)
             return EXIT_FAILED
         if ending.reason is StopReason.INTERRUPTED:
-            _say(console, str(interrupt.progress))
+            tell(console, str(interrupt.progress))
             return interrupt.exit_status if ending.is_saved else EXIT_FAILED
         return EXIT_DONE if ending.is_saved else EXIT_FAILED
 
@@ -222,10 +219,12 @@ def _starts_ray_here() -> bool:
     return starts_ray_here()
 
 
-def _prepare(recipe: ValidatedRecipe) -> tuple[Job, Job | None]:
+def _prepare(recipe: ValidatedRecipe) -> list[Job]:
+    """Returns the jobs of a recipe in the order in which they run: its warm start, if it names one, and its own."""
     from nemo_offload_rl.run.job import Job
 
-    return Job.prepare(recipe), None if recipe.warm_start is None else Job.prepare(recipe.warm_start)
+    job = Job.prepare(recipe)
+    return [job] if recipe.warm_start is None else [Job.prepare(recipe.warm_start), job]
 
 
 @contextmanager
@@ -245,8 +244,7 @@ def _start_cluster(jobs: Sequence[Job], restarts: Restarts) -> Iterator[tuple[Cl
 
     starts_here = starts_ray_here()
     if starts_here:
-        here = machine_here()
-        jobs = _for_machine(jobs, here)
+        jobs = _for_machine(jobs, machine_here())
         for job in jobs:
             assert job.resolved is not None
             check_environment(job.resolved.config["policy"])
@@ -263,8 +261,7 @@ def _start_cluster(jobs: Sequence[Job], restarts: Restarts) -> Iterator[tuple[Cl
     ) as cluster:
         restarts.need_gpus = cluster.has_gpus
         if not starts_here:
-            joined = machine_of(cluster)
-            jobs = _for_machine(jobs, joined)
+            jobs = _for_machine(jobs, machine_of(cluster))
         yield cluster, jobs
 
 
@@ -280,13 +277,14 @@ def _for_machine(jobs: Sequence[Job], machine: Machine) -> list[Job]:
     return [*resolved, job.for_machine(machine)]
 
 
-def _run_jobs(job: Job, warm_start: Job | None, release_warm_start: Callable[[], None], session: Session) -> Ending:
+def _run_jobs(jobs: Sequence[Job], release_warm_start: Callable[[], None], session: Session) -> Ending:
     from nemo_offload_rl.run.folder import warm_start_folder
     from nemo_offload_rl.run.job import Ending
     from nemo_offload_rl.run.train_loop import StopReason
     from nemo_offload_rl.run.warm_start import run_warm_start
 
-    if warm_start is not None:
+    *before, job = jobs
+    for warm_start in before:
         model = run_warm_start(warm_start, warm_start_folder(job.config), session)
         if model is None:
             return Ending(StopReason.INTERRUPTED, is_saved=True)
@@ -294,9 +292,7 @@ def _run_jobs(job: Job, warm_start: Job | None, release_warm_start: Callable[[],
     return job.run(session)
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def _print_error(console: Console, error: object) -> None:
-    console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+    from nemo_offload_rl.run.folder import tell
+
+    tell(console, str(error), style="red")
