@@ -82,12 +82,13 @@ def make_offloader(
     )
     arena = PinnedArena(numa_node=node, huge_pages=plan.huge_pages)
     need = needed_host_bytes(state.model, state.optimizer, arena, table=plan.table, options=options)
-    on_cpu = sum(optimizer.host_bytes for optimizer in cpu_optimizers(state.optimizer))
-    fixed_bytes = {**fixed_bytes, **({CPU_OPTIMIZER: on_cpu} if on_cpu else {})}
+    on_cpu = list(cpu_optimizers(state.optimizer))
+    if host_bytes := sum(optimizer.host_bytes for optimizer in on_cpu):
+        fixed_bytes = {**fixed_bytes, CPU_OPTIMIZER: host_bytes}
     _require_host_memory(need, fixed_bytes, plan.host_memory_limit_bytes)
     with contextlib.ExitStack() as undo:
-        undo.callback(take_host_memory(state.optimizer, arena))
-        for optimizer in cpu_optimizers(state.optimizer):
+        undo.callback(take_host_memory(on_cpu, arena))
+        for optimizer in on_cpu:
             logger.info("%s, %d threads", optimizer.describe(), torch.get_num_threads())
         offloader = attach(state.model, state.optimizer, arena, table=plan.table, options=options)
         state.before_update = offloader.prefetch_streamed_state

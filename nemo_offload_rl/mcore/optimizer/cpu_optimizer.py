@@ -339,11 +339,11 @@ def cpu_optimizers(optimizer: Any) -> Iterator[CpuOptimizer]:
             yield part.optimizer
 
 
-def take_host_memory(optimizer: Any, arena: PinnedArena) -> Callable[[], None]:
+def take_host_memory(optimizers: Iterable[CpuOptimizer], arena: PinnedArena) -> Callable[[], None]:
     """Allocate the CPU optimizers' host memory, and make their masters of the current parameters.
 
     Args:
-        optimizer: megatron-core's optimizer, with or without CPU optimizers inside, or None.
+        optimizers: the CPU optimizers.
         arena: allocates page-locked memory near the GPU.
 
     Returns:
@@ -353,7 +353,7 @@ def take_host_memory(optimizer: Any, arena: PinnedArena) -> Callable[[], None]:
         MemoryError: the host has too little memory.
     """
     with contextlib.ExitStack() as undo:
-        for one in cpu_optimizers(optimizer):
+        for one in optimizers:
             segment = None
             if one.host_bytes:
                 segment = arena.allocate("the CPU optimizer", one.host_bytes)

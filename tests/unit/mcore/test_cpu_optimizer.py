@@ -223,7 +223,7 @@ def test_the_learning_rate_reaches_every_optimizer_without_a_schedule(make_worke
     optimizer = build_optimizer(config, worker.state.model)
     (inner,) = cpu_optimizers(optimizer)
     with PinnedArena() as arena:
-        give_back = take_host_memory(optimizer, arena)
+        give_back = take_host_memory([inner], arena)
         for group in inner.param_groups:
             for param in group["params"]:
                 param.decoupled_grad = torch.ones_like(param)
