@@ -20,7 +20,7 @@ from nemo_offload_rl.config.schema.policy import PolicyConfig, has_logprob_batch
 from nemo_offload_rl.config.schema.value_types import RowTokens
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError, read_architecture
-from nemo_offload_rl.plan.model_facts import num_layers_of_stage
+from nemo_offload_rl.plan.model_facts import DTYPE_BYTES, num_layers_of_stage
 from nemo_offload_rl.plan.saved_tensors import QUERIES_KEYS_VALUES, SAVED_BY, ActivationFacts, SavedTensor
 from nemo_offload_rl.plan.values import with_values
 
@@ -191,8 +191,6 @@ RowTokensKey = Literal["train_mb_tokens", "logprob_mb_tokens"]
 TRAIN_TOKENS: Literal["train_mb_tokens"] = "train_mb_tokens"
 LOGPROB_TOKENS: Literal["logprob_mb_tokens"] = "logprob_mb_tokens"
 
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
-
 
 def activation_facts(
     hf_config: Mapping[str, Any], policy: PolicyConfig, *, world_size: int, group_size: int = 1
@@ -242,7 +240,7 @@ def activation_facts(
             qk_norm=model.qk_norm,
             expert_ffn_size=model.ffn_hidden_size // expert_ranks if model.num_experts else 0,
             fused_swiglu=megatron_field(cfg, "bias_activation_fusion"),
-            element_size=_ELEMENT_BYTES[policy["precision"]],
+            element_size=DTYPE_BYTES[policy["precision"]],
             num_layers=num_layers_of_stage(model, cfg, stage),
             num_model_chunks=num_model_chunks,
             num_chunks_in_flight=chunks_in_flight(

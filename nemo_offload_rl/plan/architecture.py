@@ -13,9 +13,8 @@ from nemo_offload_rl.config.key_table.table import not_allowed
 from nemo_offload_rl.config.megatron import megatron_field
 from nemo_offload_rl.config.model.families import FAMILIES, Family, expert_layers, family_of
 from nemo_offload_rl.config.problems import show, show_choices
+from nemo_offload_rl.config.rules.base import MEGATRON
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
-
-MEGATRON = "policy.megatron_cfg"
 
 
 class UnknownArchitectureError(ValueError):

@@ -7,6 +7,7 @@ from typing import Any
 
 from nemo_offload_rl.config import RecipeError
 from nemo_offload_rl.config.megatron import is_colocated
+from nemo_offload_rl.config.rules.base import TABLE
 from nemo_offload_rl.config.rules.residency import FOR_REFIT
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.memory.units import GIB, show_gib
@@ -26,7 +27,6 @@ it was 1.10 for 772 M parameters (218 ms; kernels 198) and 1.21 for 1,544 M (477
 _MEASURED_THREADS = 16
 
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
-_CELLS = "policy.residency.table"
 _CPU_METRICS, _CPU_QUANTITIES = "residency/cpu_optimizer", ("step_s", "waited_s", "copied_gib")
 _STATE = Target.OPTIMIZER_STATE
 
@@ -188,22 +188,21 @@ def ways(policy: PolicyConfig) -> tuple[Way, ...]:
     """
     optimizer = policy["megatron_cfg"]["optimizer"]
     fractions = sorted({0.5, 1.0, host_budget.fraction(optimizer) or 1.0})
-    off = {f"{_OPTIMIZER}.optimizer_cpu_offload": "false", f"{_OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d": "false"}
-    on = {
-        f"{_OPTIMIZER}.optimizer_cpu_offload": "true",
-        f"{_OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d": "true",
-    }
+    switches = (f"{_OPTIMIZER}.optimizer_cpu_offload", f"{_OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d")
+    off, on = dict.fromkeys(switches, "false"), dict.fromkeys(switches, "true")
     if optimizer["optimizer"] == "adam":
         on[f"{_OPTIMIZER}.use_precision_aware_optimizer"] = "true"
-    resident = _state_cells(policy, train="gpu", logprob="keep", refit="keep", generate="keep") | _flags(refit=False)
-    pinned = _state_cells(policy, train="gpu", refit="host", generate="host") | _flags(refit=True)
+    resident = _state_cells(policy, train="gpu", logprob="keep", refit="keep", generate="keep")
+    resident |= {FOR_REFIT: "false", "policy.offload_optimizer_for_logprob": "false"}
+    pinned = _state_cells(policy, train="gpu", refit="host", generate="host")
+    pinned |= {FOR_REFIT: "true", "policy.use_pinned_optimizer_offload": "true"}
     elsewhere = dict(pinned)
     if policy["offload_optimizer_for_refit"] is None:  # the plan does not decide on state that is off the GPU anyway
         del elsewhere[FOR_REFIT]
     return (
         _way(policy, "resident", off | resident),
         _way(policy, "page-locked around refit", off | pinned),
-        _way(policy, "streamed", off | elsewhere | {f"{_CELLS}.train.optimizer_state": "streamed"}),
+        _way(policy, "streamed", off | elsewhere | {f"{TABLE}.train.optimizer_state": "streamed"}),
         *(
             _way(
                 policy,
@@ -297,7 +296,7 @@ def _obstacles(unfit: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str:
 
 def planned_way(policy: PolicyConfig, way: Way, run: PlannedRun, cpu_params_per_s: float) -> PlannedWay:
     """Returns what a way to keep optimizer state takes, from the plan of the recipe that has it."""
-    ranks = run.plan.ranks
+    ranks, link = run.plan.ranks, run.plan.link_bytes_per_s
     fullest = max(ranks, key=lambda rank: _state_bytes(rank) + rank.least_activation_bytes)
     return PlannedWay(
         way,
@@ -311,8 +310,8 @@ def planned_way(policy: PolicyConfig, way: Way, run: PlannedRun, cpu_params_per_
         asleep_bytes=asleep_bytes(policy),
         host_bytes=max(rank.total_host_bytes for rank in ranks),
         all_ranks_host_bytes=run.most_host_bytes,
-        transfer_s=max(_transfer_s(rank, run.plan.link_bytes_per_s) for rank in ranks),
-        wait_s=max(optimizer_wait_s(rank, run.plan.link_bytes_per_s, cpu_params_per_s) for rank in ranks),
+        transfer_s=max(sum(move.seconds for move in rank.all_traffic) + _cpu_copies_s(rank, link) for rank in ranks),
+        wait_s=max(optimizer_wait_s(rank, link, cpu_params_per_s) for rank in ranks),
     )
 
 
@@ -323,10 +322,6 @@ def _most_bytes(ranks: Sequence[RankPlan], phase: Phase) -> int:
 
 def _state_bytes(rank: RankPlan) -> int:
     return sum(rank.gpu_bytes[Phase.TRAIN].values())
-
-
-def _transfer_s(rank: RankPlan, link_bytes_per_s: float) -> float:
-    return sum(move.seconds for move in rank.all_traffic) + _cpu_copies_s(rank, link_bytes_per_s)
 
 
 def optimizer_wait_s(rank: RankPlan, link_bytes_per_s: float, cpu_params_per_s: float) -> float:
@@ -342,20 +337,11 @@ def _cpu_copies_s(rank: RankPlan, link_bytes_per_s: float) -> float:
     return 2 * rank.facts.num_cpu_optimizer_params * host_budget.COPIED_SIZE / link_bytes_per_s
 
 
-def _flags(*, refit: bool) -> dict[str, str]:
-    on = str(refit).lower()
-    return {
-        FOR_REFIT: on,
-        **({} if refit else {"policy.offload_optimizer_for_logprob": on}),
-        **({"policy.use_pinned_optimizer_offload": on} if refit else {}),
-    }
-
-
 def _state_cells(policy: PolicyConfig, **wanted: str) -> dict[str, str]:
     """Returns overrides for the table cells that the recipe sets itself, since cells take precedence over flags."""
     table: Mapping[str, Any] = policy["residency"]["table"] or {}
     written = {phase for phase, cells in table.items() if _STATE in cells}
-    return {f"{_CELLS}.{phase}.{_STATE}": cell for phase, cell in wanted.items() if phase in written}
+    return {f"{TABLE}.{phase}.{_STATE}": cell for phase, cell in wanted.items() if phase in written}
 
 
 def _way(policy: PolicyConfig, name: str, wanted: Mapping[str, Any]) -> Way:

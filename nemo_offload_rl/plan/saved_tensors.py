@@ -51,6 +51,11 @@ class ActivationFacts:
     """Whether the input of the stage's first layer comes from another stage; the schedule then holds it."""
 
     @property
+    def residual_bytes(self) -> int:
+        """Bytes of the hidden states of a micro-batch between the sublayers."""
+        return self.num_residual_tokens * self.hidden_size * self.element_size
+
+    @property
     def is_moe(self) -> bool:
         """Whether the MLPs are mixtures of experts."""
         return self.expert_ffn_size > 0

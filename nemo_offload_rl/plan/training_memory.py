@@ -86,10 +86,10 @@ def training_pass_bytes(
         layer, gradients = _layer_bytes(model, cfg, facts), _gradient_bytes(model, cfg, facts)
         in_flight = facts.num_layers * facts.num_chunks_in_flight // facts.num_model_chunks
         if recomputes_layers(cfg["activation_checkpointing"], cfg["recompute_granularity"]):
-            layer_input = facts.num_residual_tokens * facts.hidden_size * facts.element_size
             kept = _kept_beside_recomputation(cfg, facts, layer, offloaded) - _moved_bytes(facts, offloaded)
             # megatron-core recomputes all layers of a segment before their backward pass; layer_input their inputs.
-            recomputed = layer + (facts.num_layers_of_segment - 1) * (layer if offloaded is None else layer_input)
+            again = layer if offloaded is None else facts.residual_bytes
+            recomputed = layer + (facts.num_layers_of_segment - 1) * again
         else:
             kept, recomputed = in_flight * layer - _moved_bytes(facts, offloaded), 0
         working = recomputed + gradients + _shared_row_bytes(cfg, facts)
@@ -121,14 +121,13 @@ def forward_pass_bytes(
 
 def _forward_layer_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts) -> int:
     """Returns the most bytes that a layer's forward pass has at once: attention's or the MLP's, and its input."""
-    residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
     saved = {tensor.name: tensor.nbytes for name in _ATTENTION for tensor in SAVED_BY[name](facts)}
     projection = facts.num_tokens * (facts.num_heads + 2 * facts.num_query_groups) * facts.head_dim
     attention = sum(saved.values()) + projection * facts.element_size + _shared_row_bytes(cfg, facts)
     mlp = _layer_bytes(model, cfg, facts) - sum(saved.values())
     if cfg["mlp_tile_tokens"] is not None:
-        mlp += _tile_bytes(model, cfg, facts) + residual  # tiles write into one output
-    return residual + max(attention, mlp)
+        mlp += _tile_bytes(model, cfg, facts) + facts.residual_bytes  # tiles write into one output
+    return facts.residual_bytes + max(attention, mlp)
 
 
 def _shared_row_bytes(cfg: MegatronConfig, facts: ActivationFacts) -> int:
@@ -139,12 +138,11 @@ def _shared_row_bytes(cfg: MegatronConfig, facts: ActivationFacts) -> int:
 
 def _layer_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts) -> int:
     """Returns the bytes that a layer saves per micro-batch; an upper bound where only some layers have experts."""
-    residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
     storages = {tensor.name: tensor.nbytes for saves in SAVED_BY.values() for tensor in saves(facts)}
     nbytes = sum(storages.values())
     if not facts.is_moe or model.has_dense_layers:
         # Too much for a model with experts, whose tensors are counted, too. In tiles an MLP saves its input.
-        nbytes += residual if cfg["mlp_tile_tokens"] is not None else _dense_mlp_bytes(model, cfg, facts)
+        nbytes += facts.residual_bytes if cfg["mlp_tile_tokens"] is not None else _dense_mlp_bytes(model, cfg, facts)
     return nbytes
 
 
@@ -152,9 +150,8 @@ def _dense_mlp_bytes(model: Architecture, cfg: MegatronConfig, facts: Activation
     """Returns the bytes that a dense MLP saves, whole or as one tile."""
     # Its input, its norm's output, gate and up projection (one tensor), their product, and the activated gate if the
     # kernels are not fused.
-    residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
     ffn = facts.num_tokens * (model.dense_ffn_hidden_size // cfg["tensor_model_parallel_size"]) * facts.element_size
-    return 2 * residual + (3 if facts.fused_swiglu else 4) * ffn
+    return 2 * facts.residual_bytes + (3 if facts.fused_swiglu else 4) * ffn
 
 
 def _tile_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts) -> int:
@@ -170,21 +167,19 @@ def _gradient_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationF
     """Returns the bytes that the layer which is differentiated takes beside what it saved."""
     if cfg["mlp_tile_tokens"] is None:
         return _mlp_gradient_bytes(model, cfg, facts)
-    residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
     # A tile's tensors and their gradients; of the weights' gradients a tile's and the float32 sums.
     weights = 3 * model.hidden_size * model.dense_ffn_hidden_size // cfg["tensor_model_parallel_size"]
     of_weights = (facts.element_size + _FP32_BYTES) * weights
-    of_tile = residual + 2 * _tile_bytes(model, cfg, facts)
-    return of_weights + max(of_tile, _TENSORS_BESIDE_TILES * residual)
+    of_tile = facts.residual_bytes + 2 * _tile_bytes(model, cfg, facts)
+    return of_weights + max(of_tile, _TENSORS_BESIDE_TILES * facts.residual_bytes)
 
 
 def _mlp_gradient_bytes(model: Architecture, cfg: MegatronConfig, facts: ActivationFacts) -> int:
     """Returns the bytes of gradients while a whole MLP is differentiated."""
-    residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
     projections = [facts.num_expert_tokens * facts.expert_ffn_size]
     if not facts.is_moe or model.has_dense_layers:
         projections.append(facts.num_tokens * (model.dense_ffn_hidden_size // cfg["tensor_model_parallel_size"]))
-    return 2 * max(projections) * facts.element_size + _TENSORS_BESIDE_MLP * residual
+    return 2 * max(projections) * facts.element_size + _TENSORS_BESIDE_MLP * facts.residual_bytes
 
 
 def _kept_beside_recomputation(
@@ -203,8 +198,7 @@ def _kept_beside_recomputation(
     if megatron_field(cfg, "recompute_method") == "block":  # only the first layers are recomputed, one at a time
         inputs = min(num_layers, megatron_field(cfg, "recompute_num_layers") or 1)
         whole = num_layers - inputs
-    residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
-    kept = facts.num_chunks_in_flight * (inputs * residual + whole * layer)
+    kept = facts.num_chunks_in_flight * (inputs * facts.residual_bytes + whole * layer)
     if offloaded is None or KEPT_ATTENTION not in offloaded.modules:
         return kept
     saved = SAVED_BY[KEPT_ATTENTION](facts)
@@ -270,17 +264,16 @@ def _saved_bytes(facts: ActivationFacts, cfg: MegatronConfig, dense_ffn_size: in
     """Returns the bytes that a rank's layers save for the micro-batches in flight."""
     if cfg["fine_grained_activation_offloading"]:
         return 0
-    residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
-    of_layer = residual
+    of_layer = facts.residual_bytes
     if not cfg["activation_checkpointing"]:
         # Left out: the fused expert MLP saves the same storages as the separate modules.
         apart = (saves for name, saves in SAVED_BY.items() if name != "fused_group_mlp")
         storages = {tensor.name: tensor.nbytes for saves in apart for tensor in saves(facts)}
         of_layer = sum(storages.values())
         if cfg["mlp_tile_tokens"] is not None:
-            of_layer += residual
+            of_layer += facts.residual_bytes
         elif not facts.is_moe:
             # The MLP's input, its norm's output, gate and up projection (one tensor), and their product.
-            of_layer += 2 * residual + 3 * facts.num_tokens * dense_ffn_size * facts.element_size
+            of_layer += 2 * facts.residual_bytes + 3 * facts.num_tokens * dense_ffn_size * facts.element_size
     in_flight = facts.num_layers * facts.num_chunks_in_flight // facts.num_model_chunks
     return int(of_layer * (in_flight // facts.num_layers_of_segment))
