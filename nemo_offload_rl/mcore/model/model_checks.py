@@ -48,9 +48,12 @@ def check_layers(policy: PolicyConfig, provider: Any, overrides: Mapping[str, An
             )
 
 
-def _by_layer(freq: int | list[int], num_layers: int) -> list[int]:
-    """Returns 1 for each layer with experts and 0 for others, as `get_gpt_decoder_layer_specs` reads the field."""
-    return list(freq) if isinstance(freq, list) else [int(layer % freq == 0) for layer in range(num_layers)]
+def _by_layer(freq: int | list[int], num_layers: int | None) -> list[int]:
+    """Returns 1 for each layer with experts and 0 for others, as `get_gpt_decoder_layer_specs` reads the field.
+
+    A hybrid model's number of layers is not known yet; then these are the layers of one interval.
+    """
+    return list(freq) if isinstance(freq, list) else [int(layer % freq == 0) for layer in range(num_layers or freq)]
 
 
 def _check_modules(cfg: MegatronConfig, has_experts: Sequence[int]) -> None:
