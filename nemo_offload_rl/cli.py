@@ -268,7 +268,7 @@ def _plan(options: argparse.Namespace) -> None:
         return str(validated.recipe.origin(key))
 
     try:
-        run = planner.run(config)
+        run = resolved.run or planner.run(config)  # which raises why the sizes are not known
     except UnknownArchitectureError as error:
         without_sizes = make_plan(config["policy"], link_bytes_per_s=rates.link_bytes_per_s)
         keeps = planner.spec.has_reference(config)
