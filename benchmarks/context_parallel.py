@@ -104,7 +104,7 @@ def measure(case: Case, config: Any, num_steps: int, rank: int, port: int, *, pr
     from nemo_offload_rl.algorithms.losses import NLLLoss
     from nemo_offload_rl.data.batch import BatchedData
     from nemo_offload_rl.hf_config import hf_config
-    from nemo_offload_rl.placement.machine import host_facts
+    from nemo_offload_rl.placement.host import host_facts
     from nemo_offload_rl.plan.planner import worker_plan
     from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 

@@ -40,7 +40,8 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.validate import for_machine
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.placement.machine import host_facts, rates_here
+from nemo_offload_rl.placement.host import host_facts
+from nemo_offload_rl.placement.machine import rates_here
 from nemo_offload_rl.plan.activations import activation_facts
 from nemo_offload_rl.plan.fit import cheapest_fit, missing_gpu_bytes
 from nemo_offload_rl.plan.optimizer_ways import optimizer_wait_s

@@ -21,7 +21,7 @@ from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.memory.streams import Waits
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.phases import bf16_peak_tflops
-from nemo_offload_rl.placement.machine import host_facts
+from nemo_offload_rl.placement.host import host_facts
 from nemo_offload_rl.plan.step_time import TRAINING_PASSES
 from nemo_offload_rl.run.setup import fields_from
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker

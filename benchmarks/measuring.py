@@ -9,14 +9,14 @@ import torch
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.host_budget import HostMemory
+from nemo_offload_rl.placement.host import HostFacts
 from nemo_offload_rl.plan.planner import Planner
 from nemo_offload_rl.plan.row_tokens import training_bytes
 from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 
-def planned_gib(algorithm: str, config: Any, host: HostMemory) -> float:
+def planned_gib(algorithm: str, config: Any, host: HostFacts) -> float:
     """Returns the GPU memory of a training step by the plan: state, activations and logits, without any margin."""
     planner = Planner(hf_config(config["policy"]).to_dict(), algorithm, gpu_bytes=None)
     run = planner.plan(config)

@@ -406,7 +406,7 @@ def _cpu_speed(
 def _planned_host(options: argparse.Namespace) -> "Host":
     """Returns the machine that a plan is for: this one, or one with the memory of --host-memory."""
     from nemo_offload_rl.memory.units import GIB
-    from nemo_offload_rl.placement.machine import host_facts
+    from nemo_offload_rl.placement.host import host_facts
     from nemo_offload_rl.plan.optimizer_ways import Host
 
     here = host_facts()

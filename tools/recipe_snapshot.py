@@ -70,7 +70,7 @@ def of_recipe(path: Path) -> dict[str, Any]:
 def decided(config: Any, algorithm: str, gpu_gib: float | None, host_gib: float) -> Any:
     """Returns the values that a run sets for a machine and its plan's bytes, or the error's type."""
     from nemo_offload_rl.hf_config import hf_config
-    from nemo_offload_rl.placement.machine import HostFacts
+    from nemo_offload_rl.placement.host import HostFacts
     from nemo_offload_rl.plan.decisions import Machine
     from nemo_offload_rl.plan.resolve import resolve
 

@@ -14,8 +14,9 @@ from rich.text import Text
 from nemo_offload_rl.memory.numa import format_cpu_list
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.gpus import GpuFacts
+from nemo_offload_rl.placement.host import HostFacts
 from nemo_offload_rl.placement.link import pcie_gb_per_s
-from nemo_offload_rl.placement.machine import HostFacts, MachineFacts, machine_facts
+from nemo_offload_rl.placement.machine import MachineFacts, machine_facts
 from nemo_offload_rl.placement.rates import Curve, Rates, keep_rates
 
 # Copies from page-locked memory reach 80% to 90% of a PCI Express link (an H200 on Gen5 x16: 55.4 of 63 GB/s).

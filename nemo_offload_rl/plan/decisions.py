@@ -15,6 +15,7 @@ from nemo_offload_rl.config.model.families import check_model
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import REPLAYED, PolicyConfig
 from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.placement.host import HostFacts
 from nemo_offload_rl.placement.rates import H200_RATES, Rates
 from nemo_offload_rl.plan.activations import limit_where_unknown
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
@@ -26,7 +27,7 @@ from nemo_offload_rl.plan.colocation import (
     with_resident_state,
 )
 from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_refit_fits, check_share_beside_policy
-from nemo_offload_rl.plan.host_budget import HostMemory, check_state_fits_host
+from nemo_offload_rl.plan.host_budget import check_state_fits_host
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import PlannedRun, Planner
 from nemo_offload_rl.plan.row_tokens import with_context_ranks, with_row_tokens
@@ -57,7 +58,7 @@ class Machine:
 
     has_gpus: bool
     gpu_bytes: int | None = None
-    hosts: Sequence[HostMemory] = ()
+    hosts: Sequence[HostFacts] = ()
     rates: Rates = H200_RATES
 
 

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from nemo_offload_rl.config.schema.megatron import MegatronOptimizerConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.memory.units import GIB, show_gib
+from nemo_offload_rl.placement.host import HostFacts
 from nemo_offload_rl.residency.table import ShardFacts, Target
 
 # Left free for Ray, generation and the page cache, which take more memory after this check.
@@ -47,30 +47,6 @@ _MORE_RANKS = (
 )
 
 
-class HostMemory(Protocol):
-    """Defines the facts of a host's memory (placement.machine.HostFacts has them)."""
-
-    @property
-    def hostname(self) -> str:
-        """The host's name."""
-        ...
-
-    @property
-    def available_bytes(self) -> int:
-        """Bytes available without swapping (MemAvailable)."""
-        ...
-
-    @property
-    def cgroup_free_bytes(self) -> int | None:
-        """Bytes that the cgroup's limit leaves; None where there is no limit."""
-        ...
-
-    @property
-    def memlock_bytes(self) -> int | None:
-        """Bytes that a process may lock (RLIMIT_MEMLOCK); None where that is unlimited."""
-        ...
-
-
 @dataclass(frozen=True)
 class RankNeed:
     """Counts the host memory that a rank will take, in bytes.
@@ -97,23 +73,23 @@ class HostBudgetError(ValueError):
     """Says that the offloaded state does not fit into the memory of a host; `str()` includes a table."""
 
 
-def margin_bytes(host: HostMemory) -> int:
+def margin_bytes(host: HostFacts) -> int:
     """Returns the bytes that are left to other processes."""
     return max(int(MARGIN_SHARE * _free_bytes(host)), MIN_MARGIN_BYTES)
 
 
-def usable_bytes(host: HostMemory) -> int:
+def usable_bytes(host: HostFacts) -> int:
     """Returns the bytes that all ranks of a host may take together."""
     return max(0, _free_bytes(host) - margin_bytes(host))
 
 
-def _free_bytes(host: HostMemory) -> int:
+def _free_bytes(host: HostFacts) -> int:
     return min(source for source in (host.available_bytes, host.cgroup_free_bytes) if source is not None)
 
 
 def check_host_budget(
     needs: Sequence[RankNeed],
-    hosts: Mapping[str, HostMemory],
+    hosts: Mapping[str, HostFacts],
     limit_bytes: int | None,
 ) -> None:
     """Checks that every rank stays within the recipe's limit, and that each host has memory for its ranks.
@@ -137,7 +113,7 @@ def check_host_budget(
             raise _over_memory(here, host)
 
 
-def check_state_fits_host(state_bytes: int, host: HostMemory) -> None:
+def check_state_fits_host(state_bytes: int, host: HostFacts) -> None:
     """Checks that a model's training state fits into the memory of a host without GPUs.
 
     Args:
@@ -166,7 +142,7 @@ def _over_limit(need: RankNeed, limit_bytes: int) -> HostBudgetError:
     return _error(sentence, [need], [], need.total_bytes - limit_bytes, raising)
 
 
-def _over_memory(needs: Sequence[RankNeed], host: HostMemory) -> HostBudgetError:
+def _over_memory(needs: Sequence[RankNeed], host: HostFacts) -> HostBudgetError:
     total, usable = sum(need.total_bytes for need in needs), usable_bytes(host)
     ranks = f"{len(needs)} ranks of {host.hostname} need" if len(needs) > 1 else f"rank of {host.hostname} needs"
     sentence = (
@@ -211,7 +187,7 @@ def _bytes_of(need: RankNeed, name: str) -> int:
     return sum(nbytes for other, nbytes in [*need.target_bytes.items(), *need.fixed_bytes.items()] if other == name)
 
 
-def _sources(host: HostMemory) -> Iterator[str]:
+def _sources(host: HostFacts) -> Iterator[str]:
     cgroup, memlock = host.cgroup_free_bytes, host.memlock_bytes
     yield f"{show_gib(host.available_bytes):>10}  MemAvailable"
     yield f"{'no limit' if cgroup is None else show_gib(cgroup):>10}  free under the cgroup's limit"

@@ -11,10 +11,11 @@ from nemo_offload_rl.config.rules.base import TABLE
 from nemo_offload_rl.config.rules.residency import FOR_REFIT
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.memory.units import GIB, show_gib
+from nemo_offload_rl.placement.host import HostFacts
 from nemo_offload_rl.placement.rates import H200_RATES
 from nemo_offload_rl.plan import host_budget
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory, asleep_bytes
-from nemo_offload_rl.plan.host_budget import HostMemory, usable_bytes
+from nemo_offload_rl.plan.host_budget import usable_bytes
 from nemo_offload_rl.plan.plan import GENERATION_WEIGHTS_KEY, TWO_WAY_SHARE, RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
 from nemo_offload_rl.residency.table import Phase, Target
@@ -55,7 +56,7 @@ class Host:
     """
 
     name: str
-    memory: HostMemory
+    memory: HostFacts
     source: str
 
     @property

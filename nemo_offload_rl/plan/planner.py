@@ -11,6 +11,7 @@ from nemo_offload_rl.config.megatron import megatron_field, split_devices
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronOptimizerConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
+from nemo_offload_rl.placement.host import HostFacts
 from nemo_offload_rl.placement.rates import H200_RATES, Rates
 from nemo_offload_rl.plan import host_budget
 from nemo_offload_rl.plan.activations import (
@@ -28,7 +29,6 @@ from nemo_offload_rl.plan.host_budget import (
     ACTIVATIONS,
     CHECKPOINT,
     GENERATION_WEIGHTS,
-    HostMemory,
     RankNeed,
     check_host_budget,
 )
@@ -140,7 +140,7 @@ class PlannedRun:
     needs: Sequence[RankNeed]
     engine: EngineMemory | None = None
 
-    def check_hosts(self, hosts: Sequence[HostMemory]) -> None:
+    def check_hosts(self, hosts: Sequence[HostFacts]) -> None:
         """Checks that hosts have the memory that their ranks need.
 
         Args:
@@ -193,7 +193,7 @@ class Planner:
     hf_config: Mapping[str, Any]
     algorithm: str
     gpu_bytes: int | None
-    hosts: Sequence[HostMemory] = ()
+    hosts: Sequence[HostFacts] = ()
     rates: Rates = H200_RATES
 
     @property

@@ -14,7 +14,8 @@ from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import PolicyConfig, has_generation
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement.gpus import gpu_facts
-from nemo_offload_rl.placement.machine import HostFacts, host_facts, rates_here
+from nemo_offload_rl.placement.host import HostFacts, host_facts
+from nemo_offload_rl.placement.machine import rates_here
 from nemo_offload_rl.placement.rates import Rates
 from nemo_offload_rl.plan.decisions import Machine, Resolved, check_fits
 from nemo_offload_rl.plan.resolve import resolve

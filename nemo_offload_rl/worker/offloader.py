@@ -17,7 +17,7 @@ from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.memory import gpu_allocated, memory_stats, reset_gpu_peak
 from nemo_offload_rl.placement.gpus import torch_pci_bus_id
-from nemo_offload_rl.placement.machine import HostFacts, host_facts
+from nemo_offload_rl.placement.host import HostFacts, host_facts
 from nemo_offload_rl.plan.host_budget import CPU_OPTIMIZER, RankNeed, check_host_budget, usable_bytes
 from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.residency.attach import Offloader, attach, needed_host_bytes

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from nemo_offload_rl.placement.cluster import Cluster, available_threads, num_cpus_of_ray
-from nemo_offload_rl.placement.machine import host_facts
+from nemo_offload_rl.placement.host import host_facts
 from nemo_offload_rl.placement.nodes import require_gpus, require_no_segments, require_one_node
 from nemo_offload_rl.run.preflight import node_facts
 

@@ -11,8 +11,9 @@ from nemo_offload_rl.cli import main
 from nemo_offload_rl.memory.numa import NumaNode
 from nemo_offload_rl.placement.doctor import Verdict, checks_table, facts_as_json, judge
 from nemo_offload_rl.placement.gpus import GpuFacts
+from nemo_offload_rl.placement.host import HostFacts
 from nemo_offload_rl.placement.link import LinkBenchmark
-from nemo_offload_rl.placement.machine import HostFacts, MachineFacts
+from nemo_offload_rl.placement.machine import MachineFacts
 
 GIB = 1 << 30
 ADDRESS = "0000:65:00.0"

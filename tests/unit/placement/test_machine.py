@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nemo_offload_rl.placement.gpus import GpuFacts, driver_version, gpu_facts, torch_pci_bus_id
+from nemo_offload_rl.placement.host import HostFacts, host_facts
 from nemo_offload_rl.placement.link import benchmark_link
-from nemo_offload_rl.placement.machine import HostFacts, host_facts
 
 GIB = 1 << 30
 NO_LIMIT_V1 = str(2**63 - 4096)
@@ -119,7 +119,7 @@ def test_a_cgroup_leaves_what_its_limit_says(tmp_path, version, path, root, grou
 def test_memlock_is_this_process_s_soft_limit():
     limit = 64 << 10
     code = (
-        "import resource, sys; from nemo_offload_rl.placement.machine import host_facts\n"
+        "import resource, sys; from nemo_offload_rl.placement.host import host_facts\n"
         "_, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)\n"
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (int(sys.argv[1]), hard)); print(host_facts().memlock_bytes)"
     )

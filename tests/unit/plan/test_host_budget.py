@@ -7,7 +7,7 @@ import pytest
 from benchmarks.model_shapes import QWEN2_1_5B
 from nemo_offload_rl.config import load
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.placement.machine import HostFacts
+from nemo_offload_rl.placement.host import HostFacts
 from nemo_offload_rl.plan.host_budget import HostBudgetError, RankNeed, check_host_budget, margin_bytes, usable_bytes
 from nemo_offload_rl.plan.planner import plan_run
 from nemo_offload_rl.residency.table import Target

@@ -10,7 +10,7 @@ from benchmarks.model_shapes import QWEN2_1_5B, QWEN3_8B
 from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
 from nemo_offload_rl.memory.units import GIB, MIB, show_gib
-from nemo_offload_rl.placement.machine import HostFacts
+from nemo_offload_rl.placement.host import HostFacts
 from nemo_offload_rl.placement.rates import H200_RATES
 from nemo_offload_rl.plan.colocation import check_awake_engine_fits
 from nemo_offload_rl.plan.generation import check_refit_fits, check_share_beside_policy, engine_bytes_beside_policy

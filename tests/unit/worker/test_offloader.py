@@ -8,7 +8,7 @@ import torch
 from nemo_offload_rl.memory.numa import Binding
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.memory import GpuAllocated
-from nemo_offload_rl.placement.machine import HostFacts
+from nemo_offload_rl.placement.host import HostFacts
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
 from nemo_offload_rl.worker import offloader
