@@ -18,11 +18,12 @@ from result_file import TableValue
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss, NLLLoss
 from nemo_offload_rl.config.megatron import tokens_of_tile
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.streams import Waits
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.phases import bf16_peak_tflops
 from nemo_offload_rl.placement.host import host_facts
-from nemo_offload_rl.plan.step_time import TRAINING_PASSES
+from nemo_offload_rl.plan.step_time import TRAINING_PASSES, read_flop_model
 from nemo_offload_rl.run.setup import fields_from
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
@@ -63,8 +64,8 @@ def measure(case: Case, config: Any, num_steps: int) -> Row:
         row |= {name: statistics.median(values) if values else None for name, values in steps.items()} | passes
         row["host_gib"] = worker.offloader.context.arena.allocated_bytes / GIB
         step_s = statistics.median(steps["step_s"])
-        flops, peak = worker.flop_model(), bf16_peak_tflops([worker.gpu_name()]) if has_gpu else None
-        assert flops is not None
+        flops = read_flop_model(hf_config(policy).to_dict(), policy)
+        peak = bf16_peak_tflops([worker.gpu_name()]) if has_gpu else None
         row["mfu"] = (
             None if peak is None else TRAINING_PASSES * flops.forward_flops([case.tokens]) / step_s / peak / 1e12
         )

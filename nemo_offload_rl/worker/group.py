@@ -22,7 +22,7 @@ from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
 from nemo_offload_rl.placement.gather import cause_of, gather, is_disk_full
 from nemo_offload_rl.placement.relay import Part, Relays, concat, each_alone
 from nemo_offload_rl.plan.planner import WorkerPlan, worker_plan
-from nemo_offload_rl.plan.step_time import FlopModel
+from nemo_offload_rl.plan.step_time import FlopModel, flop_model_if_known
 from nemo_offload_rl.refit.checksum import merge_checksums
 from nemo_offload_rl.refit.interface import RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan
@@ -139,6 +139,7 @@ class PolicyWorkerGroup:
             ).remote()
             for rank in range(cluster.world_size)
         ]
+        self._config = config
         self._cluster = cluster
         self._layout: _Layout | None = None
         self._failure: WorkerError | None = None
@@ -320,8 +321,7 @@ class PolicyWorkerGroup:
 
     def flop_model(self) -> FlopModel | None:
         """Returns the model's FLOP model; None for a model family, or a config field, that it does not cover."""
-        model: FlopModel | None = self._run(lambda worker, _: worker.flop_model())[0]
-        return model
+        return flop_model_if_known(hf_config(self._config).to_dict(), self._config)
 
     def gpu_names(self) -> list[str]:
         """Returns the name of each rank's GPU; "cpu" without one."""

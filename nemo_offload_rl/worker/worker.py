@@ -26,7 +26,6 @@ from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.host_budget import ACTIVATIONS
 from nemo_offload_rl.plan.planner import WorkerPlan
-from nemo_offload_rl.plan.step_time import FlopModel, flop_model_if_known
 from nemo_offload_rl.refit.export import WeightExport
 from nemo_offload_rl.refit.interface import RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
@@ -81,11 +80,11 @@ class MegatronPolicyWorker:
         init_reference_model: bool,
         init_optimizer: bool = True,
     ) -> None:
-        self._config = config
         self._rank = rank
         self._world_size = world_size
         hf_config = read_hf_config(config)
         megatron = config["megatron_cfg"]
+        self._empty_unused_memory_level = megatron["empty_unused_memory_level"]
         offload = plan.offload
         binding = bind_to_gpu(offload.numa, local_rank=local_rank)
         captures = megatron["cuda_graph_impl"] != "none"
@@ -104,7 +103,6 @@ class MegatronPolicyWorker:
             undo.callback(distributed.destroy)
             self._stream = ComputeStream(self.device, captures=captures)
             undo.callback(self._stream.close)
-            self._model_fields = hf_config.to_dict()  # before the bridge changes the config
             streamed = offload.streams_optimizer_state
             self.state: Final = build(config, hf_config, seed=seed, init_optimizer=init_optimizer, streamed=streamed)
             undo.callback(self.state.close)
@@ -229,7 +227,7 @@ class MegatronPolicyWorker:
                         loss_fn,
                         of=self._passes.train,
                         device=self.device,
-                        empty_unused_memory_level=self._config["megatron_cfg"]["empty_unused_memory_level"],
+                        empty_unused_memory_level=self._empty_unused_memory_level,
                     )
                 if self.graphs.fixed_shapes:
                     result.metrics["num_graph_replays"] = float(self.graphs.num_replays)
@@ -398,10 +396,6 @@ class MegatronPolicyWorker:
             self.state.scheduler.step(increment=0)
 
     # --- queries and shutdown ---------------------------------------------------------------------------------------
-
-    def flop_model(self) -> FlopModel | None:
-        """Returns the model's FLOP model; None if its architecture is not covered (plan/architecture.py)."""
-        return flop_model_if_known(self._model_fields, self._config)
 
     def gpu_name(self) -> str:
         """Returns the name of this rank's GPU; "cpu" without one."""

@@ -273,7 +273,7 @@ def test_unused_memory_goes_back_before_each_optimizer_step_and_from_level_2_on_
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
     found = {}
     for level in (0, 1, 2):
-        worker._config["megatron_cfg"]["empty_unused_memory_level"] = level
+        worker._empty_unused_memory_level = level
         calls.clear()
         worker.train(random_batch(8), NLLLoss(), gbs=4, mbs=4)
         found[level] = list(calls)
