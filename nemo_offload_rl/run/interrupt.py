@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -207,7 +207,8 @@ class Interrupt:
         raise Stopped
 
     def _end_process(self) -> None:
-        os.write(2, f"The run did not stop within {self._stuck_s:g} s and is killed. {self.progress}\n".encode())
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, f"The run did not stop within {self._stuck_s:g} s and is killed. {self.progress}\n".encode())
         os._exit(self.exit_status)
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:

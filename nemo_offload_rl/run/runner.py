@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.run.interrupt import Interrupt
+from nemo_offload_rl.run.terminal import lasting_output
 
 # Slow imports follow once the signal handlers are installed: see `run`.
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
         The exit status: 0 done, 1 failed, 2 a mistake in the recipe or in a file that it names; 130, 143 or 129 if
         SIGINT, SIGTERM or SIGHUP ended the run, but 1 after a SIGINT that lost steps.
     """
-    with Interrupt() as interrupt:
+    with lasting_output(), Interrupt() as interrupt:
         try:
             return _run(recipe_path, overrides, algorithm, interrupt)
         except BaseException as error:

@@ -1,11 +1,14 @@
 """Runs a shortened SFT recipe as a user does."""
 
 import json
+import os
 import shutil
+import subprocess
 
 import pytest
 import torch
-from support.examples import ROOT, run_example
+from support.examples import ROOT, command, environment, run_example
+from support.forked_python import forked_python
 
 from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.hf_config import hf_config
@@ -28,6 +31,21 @@ def test_a_run_learns_and_its_export_answers_as_the_policy_did(tmp_path):
     assert metrics[30]["validation/val_loss"] < 0.9 * metrics[0]["validation/val_loss"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "logs" / "exp_001" / "hf", dtype=torch.float32)
     assert sum(parameter.numel() for parameter in model.parameters()) > 500_000
+
+
+def test_a_run_does_all_its_steps_though_nobody_reads_what_it_prints(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| less` does when one leaves it
+    words = command("run_sft.py", tmp_path, [*SHORT_SFT, "sft.max_num_steps=2"], python=forked_python())
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment(), stdout=writer, stderr=writer, timeout=300, check=False
+    )  # fmt: skip
+    os.close(writer)
+    assert done.returncode == 0
+    assert (
+        "without its standard output, which cannot be written: Broken pipe"
+        in (tmp_path / "logs" / "exp_001" / "run.log").read_text()
+    )
 
 
 SHORT_DPO = [
