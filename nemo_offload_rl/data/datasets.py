@@ -12,7 +12,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from nemo_offload_rl.data.fields import RowForm, field_of, read_rows, sample_of, text_of
+from nemo_offload_rl.data.fields import RowForm, field_of, has_instead, read_rows, sample_of, text_of
 from nemo_offload_rl.data.problem import DataError, Problem
 
 _SHARD = re.compile(r"-(?P<number>\d+)(-of-(?P<total>\d+))?(-[0-9a-f]{8,})?")  # older files end in a checksum
@@ -256,7 +256,7 @@ def with_columns[Sample](rows: Any, path: Path, form: RowForm[Sample]) -> HFRows
     """
     for key in form.keys:
         if key not in rows.column_names:
-            raise DataError(f"The dataset {path} has no column {key!r}; it has {', '.join(rows.column_names)}.")
+            raise DataError(f"The dataset {path} has no column {key!r}{has_instead(rows.column_names)}.")
     if len(rows) == 0:
         raise DataError(f"The dataset {path} has no rows.")
     return HFRows(rows, path, form)

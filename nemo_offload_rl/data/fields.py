@@ -44,7 +44,9 @@ def sample_of[Sample](form: RowForm[Sample], row: Any, where: str) -> Sample:
     """
     if not isinstance(row, dict):
         *names, last = map(repr, form.keys)
-        raise DataError(f"{where} is not an object with the fields {', '.join(names)} and {last}.")
+        raise DataError(
+            f"{where} is {describe(row)}; each line must be one object with the fields {', '.join(names)} and {last}."
+        )
     return form.sample(row, where)
 
 
@@ -55,9 +57,15 @@ def field_of(row: Mapping[str, Any], key: str, where: str) -> Any:
         DataError: the row lacks the field; names the fields that it has.
     """
     if key not in row:
-        names = ", ".join(map(repr, row)) or "none"
-        raise DataError(f"{where} has no field {key!r}; it has {names if len(names) <= 200 else names[:197] + '...'}.")
+        raise DataError(f"{where} has no field {key!r}{has_instead(row)}.")
     return row[key]
+
+
+def has_instead(names: Collection[str]) -> str:
+    """Returns what a row or a dataset without a field has instead, and how rows of messages are read."""
+    shown = ", ".join(map(repr, names)) or "none"
+    own = ": for rows of messages, dataset_name is a class of your own that holds them" if "messages" in names else ""
+    return f"; it has {shown if len(shown) <= 200 else shown[:197] + '...'}{own}"
 
 
 def text_of(value: Any, name: str, expected: str = "a text or a number") -> str:
@@ -133,7 +141,9 @@ def read_rows(path: Path, keys: Collection[str]) -> Iterator[tuple[int, Any]]:
                 try:
                     yield number, json.loads(line.rstrip("\n"), object_pairs_hook=without_repeats)
                 except json.JSONDecodeError as error:
-                    raise DataError(f"{path}:{number} is not JSON: {error}") from error
+                    raise DataError(
+                        f"{path}:{number} is not JSON ({error}); each line must be one JSON object."
+                    ) from error
                 except _RowError as error:
                     raise DataError(f"{path}:{number} {error}.") from error
                 except RecursionError as error:
@@ -153,9 +163,10 @@ def _next_line(lines: io.TextIOWrapper, path: Path, number: int) -> str:
     try:
         line = lines.readline(MAX_LINE_CHARS + 1)
     except UnicodeDecodeError as error:
-        kind = "HFDataset reads parquet, from a folder" if path.suffix == ".parquet" else "write it in UTF-8"
+        kinds = {".parquet": "HFDataset reads parquet, from a folder", ".gz": "unpack it", ".zst": "unpack it"}
+        remedy = kinds.get(path.suffix, "write it in UTF-8")
         raise DataError(
-            f"The dataset {path} cannot be read: {error}, in line {number} or shortly after it; {kind}."
+            f"The dataset {path} cannot be read: {error}, in line {number} or shortly after it; {remedy}."
         ) from error
     except OSError as error:
         raise DataError(f"The dataset {path} cannot be read: {error}") from error

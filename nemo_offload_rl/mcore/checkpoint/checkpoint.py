@@ -292,7 +292,10 @@ def _require_same_shapes(sharded: dict[str, Any], saved: Mapping[str, STORAGE_TY
     of_ranks = gather(here)
     of_model, of_optimizer = (next((one for one in found if one), None) for found in zip(*of_ranks, strict=True))
     if of_model:
-        raise CheckpointError(f"Checkpoint {folder} cannot be loaded: it is of another model, {of_model}.")
+        raise CheckpointError(
+            f"Checkpoint {folder} cannot be loaded: it is of another model, {of_model}; to train this one, give "
+            "another checkpointing.checkpoint_dir."
+        )
     if of_optimizer:
         raise CheckpointError(
             f"Checkpoint {folder} cannot be resumed: its optimizer state is divided otherwise than this run's, "

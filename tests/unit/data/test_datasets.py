@@ -84,7 +84,7 @@ def test_a_folder_of_parquet_files_is_opened(tmp_path, table):
 
 def test_a_saved_dataset_is_opened_and_missing_columns_and_folders_are_named(tmp_path, table):
     table.save_to_disk(tmp_path / "data")
-    with pytest.raises(DataError, match="no column 'solution'; it has question, answer"):
+    with pytest.raises(DataError, match="no column 'solution'; it has 'question', 'answer'"):
         load_hf_folder(tmp_path / "data", None, ProblemForm("question", "solution"))
     check(load_hf_folder(tmp_path / "data", None, FORM))
     with pytest.raises(DataError, match="does not exist"):
@@ -101,7 +101,7 @@ GOOD = b'{"question": "1+1", "answer": "2"}\n'
 
 
 WRONG_LINES = [
-    (b'["1+1", "2"]', "a.jsonl:2 is not an object with the fields 'question' and 'answer'"),
+    (b'["1+1", "2"]', "a.jsonl:2 is a list; each line must be one object with the fields 'q"),
     (b'{"question": "1+1", "answer": null}', "a.jsonl:2: the field 'answer' must be a text or a number, found N"),
     (b'{"question": "1+1", "answer": true}', "the field 'answer' must be a text or a number, found True"),
     (b'{"question": "1+1", "answer": ' + b"1" * 5000 + b"}", "a.jsonl:2 has an integer of more than 4,300 digits"),
@@ -111,7 +111,9 @@ WRONG_LINES = [
     (b'{"question": "1", "answer": "\\ud800"}', "a.jsonl:2: the field 'answer' has half of a character"),
     (b'{"question": "1", "answer": "2", "answer": "3"}', "a.jsonl:2 has the field 'answer' twice; delete one"),
     (b'{"question": "1", "answer": ' + b"[" * 900 + b"]" * 900 + b"}", "found a list"),
-    (b'{"question": "1+1', "a.jsonl:2 is not JSON: Unterminated string starting at"),
+    (b'{"question": "1+1', "a.jsonl:2 is not JSON (Unterminated string starting at"),
+    (b"[\n", "is not JSON (Expecting value: line 1 column 2 (char 1)); each line must be one JSON object"),
+    (b'{"messages": []}', "a.jsonl:2 has no field 'question'; it has 'messages': for rows of messages, dataset_na"),
     (b"\xff", "cannot be read: 'utf-8' codec can't decode byte 0xff"),
     (b"\x00" * 100, "a.jsonl:2 is not JSON"),
     (b'{"a": "' + b"x" * MAX_LINE_CHARS + b'"}', "a.jsonl:2 has more than 16,777,216 characters"),

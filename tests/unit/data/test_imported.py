@@ -130,7 +130,7 @@ NO_DATASETS = [
     ("dataset_name: own_data.OfAList", "as the attribute dataset, a datasets.Dataset; found list"),
     ("dataset_name: own_data.talk", "must be a class that holds a dataset, but is function"),
     ("dataset_name: own_data.Strict, seed: 1", r"with the keys of its section \(dataset_name, seed\)"),
-    ("dataset_name: own_data.Columns", "own_data.Columns has no column 'messages'; it has prompt"),
+    ("dataset_name: own_data.Columns", "own_data.Columns has no column 'messages'; it has 'prompt"),
     ("dataset_name: own_data.Converted, split_validation_size: 0.1", "is 0.1, but .* no val_data"),
 ]
 

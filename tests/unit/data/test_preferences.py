@@ -71,7 +71,7 @@ def test_of_two_completions_the_lower_rank_is_chosen(tmp_path):
 
 WRONG_LINES = [
     ({"prompt": "1+1", "chosen": "2"}, "a.jsonl:2 has no field 'rejected'; it has 'prompt', 'chosen'"),
-    ('["1+1"]', "a.jsonl:2 is not an object with the fields 'prompt', 'chosen' and 'rejected'"),
+    ('["1+1"]', "a.jsonl:2 is a list; each line must be one object with the fields 'prompt', 'chosen' and 'r"),
     (binary(chosen=None), "a.jsonl:2: the field 'chosen' must be a text or a list of messages, found None"),
     (binary(chosen=" \n"), "a.jsonl:2: the field 'chosen' is an empty answer"),
     (binary(rejected="2"), "a.jsonl:2: the chosen and the rejected answer are the same"),
@@ -124,7 +124,7 @@ def test_pairs_of_a_datasets_folder(tmp_path):
     assert pairs[0] == PAIR
     with pytest.raises(DataError, match=r"row 1: the chosen and the rejected answer are the same"):
         list(pairs)
-    with pytest.raises(DataError, match="has no column 'context'; it has prompt, chosen, rejected"):
+    with pytest.raises(DataError, match="has no column 'context'; it has 'prompt', 'chosen', 'rejected'"):
         load_hf_folder(tmp_path, "train", RankedForm())
 
 
