@@ -411,7 +411,8 @@ def _planned_host(options: argparse.Namespace) -> "Host":
 
     here = host_facts()
     if options.host_memory is None:
-        return Host("this machine", here, "the smaller of MemAvailable and what the cgroup's limit leaves")
+        source = "the smaller of MemAvailable and what the cgroup's limit leaves"
+        return Host("this machine", here, source, "--host-memory GIB plans for a machine with other memory.")
     nbytes = int(options.host_memory * GIB)
     memory = dataclasses.replace(here, total_bytes=nbytes, available_bytes=nbytes, cgroup_free_bytes=None)
     return Host(f"a machine of {options.host_memory:g} GiB", memory, "all of its memory")

@@ -86,13 +86,14 @@ class Fit:
             return [f"The recipe fits {size} as it is, and no setting is expected to be faster: {step}."]
         if self.fits:
             return [f"The recipe fits {size} with these overrides, by prediction the fastest: {step}.", *self._listed]
-        lacks = f"{size}, which lacks {show_gib(self.missing_gpu_bytes)} GiB"
+        lacks, otherwise = f"{size}, which lacks {show_gib(self.missing_gpu_bytes)} GiB", ""
         if self.missing_host_bytes:
+            otherwise = host.otherwise
             lacks = f"{host.name}, which lacks {show_gib(self.missing_host_bytes)} GiB of host memory"
         nearest = (
             "with these overrides, which come nearest:" if self.overrides else "as the recipe is, which is nearest."
         )
-        return [f"No settings make the recipe fit {lacks} {nearest}", *self._listed]
+        return [f"No settings make the recipe fit {lacks} {nearest}", *self._listed, *filter(None, [otherwise])]
 
     @property
     def _listed(self) -> list[str]:

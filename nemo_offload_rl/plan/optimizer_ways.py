@@ -53,11 +53,13 @@ class Host:
         name: the machine's name in messages.
         memory: its memory.
         source: how the size of its memory was obtained, for messages.
+        otherwise: how to plan for a machine of another size, a sentence for messages that its memory does not suffice.
     """
 
     name: str
     memory: HostFacts
     source: str
+    otherwise: str = ""
 
     @property
     def usable_bytes(self) -> int:
@@ -271,8 +273,8 @@ def _why_none(possible: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str
         return (
             f"No option fits a GPU of {size} GiB and its host ({_obstacles(possible, gpu_bytes, host)}); more host "
             "memory, a larger GPU, or more nodes with policy.megatron_cfg.optimizer.use_distributed_optimizer would "
-            "make room."
-        )
+            f"make room. {host.otherwise}"
+        ).rstrip()
     awake = any(one.engine is not None and one.engine.stays_awake for one in possible)
     return (
         f"No option fits a GPU of {size} GiB, which lacks {show_gib(least)} GiB for the smallest option with "

@@ -37,6 +37,7 @@ MOVES = f"++{MEGATRON}.fine_grained_activation_offloading=true"
 STREAMED = "++policy.residency.table.train.optimizer_state=streamed"
 RESIDENT = "policy.offload_optimizer_for_refit=false"
 SIZES = {GRPO: QWEN2_1_5B, GRPO_8B: QWEN3_8B, SFT: QWEN3_8B, DPO: LLAMA_1B}
+TOO_LARGE_FOR_ANY_HOST = ("policy.hf_config.num_hidden_layers=20000",)
 SHORT = (f"{PACKING}.train_mb_tokens=576", f"{PACKING}.logprob_mb_tokens=512")
 
 
@@ -195,6 +196,10 @@ def test_the_command_prints_the_overrides_or_the_memory_that_is_missing(capsys):
     assert [line.strip() for line in overrides] == found.overrides
     assert "this machine, which lacks 3.00 GiB of host memory" in Fit((), 1.0, 0, 3 * GIB).lines(GIB, host(1))[0]
     assert "as it is" in Fit((), 1.0).lines(GIB, host(1))[0]
+    here = dataclasses.replace(host(1), otherwise="Or so.")
+    assert [len(Fit((), 1.0, *missing).lines(GIB, here)) for missing in ((GIB, 0), (0, GIB))] == [1, 2]
+    assert main(["plan", str(GRPO), *SHORT, "--gpu-memory", "100000", *TOO_LARGE_FOR_ANY_HOST]) == 0
+    assert "would make room. --host-memory GIB plans" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", str(GRPO), "--fit"]) == 2  # it needs a GPU to fit
     assert "--gpu-memory" in capsys.readouterr().err
 
