@@ -15,7 +15,6 @@ from typing import Any, Self
 import psutil
 import ray
 import torch
-from ray._common.utils import get_default_ray_temp_dir
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -27,6 +26,7 @@ from nemo_offload_rl.placement.local_ray import (
     handlers_kept,
     join_ray,
     object_store_options,
+    session_root,
 )
 from nemo_offload_rl.placement.nodes import (
     Node,
@@ -352,12 +352,14 @@ class Cluster:
         os.environ.setdefault("RAY_enable_worker_prestart", "0")
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         with ending_signals_blocked(), handlers_kept():
-            self._reaper = Reaper(get_default_ray_temp_dir())
+            root = session_root()
+            self._reaper = Reaper(root)
             context = ray.init(
                 address="local",
                 num_cpus=num_cpus_of_ray(num_gpus),
                 num_gpus=num_gpus,
                 include_dashboard=False,
+                _temp_dir=root,
                 # Ray 2.60 does not quote the interpreter's path in a shell command, and so fails if it has a space.
                 runtime_env={"py_executable": shlex.quote(sys.executable)},
                 **object_store_options(num_gpus > 0),

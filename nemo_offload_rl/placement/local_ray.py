@@ -20,12 +20,14 @@ from types import TracebackType
 from typing import Any, Self
 
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private import auto_init_hook
 from ray._private.services import canonicalize_bootstrap_address
 
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.nodes import answers_at
 from nemo_offload_rl.placement.signals import ENDING_SIGNALS
+from nemo_offload_rl.storage.disk import require_writable
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,31 @@ def object_store_options(has_gpus: bool) -> dict[str, Any]:
         )
         return {"object_store_memory": _OBJECT_STORE_BYTES_WITHOUT_GPU, "_plasma_directory": folder}
     return {"object_store_memory": min(_OBJECT_STORE_BYTES_WITHOUT_GPU, int(0.8 * free))}
+
+
+_SHORT_ROOT = "/tmp/ray"
+_MAX_SOCKET_PATH_BYTES = 107
+
+
+def session_root() -> str:
+    """Returns the folder for Ray's session folders: Ray's own choice (RAY_TMPDIR, TMPDIR or /tmp) if it can be used.
+
+    Batch systems set TMPDIR to long paths, in which Ray cannot make its sockets, and to folders that a container lacks.
+    """
+    root = get_default_ray_temp_dir()
+    in_root = f"/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store"
+    room = _MAX_SOCKET_PATH_BYTES - len(in_root) - len("/ray")
+    if len(os.fsencode(root)) > room + len("/ray"):
+        reason = f"paths of sockets allow {room} characters"
+    else:
+        try:
+            require_writable(Path(root))
+            return root
+        except ValueError as error:
+            reason = str(error).partition("; ")[0]
+    name = "RAY_TMPDIR" if "RAY_TMPDIR" in os.environ else "TMPDIR"
+    logger.warning("Ray's files go to %s, not to %s (%s): %s.", _SHORT_ROOT, Path(root).parent, name, reason)
+    return _SHORT_ROOT
 
 
 @contextlib.contextmanager
@@ -170,7 +197,8 @@ class GcsWatch:
 
 
 def _end(message: str) -> None:
-    os.write(2, f"{message}\n".encode())
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, f"{message}\n".encode())
     os._exit(1)
 
 

@@ -27,6 +27,7 @@ from nemo_offload_rl.placement.local_ray import (
     handlers_kept,
     join_ray,
     object_store_options,
+    session_root,
 )
 from nemo_offload_rl.placement.signals import ENDING_SIGNALS, ignore_ending_signals
 from nemo_offload_rl.run.failures import gcs_failure
@@ -50,6 +51,24 @@ def test_with_too_little_shared_memory_the_object_store_is_on_the_disk_and_says_
     options = object_store_options(has_gpus=False)
     assert options == {"object_store_memory": 1024 * MIB, "_plasma_directory": str(tmp_path)}
     assert "/dev/shm has only 64 MiB free" in caplog.text
+
+
+def test_ray_gets_a_short_folder_where_its_own_would_be_too_long_or_cannot_be_used(monkeypatch, caplog):
+    session = len(f"/ray/session_2026-11-27_15-03-35_340437_{os.getpid()}/sockets/plasma_store")
+    longest = Path("/tmp") / ("x" * (107 - session - len("/tmp/")))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(longest))
+    assert session_root() == str(longest / "ray")
+    assert caplog.text == ""
+    monkeypatch.setenv("TMPDIR", f"{longest}x")
+    assert session_root() == "/tmp/ray"
+    assert f"not to {longest}x (TMPDIR): paths of sockets allow {107 - session} characters." in caplog.text
+    monkeypatch.setenv("RAY_TMPDIR", "/dev/null")
+    assert session_root() == "/tmp/ray"
+    assert "not to /dev/null (RAY_TMPDIR): the folder /dev/null/ray cannot be used: /dev/null is no fo" in caplog.text
+    monkeypatch.delenv("RAY_TMPDIR")
+    monkeypatch.delenv("TMPDIR")
+    assert session_root() == "/tmp/ray"
 
 
 def test_a_user_whom_the_system_does_not_know_has_a_name_for_torch_and_a_token_for_ray(monkeypatch, tmp_path):
