@@ -11,13 +11,12 @@ from nemo_offload_rl.config.rules import base
 from nemo_offload_rl.config.rules.base import RuleResult, note, rule
 
 _OFF: tuple[Any, ...] = (None, False, 0, "none", [])
-SET = "a value"
+SET, _WANDB = "a value", "a section, such as '++logger.wandb={project: my_project, name: my_run}'"
+_ANY = (SET, _WANDB)
 """In NEEDS: any value but null."""
 _LOSS, _CAPACITY = "loss_fn", f"{base.MEGATRON}.moe_expert_capacity_factor"
-_DELAY, _OFFLOAD_LIMIT = (
-    f"{base.MEGATRON}.delay_offload_until_cuda_graph",
-    "policy.activation_offload.host_memory_limit_gib",
-)
+_DELAY = f"{base.MEGATRON}.delay_offload_until_cuda_graph"
+_OFFLOAD_LIMIT = "policy.activation_offload.host_memory_limit_gib"
 _PORT, _SCALING = "cluster.master_port_range", "grpo.reward_scaling"
 
 # A key, and what another key must be while this one is on.
@@ -42,7 +41,7 @@ NEEDS: tuple[tuple[str, str, Any], ...] = (
     ("cluster.max_restarts", "checkpointing.save_optimizer", True),
     (f"{_PORT}_low", f"{_PORT}_high", SET),
     (f"{_PORT}_high", f"{_PORT}_low", SET),
-    ("logger.wandb_enabled", "logger.wandb", SET),
+    ("logger.wandb_enabled", "logger.wandb", _WANDB),
     ("grpo.skip_reference_policy_logprobs_calculation", f"{_LOSS}.reference_policy_kl_penalty", 0),
     (f"{_LOSS}.sequence_level_importance_ratios", f"{_LOSS}.token_level_loss", False),
     (f"{_LOSS}.disable_ppo_ratio", f"{_LOSS}.force_on_policy_ratio", False),
@@ -91,11 +90,11 @@ READ_ONLY_WITH: tuple[tuple[str, str, Any], ...] = (
 
 
 def _is(value: Any, wanted: Any) -> bool:
-    return value is not None if wanted is SET else value in (wanted if isinstance(wanted, tuple) else (wanted,))
+    return value is not None if wanted in _ANY else value in (wanted if isinstance(wanted, tuple) else (wanted,))
 
 
 def _shown(wanted: Any) -> str:
-    return SET if wanted is SET else show_choices(wanted) if isinstance(wanted, tuple) else show(wanted)
+    return wanted if wanted in _ANY else show_choices(wanted) if isinstance(wanted, tuple) else show(wanted)
 
 
 def needs(other: str, wanted: Any, value: Any, found: Any) -> RuleResult:
