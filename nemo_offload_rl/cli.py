@@ -362,7 +362,9 @@ def _read_steps(folder: Path, argument: str) -> tuple[Path, list["MetricRow"]]:
         open_regular_file(path).close()
     except UnreadableFileError as error:
         reason = f"there is no file {path}" if error.is_absent else f"{path} {error}"
-        raise ValueError(f"{argument}: {reason}; give the folder of a run, which has this file") from error
+        runs = [one for one in (folder.parent, *sorted(folder.glob("exp_*"))) if (one / METRICS_FILE).is_file()]
+        such = f", such as {runs[-1]}" if runs else ""
+        raise ValueError(f"{argument}: {reason}; give the folder of a run, which has this file{such}") from error
     return path, read_metrics(path)
 
 

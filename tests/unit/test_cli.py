@@ -61,6 +61,12 @@ def test_report_writes_the_page_of_a_run_again_or_says_what_to_give(tmp_path, ca
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"wrote {tmp_path / 'report.html'}\n"
     assert "1 steps" in (tmp_path / "report.html").read_text()
+    run = tmp_path / "logs" / "exp_010"
+    run.mkdir(parents=True)
+    path.rename(run / path.name)
+    for wrong in (tmp_path / "logs", run / path.name, run / "tensorboard"):
+        assert main(["report", str(wrong)]) == 2
+        assert capsys.readouterr().err.endswith(f", which has this file, such as {run}\n")
 
 
 def test_a_plan_for_no_possible_machine_names_the_option(capsys):
