@@ -107,6 +107,9 @@ def serve_function(path: str) -> None:
     serve(lambda: import_reward(path).judge, max_memory_bytes=None, silent=False)
 
 
+_FOLDER_OF_MODULE = "start the run in the module's folder, or add that to PYTHONPATH"
+
+
 def import_reward(path: str) -> Reward:
     """Imports a function, which takes a response and the known answer, and returns it as a reward.
 
@@ -116,12 +119,19 @@ def import_reward(path: str) -> Reward:
     module_name, _, function_name = path.partition(":")
     if not module_name or not function_name:
         raise RewardError(f"env.NAME.reward_function must be 'package.module:function', found {path!r}.")
+    if "/" in module_name or module_name.endswith(".py"):
+        raise RewardError(
+            f"env.NAME.reward_function is {path!r}, a file's path: write '{Path(module_name).stem}:{function_name}', "
+            f"and {_FOLDER_OF_MODULE}."
+        )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything
         reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
+            reason = f"{reason} ({_FOLDER_OF_MODULE})"
         raise RewardError(f"env.NAME.reward_function: {module_name!r} cannot be imported: {reason}") from error
     function = getattr(module, function_name, None)
     if not callable(function):

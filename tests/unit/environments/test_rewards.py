@@ -103,7 +103,8 @@ def test_a_python_function_is_called_with_response_and_answer_and_must_return_a_
 
 ABSENT = [
     ("", "must be 'package.module:function', found ''"),
-    ("no_such_module_here:f", "'no_such_module_here' cannot be imported"),
+    ("no_such_module_here:f", "No module named 'no_such_module_here' .start the run in the m"),
+    ("./rewards/my_rewards.py:half", "is './rewards/my_rewards.py:half', a file's path: write 'my_rewards:half'"),
     ("my_rewards:absent", "'my_rewards' has no function 'absent'"),
     ("my_rewards:NUMBER", "'my_rewards' has no function 'NUMBER'"),
     ("operator:neg", "must take the answer and the known answer, but its call raises: too many"),
