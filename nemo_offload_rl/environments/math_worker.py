@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from nemo_offload_rl.environments.rewards import RewardError
+from nemo_offload_rl.storage.output import lasting_output
 
 # Number of characters at the end of a response that are searched; the longest answer of MATH-500 has 159.
 TAIL_CHARS = 300
@@ -153,6 +154,7 @@ def serve(
         os.fdopen(os.dup(0), "rb") as jobs,
         os.fdopen(os.dup(1), "wb", buffering=0) as replies,
         open(os.devnull, "r+b") as nowhere,
+        lasting_output(),
     ):
         os.dup2(nowhere.fileno(), 0)  # a judge may read standard input, too
         os.dup2(2, 1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.run.interrupt import Interrupt
-from nemo_offload_rl.run.terminal import lasting_output
+from nemo_offload_rl.storage.output import lasting_output
 
 # Slow imports follow once the signal handlers are installed: see `run`.
 if TYPE_CHECKING:

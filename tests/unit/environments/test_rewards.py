@@ -1,5 +1,7 @@
 import math
 import os
+import subprocess
+import sys
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -194,6 +196,31 @@ def judge(response, answer):
         return 1 / 0
     return calls
 """
+
+
+JUDGES_UNREAD = """
+import sys
+from nemo_offload_rl.environments.pooled_reward import make_python_reward
+from nemo_offload_rl.environments.rewards import Case
+reward = make_python_reward("prints:one", 1, 60.0)
+judged = reward.judge_all([Case("prompt", "response", "answer")] * 3)
+reward.shutdown()
+sys.exit(0 if (judged.rewards, judged.num_unjudged) == ([1.0, 1.0, 1.0], 0) else str(judged))
+"""
+
+
+def test_a_function_that_prints_is_judged_though_nobody_reads_it(tmp_path):
+    prints = "import sys\n\n\ndef one(response, answer):\n    print(response)\n    print(answer, file=sys.stderr)\n"
+    (tmp_path / "prints.py").write_text(f"{prints}    return 1.0\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    path = {"PYTHONPATH": str(Path(__file__).parents[3])}
+    words = [sys.executable, "-c", JUDGES_UNREAD]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=os.environ | path, stderr=writer, stdout=subprocess.DEVNULL, timeout=120, check=False
+    )
+    os.close(writer)
+    assert done.returncode == 0
 
 
 @pytest.mark.usefixtures("user_module")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 PRINTS = """
 import logging, sys
 from rich.console import Console
-from nemo_offload_rl.run.terminal import lasting_output
+from nemo_offload_rl.storage.output import lasting_output
 logging.basicConfig(filename="log", level=logging.INFO)
 with lasting_output():
     for console in (Console(), Console(stderr=True)):
@@ -37,9 +37,9 @@ def test_a_reader_that_is_gone_ends_nothing_and_the_log_says_so(closed, tmp_path
     assert _printed(tmp_path, writer).returncode == 7
     os.close(writer)
     reason = {"pipe": "Broken pipe", "terminal": "Input/output error"}[closed]
+    said = "INFO:nemo_offload_rl.storage.output:The process goes on without its"
     assert (tmp_path / "log").read_text().splitlines() == [
-        f"INFO:nemo_offload_rl.run.terminal:The run goes on without its {stream}, which cannot be written: {reason}."
-        for stream in ("standard output", "standard error")
+        f"{said} {stream}, which cannot be written: {reason}." for stream in ("standard output", "standard error")
     ]
 
 

@@ -1,4 +1,4 @@
-"""Lets a run outlive its terminal: what cannot be printed is left out."""
+"""Lets a process outlive the reader of its output: what cannot be printed is left out."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Lasting:
     def _give_up(self, error: OSError) -> None:
         if not is_disk_full(error):
             self._redirect()
-            logger.info("The run goes on without its %s, which cannot be written: %s.", self._name, error.strerror)
+            logger.info("The process goes on without its %s, which cannot be written: %s.", self._name, error.strerror)
 
     def _redirect(self) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
