@@ -224,7 +224,8 @@ def join_ray(options: Mapping[str, Any]) -> None:
     try:
         ray.init(**options)
     except ConnectionError as error:
-        reason = " ".join(str(error.__cause__ or error).split())
+        before, _, trace = str(error.__cause__ or error).partition("Traceback (most recent call last):")
+        reason = " ".join([*before.split(), *trace.strip().splitlines()[-1:]])
         raise ValueError(f"RAY_ADDRESS is {address}, but Ray cannot join that cluster: {reason}; {_REMEDY}.") from error
 
 

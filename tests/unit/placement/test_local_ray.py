@@ -179,6 +179,13 @@ def test_a_head_that_refuses_is_one_sentence(joined, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr("ray.init", refuse)
     refused(r"^RAY_ADDRESS is 10.0.0.1:6379, but Ray cannot join .*: no token; correct")
+    trace = 'Traceback (most recent call last):\n  File "node.py", line 996\nray.RpcError: status: 404\n'
+
+    def answer_otherwise(**options):
+        raise ConnectionError(f"Failed to connect to GCS. Last connection error: {trace}")
+
+    monkeypatch.setattr("ray.init", answer_otherwise)
+    refused(r"cannot join that cluster: .* Last connection error: ray.RpcError: status: 404; correct")
 
 
 @pytest.fixture
