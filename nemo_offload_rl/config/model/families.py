@@ -1,6 +1,7 @@
 """Tells models apart by family, kinds of layers, and what Megatron or vLLM would compute differently."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,6 +186,8 @@ FUSED_ACTIVATIONS = ("silu", "swish")
 # Fields of a model that reads images or sound, in its own config or, for omni models, around it.
 _TOWERS = ("vision_config", "audio_config", "sound_config", "thinker_config")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_UNSCALED = (None, "default", "llama3")  # their max_position_embeddings counts what scaling has added
+_ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
 def check_model(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
@@ -204,6 +207,7 @@ def check_model(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
         ("policy.megatron_cfg.bias_activation_fusion ", why_unfused(fields, megatron_cfg)),
         ("", why_unchunked(fields, policy)),
         ("policy.generation.backend ", why_not_generated(fields, policy)),
+        ("policy.generation.vllm_cfg.max_model_len ", why_too_long(fields, policy)),
     ):
         if found is not None:
             raise ValueError(f"{key}{found}.")
@@ -218,9 +222,12 @@ def why_unsupported(fields: Mapping[str, Any]) -> str | None:
     family = family_of(fields)
     if family.bridge is None:
         return family.refused
-    # Transformers' present and former name.
-    ropes = [fields[key] for key in ("rope_parameters", "rope_scaling") if isinstance(fields.get(key), Mapping)]
-    return next((found for rope in ropes if (found := _rope(rope))), None) or _experts(family, fields)
+    return next((found for rope in _ropes(fields) if (found := _rope(rope))), None) or _experts(family, fields)
+
+
+def _ropes(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns what a config says of rotary embeddings, under transformers' present and former name."""
+    return [fields[key] for key in ("rope_parameters", "rope_scaling") if isinstance(fields.get(key), Mapping)]
 
 
 def why_not_frozen(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> str | None:
@@ -283,6 +290,36 @@ def why_not_generated(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> s
         f"is vllm, whose {fields['model_type']} models have no bias in attention's output projection, but the model "
         "has attention_bias true, and vLLM would ignore that bias; set the backend to transformers, or attention_bias "
         "to false in policy.hf_config_overrides"
+    )
+
+
+def why_too_long(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> str | None:
+    """Returns why vLLM refuses sequences of the recipe's length when an engine starts; None if it does not.
+
+    This is vLLM's `_get_and_verify_max_len`.
+
+    Args:
+        fields: the fields of the model's Hugging Face config.
+        policy: the recipe's section `policy`.
+    """
+    if "generation" not in policy or policy["generation"]["backend"] != "vllm":
+        return None
+    section = policy["generation"]["vllm_cfg"]
+    if _ALLOW_LONG in os.environ or _ALLOW_LONG in (section["env_vars"] or {}) or fields.get("model_max_length"):
+        return None
+    rope: Mapping[str, Any] = next(iter(_ropes(fields)), {})
+    kind = rope.get("rope_type", rope.get("type"))
+    longest = fields.get("max_position_embeddings")
+    if kind == "yarn":
+        longest = rope.get("original_max_position_embeddings") or longest
+    if longest and kind not in _UNSCALED and "gemma3" not in fields["model_type"]:
+        longest *= rope.get("factor") or 1
+    if not longest or section["max_model_len"] <= longest:
+        return None
+    return (
+        f"is {section['max_model_len']}, but vLLM takes at most the model's {longest:g} positions; lower it and "
+        "policy.max_total_sequence_length, or change max_position_embeddings or rope_parameters in "
+        "policy.hf_config_overrides"
     )
 
 

@@ -50,9 +50,39 @@ def test_bridges_are_those_of_the_imported_library():
 def test_a_bias_that_vllm_does_not_have_is_refused(family):
     fields = {"model_type": family, "attention_bias": True}
     policy = {"megatron_cfg": {"use_fused_linear_logprobs": False}, "logprob_chunk_size": None}
+    vllm = {"generation": {"backend": "vllm", "vllm_cfg": {"max_model_len": 8, "env_vars": None}}}
     with pytest.raises(ValueError, match=rf"backend is vllm, whose {family} models have no bias .* set the backend to"):
-        check_model(fields, policy | {"generation": {"backend": "vllm"}})
+        check_model(fields, policy | vllm)
     for section in ({"generation": {"backend": "transformers"}}, {}):  # SFT has none
         check_model(fields, policy | section)
-    check_model(fields | {"attention_bias": False}, policy | {"generation": {"backend": "vllm"}})
-    check_model(fields | {"model_type": "llama"}, policy | {"generation": {"backend": "vllm"}})
+    check_model(fields | {"attention_bias": False}, policy | vllm)
+    check_model(fields | {"model_type": "llama"}, policy | vllm)
+
+
+ROWS_OF_VLLM = [
+    ({}, 4096),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 4096),
+    ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 4096),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}}, 8192),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 16384),
+]
+
+
+@pytest.mark.parametrize(("rope", "longest"), ROWS_OF_VLLM)
+def test_rows_are_no_longer_than_vllm_takes(rope, longest, monkeypatch):
+    """What vLLM 0.25.1's `_get_and_verify_max_len` gives for these configs."""
+    fields = {"model_type": "llama", "max_position_embeddings": 4096} | rope
+
+    def policy(length, **more):
+        section = {"backend": "vllm", "vllm_cfg": {"max_model_len": length, "env_vars": None} | more}
+        return {"megatron_cfg": {"use_fused_linear_logprobs": False}, "logprob_chunk_size": None, "generation": section}
+
+    check_model(fields, policy(longest))
+    with pytest.raises(
+        ValueError, match=rf"max_model_len is {longest + 1}, but vLLM takes at most the .* {longest} pos"
+    ):
+        check_model(fields, policy(longest + 1))
+    check_model(fields, policy(longest + 1, env_vars={"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}))
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    check_model(fields, policy(longest + 1))
