@@ -19,16 +19,19 @@ def lasting_output() -> Iterator[None]:
     """Makes standard output and error streams that do not fail, inside the `with` block.
 
     The reader of a pipe may end (``| less``), a terminal may be closed, and the disk of a file may be full. Where the
-    reader is gone, the whole process writes to ``/dev/null`` from then on; a file gets what its disk has room for.
+    reader is gone, the whole process writes to ``/dev/null`` from then on; a file gets what its disk has room for, and
+    a pipe that does not block what it has room for.
     """
     streams = sys.stdout, sys.stderr
-    lasting = _Lasting(sys.stdout, "standard output"), _Lasting(sys.stderr, "standard error")
-    sys.stdout, sys.stderr = cast(TextIO, lasting[0]), cast(TextIO, lasting[1])
+    named = zip(streams, ("standard output", "standard error"), strict=True)
+    # A process that was started without a stream (`>&-`) has None, to which print writes nothing.
+    lasting = [None if stream is None else _Lasting(stream, name) for stream, name in named]
+    sys.stdout, sys.stderr = cast(list[TextIO], lasting)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = streams
-        for one in lasting:
+        for one in filter(None, lasting):
             one.end()
 
 
@@ -64,7 +67,7 @@ class _Lasting:
             self._redirect()
 
     def _give_up(self, error: OSError) -> None:
-        if not is_disk_full(error):
+        if not (is_disk_full(error) or isinstance(error, BlockingIOError)):
             self._redirect()
             logger.info("The process goes on without its %s, which cannot be written: %s.", self._name, error.strerror)
 

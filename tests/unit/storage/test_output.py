@@ -53,3 +53,31 @@ def test_what_can_be_written_is_written(tmp_path):
         assert _printed(tmp_path, output).returncode == 7
     lines = (tmp_path / "output").read_text().splitlines()
     assert lines == [f"step {step}" for step in range(2000)] * 2 + ["end"]
+
+
+def test_a_process_that_is_started_without_streams_prints_nothing(tmp_path):
+    without = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", PRINTS]
+    path = {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run(without, cwd=tmp_path, env=os.environ | path, check=False).returncode == 7
+
+
+# Whoever shares the other end of a pipe may have made it one that does not block.
+FILLS_A_PIPE = """
+import os
+from nemo_offload_rl.storage.output import lasting_output
+reader, writer = os.pipe()
+os.dup2(writer, 1)
+for descriptor in (reader, 1):
+    os.set_blocking(descriptor, False)
+with lasting_output():
+    for step in range(20000):
+        print(f"step {step}", flush=True)
+    os.read(reader, 1 << 20)
+    print("end", flush=True)
+assert os.read(reader, 1 << 20).endswith(b"end\\n")
+"""
+
+
+def test_a_reader_that_is_slow_gets_what_is_printed_later(tmp_path):
+    buffered = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    subprocess.run([sys.executable, "-c", FILLS_A_PIPE], cwd=tmp_path, env=os.environ | buffered, check=True)
