@@ -8,7 +8,7 @@ from support import everyday
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nemo_offload_rl.data.tokenizer import load_tokenizer, save_tokenizer
+from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer, load_tokenizer, save_tokenizer
 
 TEXTS = ["the sum of 2 numbers", "some  people\n\nask", "a<|im_start|>user\nname<|im_end|>", "naïve 是"]
 
@@ -57,3 +57,14 @@ def test_a_tokenizer_of_the_class_that_it_names_is_left_as_it_is(tmp_path, caplo
     caplog.set_level(logging.WARNING)
     assert type(load_tokenizer(str(tmp_path))).__name__ == "LlamaTokenizer"
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"), [(None, "qwen2"), ("Qwen2Tokenizer", "llama"), ("BertTokenizer", "llama")]
+)
+def test_a_closed_vocabulary_of_which_a_class_would_make_another_tokenizer(tmp_path, name, model_type):
+    arithmetic_tokenizer().save_pretrained(tmp_path)
+    name_class(tmp_path, name, model_type)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert type(tokenizer.backend_tokenizer.model) is models.WordLevel
+    assert tokenizer("12+3=")["input_ids"] == [1, 2, 10, 3, 11]
