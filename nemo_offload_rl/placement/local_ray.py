@@ -87,7 +87,9 @@ def session_root() -> str:
     root = get_default_ray_temp_dir()
     in_root = f"/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store"
     room = _MAX_SOCKET_PATH_BYTES - len(in_root) - len("/ray")
-    if len(os.fsencode(root)) > room + len("/ray"):
+    if not os.path.isabs(root):
+        reason = "Ray takes an absolute path"
+    elif len(os.fsencode(root)) > room + len("/ray"):
         reason = f"paths of sockets allow {room} characters"
     else:
         try:

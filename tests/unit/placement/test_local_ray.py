@@ -67,6 +67,9 @@ def test_ray_gets_a_short_folder_where_its_own_would_be_too_long_or_cannot_be_us
     assert session_root() == "/tmp/ray"
     assert "not to /dev/null (RAY_TMPDIR): the folder /dev/null/ray cannot be used: /dev/null is no fo" in caplog.text
     monkeypatch.delenv("RAY_TMPDIR")
+    monkeypatch.setenv("TMPDIR", "scratch")
+    assert session_root() == "/tmp/ray"
+    assert "not to scratch (TMPDIR): Ray takes an absolute path." in caplog.text
     monkeypatch.delenv("TMPDIR")
     assert session_root() == "/tmp/ray"
 
