@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -289,11 +290,20 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """
     try:
         tokenizer.save_pretrained(folder)
+        _name_as_before(folder / "tokenizer_config.json")
     except Exception as error:  # the Rust library tokenizers raises plain Exceptions
         found = system_error(error, folder)
         if found is None:
             raise
         raise found from error
+
+
+def _name_as_before(path: Path) -> None:
+    """Gives the list of special tokens the name that transformers 4 reads, as 5 does: it takes none by the new name."""
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(fields.get("extra_special_tokens"), list):
+        fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
+        path.write_text(json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def arithmetic_tokenizer() -> PreTrainedTokenizerFast:

@@ -68,3 +68,19 @@ def test_a_closed_vocabulary_of_which_a_class_would_make_another_tokenizer(tmp_p
     tokenizer = load_tokenizer(str(tmp_path))
     assert type(tokenizer.backend_tokenizer.model) is models.WordLevel
     assert tokenizer("12+3=")["input_ids"] == [1, 2, 10, 3, 11]
+
+
+def test_a_saved_tokenizer_has_special_tokens_by_the_name_that_transformers_4_reads(tmp_path):
+    everyday.make_tokenizer(tmp_path, bos="<s>", pad=everyday.END_OF_TEXT)
+    name_class(tmp_path, "Qwen2Tokenizer", "qwen2")
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"additional_special_tokens": ["<|im_start|>"]}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    fields = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    assert fields["additional_special_tokens"] == ["<|im_start|>"]
+    assert "extra_special_tokens" not in fields
+    loaded = load_tokenizer(str(tmp_path / "saved"))
+    assert type(loaded) is type(tokenizer)
+    assert loaded.all_special_tokens == tokenizer.all_special_tokens
+    assert loaded.get_vocab() == tokenizer.get_vocab()
