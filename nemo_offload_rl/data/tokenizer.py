@@ -175,9 +175,10 @@ def _as_in_its_file(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTrained
     file.no_padding()
     file.no_truncation()
     try:
-        ids = file.encode(_PROBE, add_special_tokens=False).ids
-        is_same = tokenizer(_PROBE, add_special_tokens=False)["input_ids"] == ids
-        is_same = is_same and made.decode(ids) == file.decode(ids)
+        ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+        # Its tokenizer_config.json may say add_prefix_space.
+        in_file = [file.encode(text, add_special_tokens=False).ids for text in (_PROBE, f" {_PROBE}")]
+        is_same = ids in in_file and made.decode(ids) == file.decode(ids)
     except Exception:  # noqa: BLE001 - tokenizers raises plain ones for a word that a closed vocabulary lacks
         is_same = type(made.model) is type(file.model)
     if is_same:

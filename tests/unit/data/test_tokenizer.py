@@ -13,10 +13,10 @@ from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer, load_tokenizer,
 TEXTS = ["the sum of 2 numbers", "some  people\n\nask", "a<|im_start|>user\nname<|im_end|>", "naïve 是"]
 
 
-def name_class(folder, name, model_type):
+def name_class(folder, name, model_type, **options):
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"tokenizer_class": name}))
+    path.write_text(json.dumps(config | {"tokenizer_class": name} | options))
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
 
 
@@ -39,6 +39,15 @@ def test_a_byte_level_tokenizer_of_another_class_keeps_its_blanks(tmp_path, capl
             assert one.decode(ids) == text
         assert (one.bos_token, one.eos_token, one.pad_token) == ("<s>", everyday.TURN_END, everyday.END_OF_TEXT)
         assert one.chat_template == everyday.CHATML
+
+
+def test_a_blank_that_the_config_adds_is_added(tmp_path, caplog):
+    everyday.make_tokenizer(tmp_path, bos="<s>", pad=everyday.END_OF_TEXT)
+    name_class(tmp_path, "GPT2TokenizerFast", "gpt2", add_prefix_space=True)
+    caplog.set_level(logging.WARNING)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer("a b", add_special_tokens=False) == tokenizer(" a b", add_special_tokens=False)
+    assert not caplog.records
 
 
 def test_a_tokenizer_of_the_class_that_it_names_is_left_as_it_is(tmp_path, caplog):
