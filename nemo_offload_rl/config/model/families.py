@@ -304,8 +304,10 @@ def why_too_long(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> str | 
     """
     if "generation" not in policy or policy["generation"]["backend"] != "vllm":
         return None
-    section = policy["generation"]["vllm_cfg"]
-    if _ALLOW_LONG in os.environ or _ALLOW_LONG in (section["env_vars"] or {}) or fields.get("model_max_length"):
+    section = policy["generation"].get("vllm_cfg")  # a worker of one's own needs none
+    if section is None or fields.get("model_max_length"):
+        return None
+    if _ALLOW_LONG in os.environ or _ALLOW_LONG in (section["env_vars"] or {}):
         return None
     rope: Mapping[str, Any] = next(iter(_ropes(fields)), {})
     kind = rope.get("rope_type", rope.get("type"))
