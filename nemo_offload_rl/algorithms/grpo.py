@@ -20,6 +20,7 @@ from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty, RewardSha
 from nemo_offload_rl.algorithms.rollout_queue import RolloutQueue, in_flight_updates
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.algorithms.saved_rollouts import NoEngine, ReplayedRollouts, RolloutFolder, made_with, sampled_with
+from nemo_offload_rl.algorithms.validation import num_in_whole_batches
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema.algorithm_sections import GRPOConfig
 from nemo_offload_rl.data.batch import BatchedData
@@ -267,11 +268,6 @@ class GRPO(Algorithm):
         super().shutdown()
 
 
-def _validated[Sample](problems: Sequence[Sample], most: int, batch_size: int) -> Sequence[Sample]:
-    """Returns the problems of a validation: as in NeMo-RL, ``most`` rounded down to whole batches, where it has one."""
-    return problems[: most // batch_size * batch_size or most]
-
-
 def _judged_answers(rollouts: Rollouts, num: int) -> list[JudgedAnswer]:
     rewards = rollouts.rewards.flatten().tolist()
     chosen = [(rollouts.cases[row], rewards[row]) for row in best_and_worst(rewards, num)]
@@ -292,7 +288,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
     train.require(groups.prompts_per_batch, f"grpo.num_prompts_per_step{larger}")
     tokenizer = read_tokenizer(policy_config["tokenizer"], trust_remote_code=policy_config["trust_remote_code"])
     prompts = make_prompt_format(config["data"], tokenizer, policy_config)
-    num_validation = len(_validated(range(len(validation)), section["max_val_samples"], section["val_batch_size"]))
+    num_validation = num_in_whole_batches(section["max_val_samples"], section["val_batch_size"])
     notes = [
         *padding_notes(prompts),
         *check_rows(partial(prompts.check_rows, with_answers=False), train.problems, validation),
@@ -375,7 +371,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
             prompts=train,
             sample=sample,
             validation=ValidationSampling(
-                problems=_validated(validation, section["max_val_samples"], section["val_batch_size"]),
+                problems=validation[:num_validation],
                 num_generations=section["val_num_generations_per_prompt"],
                 batch_size=section["val_batch_size"],
                 sampling=validation_sampling,

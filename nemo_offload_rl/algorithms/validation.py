@@ -13,6 +13,11 @@ from nemo_offload_rl.run.algorithm import Policy
 logger = logging.getLogger(__name__)
 
 
+def num_in_whole_batches(most: int, batch_size: int) -> int:
+    """Returns how many samples count: as in NeMo-RL, ``most`` rounded down to whole batches, where it has one."""
+    return most // batch_size * batch_size or most
+
+
 def in_batches[Sample](samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
     """Yields consecutive parts of a validation set; the last may be smaller."""
     for start in range(0, len(samples), size):

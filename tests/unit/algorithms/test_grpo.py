@@ -16,12 +16,13 @@ from support.toy_policy import EOS, PROBLEMS, TOKENIZER, LocalTransport, ToyGene
 
 from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling, unscaled
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
-from nemo_offload_rl.algorithms.grpo import GRPO, BatchSizes, ValidationSampling, _validated, prepare
+from nemo_offload_rl.algorithms.grpo import GRPO, BatchSizes, ValidationSampling, prepare
 from nemo_offload_rl.algorithms.importance_sampling import sequence_prob_errors
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty
 from nemo_offload_rl.algorithms.rollout_queue import RolloutQueue
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker
 from nemo_offload_rl.algorithms.saved_rollouts import NoEngine, ReplayedRollouts
+from nemo_offload_rl.algorithms.validation import num_in_whole_batches
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.batch import BatchedData
@@ -134,7 +135,7 @@ def test_validation_means_over_several_answers_to_a_problem():
 def test_a_validation_is_a_whole_number_of_batches():
     # NeMo-RL validates max_val_samples // val_batch_size batches; fewer if the data ends before.
     for most, batch_size, num in ((8, 3, 6), (8, 4, 8), (9, 2, 8), (3, 4, 3), (90, 4, 10)):
-        assert list(_validated(PROBLEMS, most, batch_size)) == PROBLEMS[:num]
+        assert len(PROBLEMS[: num_in_whole_batches(most, batch_size)]) == num
 
 
 def test_the_same_seed_gives_the_same_metrics_in_micro_batches_too_and_all_are_documented():

@@ -61,7 +61,7 @@ def test_a_process_that_is_started_without_streams_prints_nothing(tmp_path):
     assert subprocess.run(without, cwd=tmp_path, env=os.environ | path, check=False).returncode == 7
 
 
-# Whoever shares the other end of a pipe may have made it one that does not block.
+# A process that shares the pipe may have set O_NONBLOCK, so that a full pipe is an error.
 FILLS_A_PIPE = """
 import os
 from nemo_offload_rl.storage.output import lasting_output
