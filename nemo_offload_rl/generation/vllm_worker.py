@@ -12,6 +12,7 @@ from nemo_offload_rl.generation.recorded_loads import Loaded, RecordedLoads
 from nemo_offload_rl.generation.saved_memory import SavedMemory
 from nemo_offload_rl.generation.vllm_weights import (
     dropped_biases,
+    find_experts_on_host,
     outside_of_parameters,
     parameters_filled,
     read_back,
@@ -42,9 +43,16 @@ class RefitExtension:
         return frozenset(name for name, _ in _worker(self).get_model().named_parameters())
 
     @functools.cached_property
+    def refit_model(self) -> Any:
+        """Returns vLLM's model; with the first load, when its weights are mapped, it finds its experts on the host."""
+        model = _worker(self).get_model()
+        find_experts_on_host(model.modules())
+        return model
+
+    @functools.cached_property
     def refit_recorded(self) -> RecordedLoads:
         """Returns the loads that are replayed from CUDA graphs; the parameters must stay the same objects."""
-        return RecordedLoads(list(_worker(self).get_model().parameters()), CudaRecorder)
+        return RecordedLoads(list(self.refit_model.parameters()), CudaRecorder)
 
     @torch.no_grad()
     def refit_load(self, named_tensors: Sequence[NamedTensor]) -> None:
@@ -53,10 +61,8 @@ class RefitExtension:
         Raises:
             ValueError: If the model has no such weight, or has it with another shape.
         """
-        if isinstance(named_tensors, FixedTensors):
-            loaded = self.refit_recorded.load(named_tensors, lambda: _load(_worker(self), named_tensors))
-        else:
-            loaded = _load(_worker(self), named_tensors)
+        load = functools.partial(_load, _worker(self), self.refit_model, named_tensors)
+        loaded = self.refit_recorded.load(named_tensors, load) if isinstance(named_tensors, FixedTensors) else load()
         torch.cuda.synchronize(_worker(self).device)
         if loaded is None:  # the model does not report what it loaded
             self.refit_unfilled_names = set()
@@ -121,8 +127,8 @@ def _worker(extension: RefitExtension) -> Any:
     return extension
 
 
-def _load(worker: Any, named_tensors: Sequence[NamedTensor]) -> Loaded:
-    """Loads weights with vLLM's model.
+def _load(worker: Any, model: Any, named_tensors: Sequence[NamedTensor]) -> Loaded:
+    """Loads weights with vLLM's model of this worker.
 
     Raises:
         CaptureError: If the load is being recorded, and cannot be.
@@ -139,7 +145,7 @@ def _load(worker: Any, named_tensors: Sequence[NamedTensor]) -> Loaded:
 
     with set_current_vllm_config(worker.vllm_config):
         try:
-            loaded = worker.get_model().load_weights(on_device())
+            loaded = model.load_weights(on_device())
         except CaptureError:
             raise
         except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError) as error:

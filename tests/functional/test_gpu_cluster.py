@@ -61,6 +61,8 @@ def test_an_engine_over_two_nodes_gives_the_metrics_of_one_node(engine, tmp_path
         assert done.status == 0, done.output[-3000:]
         metrics[name] = done.metrics()
     assert metrics["two"] == metrics["one"]
+    rows = read_metrics(tmp_path / "one" / "logs" / "exp_001" / METRICS_FILE)
+    assert rows[-1]["performance/memory/generation/refit_graphs"] > 0  # loads are replayed
     assert all(1 <= row["train/token_mult_prob_error"] < 1.01 for row in metrics["one"].values())
 
 

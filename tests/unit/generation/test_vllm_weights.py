@@ -8,7 +8,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nemo_offload_rl.generation import vllm_memory, vllm_weights
 from nemo_offload_rl.generation.vllm_memory import engine_memory_stats
-from nemo_offload_rl.generation.vllm_weights import dropped_biases, read_back, transformed_after_loading
+from nemo_offload_rl.generation.vllm_weights import (
+    dropped_biases,
+    find_experts_on_host,
+    read_back,
+    transformed_after_loading,
+)
 from nemo_offload_rl.refit.plan import TensorSpec
 
 LAYER = "model.layers.0"
@@ -166,3 +171,23 @@ def test_what_sleeps_is_no_memory_of_the_gpu(monkeypatch):
     }  # fmt: skip
     assert engine_memory_stats({1: block(3, False), 2: cache})["gpu_pools_gib"] == 3
     assert seen == [-63 * GIB, -60 * GIB]
+
+
+class ExpertMaps:
+    """Finds experts as vLLM 0.25's `ExpertMapManager` does."""
+
+    def __init__(self, expert_map):
+        self.expert_map = expert_map
+
+    def map_global_to_local(self, global_id):
+        return global_id if self.expert_map is None else self.expert_map[global_id].item()
+
+
+@pytest.mark.parametrize("expert_map", [None, torch.tensor([-1, -1, 0, 1], dtype=torch.int32)])
+def test_experts_are_found_where_vllm_finds_them_without_reading_a_tensor(expert_map):
+    layer = module("RoutedExperts", expert_map_manager=ExpertMaps(expert_map))
+    expected = [layer.expert_map_manager.map_global_to_local(expert) for expert in range(4)]
+    find_experts_on_host([torch.nn.Linear(2, 2), layer])
+    if expert_map is not None:
+        expert_map.fill_(7)
+    assert [layer.expert_map_manager.map_global_to_local(expert) for expert in range(4)] == expected
