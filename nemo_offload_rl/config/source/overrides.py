@@ -139,6 +139,8 @@ def _wrong_value(value: Any, path: str) -> str | None:
 def _section(root: Node, sections: list[str], added: Origin | None = None) -> Node | None:
     """Returns the section's node, or a value on the way that is no section; None if one is missing and none is added.
 
+    As in Hydra, null is a section that is missing.
+
     Args:
         root: the recipe.
         sections: the names that lead to the section.
@@ -148,9 +150,11 @@ def _section(root: Node, sections: list[str], added: Origin | None = None) -> No
     for name in sections:
         if not isinstance(node.value, dict):
             break
-        if name not in node.value and added is None:
-            return None
-        node = node.value.setdefault(name, Node({}, added or root.origin))
+        if name not in node.value or node.value[name].value is None:
+            if added is None:
+                return None
+            node.value[name] = Node({}, added)
+        node = node.value[name]
     return node
 
 

@@ -4,6 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.problems import MAX_PROBLEMS, RecipeError
@@ -94,10 +97,14 @@ def test_interpolation_sees_overrides_and_resolvers_compute():
 
 
 def test_overrides_follow_hydras_grammar():
-    path = write("recipe.yaml", "a: {b: 1, c: {d: 1}}\nlist: [1]\n")
+    text = "a: {b: 1, c: {d: 1}}\nlist: [1]\nnone: null\nunset: null\n"
     overrides = ["a.b=2", "+a.e='1'", "++a.b=3", "++a.f=1e-8", "~a.c.d", "a.c={g: [1, x]}", "list=[2,null]"]
-    config = load_recipe(path, overrides).config
-    assert config == {"a": {"b": 3, "c": {"g": [1, "x"]}, "e": "1", "f": 1e-8}, "list": [2, None]}
+    overrides += ["+none.x.y=1", "++none.x.z=2", "unset={w: 3}"]
+    config = load_recipe(write("recipe.yaml", text), overrides).config
+    expected = OmegaConf.create(text)
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(overrides), expected)
+    assert config == OmegaConf.to_container(expected)
+    assert config["none"] == {"x": {"y": 1, "z": 2}}
 
 
 def test_an_anchor_can_be_used_twice_and_overridden_apart():
