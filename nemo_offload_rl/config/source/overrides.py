@@ -93,7 +93,7 @@ def _apply(
     if parent is None or (name not in parent.value and not adds):
         known = f"is a valid key that this recipe does not set; write +{path}=... to add it"
         return known if is_known(path) else _no_such_key(root, path)
-    if name in parent.value and override.is_add():
+    if override.is_add() and name in parent.value and parent.value[name].value is not None:
         return f"is already set; write {path}=... to change it, or ++{path}=..."
     new = Node.of(value, origin)
     old = parent.value[name] if name in parent.value else Node(None, origin)

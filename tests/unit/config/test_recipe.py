@@ -97,9 +97,9 @@ def test_interpolation_sees_overrides_and_resolvers_compute():
 
 
 def test_overrides_follow_hydras_grammar():
-    text = "a: {b: 1, c: {d: 1}}\nlist: [1]\nnone: null\nunset: null\n"
+    text = "a: {b: 1, c: {d: 1}}\nlist: [1]\nnone: null\nunset: null\nnil: null\n"
     overrides = ["a.b=2", "+a.e='1'", "++a.b=3", "++a.f=1e-8", "~a.c.d", "a.c={g: [1, x]}", "list=[2,null]"]
-    overrides += ["+none.x.y=1", "++none.x.z=2", "unset={w: 3}"]
+    overrides += ["+none.x.y=1", "++none.x.z=2", "unset={w: 3}", "+nil={v: 4}"]
     config = load_recipe(write("recipe.yaml", text), overrides).config
     expected = OmegaConf.create(text)
     ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(overrides), expected)
