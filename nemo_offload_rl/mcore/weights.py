@@ -289,9 +289,12 @@ def check_weights(bridge: Any, where: str, chunks: list[Any]) -> list[Any]:
     for name in rows.values():
         if name in wanted:
             _check_rows(files, name, where, chunks[0].config.vocab_size)
-    if is_tied and rows[_OUTPUT] in there:
-        _check_is_tied(files, rows[_EMBEDDING], rows[_OUTPUT], where)
-        wanted.add(rows[_OUTPUT])
+    output = rows[_OUTPUT]
+    if not output and hf_config_of(bridge).tie_word_embeddings:
+        output = "lm_head.weight"  # Megatron-Bridge has no name for it in a family that it always ties
+    if is_tied and output in there:
+        _check_is_tied(files, rows[_EMBEDDING], output, where)
+        wanted.add(output)
     if knows_all and torch.distributed.get_rank() == 0:
         _warn_of_unused(there - wanted, _ignored(bridge), where, family)
     return chunks

@@ -200,6 +200,17 @@ def test_an_output_layer_of_its_own_is_refused_in_a_model_that_ties_it(make_work
     assert (found - before).abs().max() > 1e-3
 
 
+def test_an_output_layer_of_its_own_is_refused_in_a_family_that_always_ties_it(make_worker, tmp_path, caplog):
+    gemma = TINY_QWEN3 | {"model_type": "gemma"}
+    caplog.set_level(logging.WARNING)
+    make_worker(tiny_policy(gemma))  # whose weights in memory have the embedding by both names
+    assert not caplog.records
+    policy = folder_without(None, gemma, tmp_path)
+    changed(tmp_path, **{"lm_head.weight": torch.ones(14, 64)})
+    with pytest.raises(ValueError, match=r"has different weights 'lm_head\.weight' and 'model\.embed_tokens\.weight'"):
+        make_worker(policy)
+
+
 @pytest.mark.parametrize("config", [TINY_QWEN3, UNTIED])
 def test_an_embedding_with_other_rows_than_the_vocabulary_is_refused(make_worker, tmp_path, config):
     policy = folder_without(None, config, tmp_path)
