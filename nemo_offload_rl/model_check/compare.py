@@ -30,6 +30,7 @@ from nemo_offload_rl.mcore.model.model_config import (
     make_bridge,
     make_provider,
 )
+from nemo_offload_rl.mcore.patches.layer_state import weigh_by_tokens
 from nemo_offload_rl.mcore.random_weights import as_in_files
 from nemo_offload_rl.model_check.alone import alone
 from nemo_offload_rl.model_check.result import CheckResult, Difference
@@ -292,6 +293,7 @@ def _megatron_model(section: PolicyConfig, twin: Any) -> tuple[Any, Any, torch.n
         chunks = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
         )
+    weigh_by_tokens(chunks)
     return bridge, provider, chunks[0]
 
 
