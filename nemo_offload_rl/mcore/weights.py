@@ -6,7 +6,8 @@ the weights come from `export_hf_weights`.
 Checks, before weights are loaded, that files have all weights of a model and which of theirs it does not take.
 Megatron-Bridge 0.6.2 only warns of a weight that is not in the files, and leaves the parameter's memory as it is. At a
 weight that it has no name for it fails without saying which. It ignores weights that no parameter takes, among them the
-output layer of a model whose config ties it to the embedding, and fills an embedding with too few rows with zeros.
+output layer of a model whose config ties it to the embedding and, in most families, scales of quantised weights, and
+fills an embedding with too few rows with zeros.
 """
 
 import json
@@ -253,8 +254,9 @@ def check_weights(bridge: Any, where: str, chunks: list[Any]) -> list[Any]:
         The chunks.
 
     Raises:
-        ValueError: a weight is missing, Megatron-Bridge has no name for it, the embedding has another number of rows
-            than the vocabulary, or the output layer differs from the embedding that it is tied to.
+        ValueError: a weight is missing, Megatron-Bridge has no name for it or does not read its scales, the embedding
+            has another number of rows than the vocabulary, or the output layer differs from the embedding that it is
+            tied to.
     """
     loader = bridge._model_bridge
     names = loader._megatron_global_param_names_all_pp_ranks(chunks)
@@ -285,6 +287,13 @@ def check_weights(bridge: Any, where: str, chunks: list[Any]) -> list[Any]:
             f"{where} lacks {len(missing)} weights that a model of its config (model_type {family}) has, such as "
             f"{missing[0]!r}; use all files of one model."
         )
+    scaled = sorted(name for name in wanted if not there.isdisjoint(_scales(name)))
+    if scaled and not _reads_scales(loader):
+        raise ValueError(
+            f"{where} has {len(scaled)} quantised weights, such as {scaled[0]!r}, and Megatron-Bridge does not read "
+            f"their scales for the family {family}, so that it would train other weights; use files of the model that "
+            "are not quantised."
+        )
     rows = {name: _hf_name(registry, name) for name in (_EMBEDDING, _OUTPUT)}
     for name in rows.values():
         if name in wanted:
@@ -298,6 +307,18 @@ def check_weights(bridge: Any, where: str, chunks: list[Any]) -> list[Any]:
     if knows_all and torch.distributed.get_rank() == 0:
         _warn_of_unused(there - wanted, _ignored(bridge), where, family)
     return chunks
+
+
+def _scales(name: str) -> tuple[str, ...]:
+    """Returns the names that files give to the scales of a quantised weight: in fp8, and of bitsandbytes."""
+    return f"{name}_scale_inv", f"{name}_scale", f"{name}.absmax", f"{name.removesuffix('weight')}SCB"
+
+
+def _reads_scales(loader: Any) -> bool:
+    """Returns whether a family's class of Megatron-Bridge changes weights that it reads from files."""
+    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+
+    return type(loader).maybe_modify_loaded_hf_weight is not MegatronModelBridge.maybe_modify_loaded_hf_weight
 
 
 def _of_all_experts(names: list[str]) -> list[str]:

@@ -235,6 +235,15 @@ def test_weights_that_no_parameter_takes_are_named(make_worker, tmp_path, caplog
     assert "'model.layers.3.input_layernorm.weight'" in record.message
 
 
+@pytest.mark.parametrize("scale", ["weight_scale_inv", "weight_scale", "SCB"])
+def test_quantised_weights_are_refused(make_worker, tmp_path, scale):
+    policy, layer = folder_without(None, TINY_QWEN3, tmp_path), "model.layers.1.mlp.up_proj"
+    quantised = torch.ones(128, 64, dtype=torch.int8 if scale == "SCB" else torch.float8_e4m3fn)
+    changed(tmp_path, **{f"{layer}.weight": quantised, f"{layer}.{scale}": torch.ones(1)})
+    with pytest.raises(ValueError, match=rf"has 1 quantised weights, such as '{layer}\.weight', .* family qwen3, so"):
+        make_worker(policy)
+
+
 def assert_is_exported(worker, folder, rows=4):
     """Checks that transformers computes the worker's log-probs from an export; returns these."""
     data = random_batch(rows)
