@@ -140,8 +140,8 @@ def _rope_problems(path: str, value: Any, known: HfFamily | None) -> Iterator[Fo
         yield f"{path}.{name}", f"missing; rope_type {rope_type} needs it"
 
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# Megatron-Bridge reads no other files, such as pytorch_model.bin.
+_WEIGHTS, _INDEX = "*.safetensors", "model.safetensors.index.json"
 
 
 class ModelFolderError(ValueError):
@@ -205,10 +205,10 @@ def _check_contents(folder: Path, *, needs_weights: bool) -> None:
         ) from error
     if not needs_weights:
         return
-    missing = [name for index in _INDEXES for name in _listed(folder / index) if not (folder / name).is_file()]
+    missing = [name for name in _listed(folder / _INDEX) if not (folder / name).is_file()]
     if missing:
         raise ModelFolderError(f"{where} without {missing[0]}, which its index lists; copy the whole model.")
-    if not any(found for pattern in _WEIGHTS for found in folder.glob(pattern)):
+    if not any(folder.glob(_WEIGHTS)):
         raise ModelFolderError(
             f"{where} with a config.json and no weights (*.safetensors); give one with weights, or policy.hf_config "
             "for random ones."

@@ -148,6 +148,8 @@ def test_a_folder_is_a_whole_model(tmp_path):
     with pytest.raises(ModelFolderError, match=r"config\.json', which is a file; give the model's folder"):
         check(config)
     config.write_text("{}")
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-1.bin"}}')
+    (tmp_path / "pytorch_model-2.bin").touch()
     with pytest.raises(ModelFolderError, match=r"with a config\.json and no weights"):
         check(tmp_path)
     check(tmp_path, needs_weights=False)
