@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _MARGIN_BYTES = 2 * GIB  # memory that the policy may still allocate while generation begins
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# The bias by which routers choose experts: both Megatron and vLLM's models have it in float32.
+_ALWAYS_FLOAT32 = "e_score_correction_bias"
 
 
 class VllmGenerator:
@@ -92,7 +94,7 @@ class VllmGenerator:
             ValueError: If a tensor has another dtype than the engine, or vLLM's model has no such bias.
         """
         for spec in plan.tensors:
-            if spec.dtype != self._dtype:
+            if spec.dtype != self._dtype and not spec.name.endswith(_ALWAYS_FLOAT32):
                 raise ValueError(
                     f"The policy sends {spec}, but vLLM's weights are {self._dtype}; set policy.generation.vllm_cfg."
                     "precision to policy.precision."

@@ -508,6 +508,12 @@ def test_another_type_is_refused_before_anything_is_sent(generator):
         generator.prepare_refit_info(ExportPlan.of([("weight", WEIGHTS["weight"].bfloat16())]))
 
 
+def test_a_routers_bias_is_float32_whatever_the_other_weights_are():
+    weights = {"weight": WEIGHTS["weight"].bfloat16(), "mlp.gate.e_score_correction_bias": torch.zeros(2)}
+    generator = VllmGenerator(StandIn(), precision="bfloat16", max_sequence_length=64)
+    generator.prepare_refit_info(ExportPlan.of(weights.items()))
+
+
 def test_an_engine_that_changes_loaded_weights_is_refused():
     engine = StandIn()
     engine.model.process_weights_after_loading = lambda: None
