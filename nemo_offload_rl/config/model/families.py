@@ -283,8 +283,18 @@ def why_not_generated(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> s
     """
     if "generation" not in policy or policy["generation"]["backend"] != "vllm":
         return None
+    family = family_of(fields)
+    kinds = fields.get("layer_types") or []
+    windows = kinds.count("sliding_attention")
+    if family.windows_by_layer and fields.get("sliding_window") is not None and windows < len(kinds):
+        return (
+            f"is vllm, whose {fields['model_type']} models have sliding windows in all layers or in none, whatever "
+            f"layer_types says, but the model has them in {windows} of {len(kinds)} layers; set the backend to "
+            "transformers, or in policy.hf_config_overrides sliding_window to null and all of layer_types to "
+            "full_attention"
+        )
     has_bias = "attention_bias" in fields and fields["attention_bias"]
-    if not family_of(fields).vllm_lacks_output_bias or not has_bias:
+    if not family.vllm_lacks_output_bias or not has_bias:
         return None
     return (
         f"is vllm, whose {fields['model_type']} models have no bias in attention's output projection, but the model "

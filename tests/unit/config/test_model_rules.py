@@ -59,6 +59,18 @@ def test_a_bias_that_vllm_does_not_have_is_refused(family):
     check_model(fields | {"model_type": "llama"}, policy | vllm)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_of_some_layers_that_vllm_does_not_have_are_refused(family):
+    policy = {"megatron_cfg": {"use_fused_linear_logprobs": False}, "logprob_chunk_size": None}
+    vllm = {"generation": {"backend": "vllm", "vllm_cfg": {"max_model_len": 8, "env_vars": None}}}
+    fields = {"model_type": family, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+    with pytest.raises(ValueError, match=rf"backend is vllm, whose {family} models .* has them in 1 of 2 layers; set"):
+        check_model(fields, policy | vllm)
+    check_model(fields, policy | {"generation": {"backend": "transformers"}})
+    check_model(fields | {"layer_types": ["sliding_attention"] * 2}, policy | vllm)
+    check_model(fields | {"layer_types": ["full_attention"] * 2, "sliding_window": None}, policy | vllm)
+
+
 ROWS_OF_VLLM = [
     ({}, 4096),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 4096),
