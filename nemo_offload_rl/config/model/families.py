@@ -293,6 +293,15 @@ def why_not_generated(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> s
             "transformers, or in policy.hf_config_overrides sliding_window to null and all of layer_types to "
             "full_attention"
         )
+    rope: Mapping[str, Any] = next(iter(_ropes(fields)), {})
+    has = {key for key in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(key)}
+    if family.bridge is not None and rope.get("rope_type") == "yarn" and ("attention_factor" in has or len(has) == 2):
+        keys = " and ".join(sorted(has))
+        return (
+            "is vllm, which computes yarn's attention factor from its factor alone, but the model's rope_parameters "
+            f"have {keys}; set the backend to transformers, or give rope_parameters without {keys} in "
+            "policy.hf_config_overrides"
+        )
     has_bias = "attention_bias" in fields and fields["attention_bias"]
     if not family.vllm_lacks_output_bias or not has_bias:
         return None

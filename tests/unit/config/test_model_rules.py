@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from support.tiny import tiny_policy
 
 from nemo_offload_rl.config.installed.declared_fields import bridged_architectures
 from nemo_offload_rl.config.installed.transformers_source import causal_models
 from nemo_offload_rl.config.model.families import check_model
+from nemo_offload_rl.hf_config import hf_config
 
 ALONE = "~warm_start"
 
@@ -69,6 +71,19 @@ def test_windows_of_some_layers_that_vllm_does_not_have_are_refused(family):
     check_model(fields, policy | {"generation": {"backend": "transformers"}})
     check_model(fields | {"layer_types": ["sliding_attention"] * 2}, policy | vllm)
     check_model(fields | {"layer_types": ["full_attention"] * 2, "sliding_window": None}, policy | vllm)
+
+
+@pytest.mark.parametrize("keys", [{"attention_factor": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.2}])
+def test_an_attention_factor_that_vllm_does_not_read_is_refused(keys):
+    policy = {"megatron_cfg": {"use_fused_linear_logprobs": False}, "logprob_chunk_size": None}
+    vllm = {"generation": {"backend": "vllm", "vllm_cfg": {"max_model_len": 8, "env_vars": None}}}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+    fields = hf_config(tiny_policy({"model_type": "llama", "rope_parameters": yarn})).to_dict()
+    own = fields | {"rope_parameters": fields["rope_parameters"] | keys}
+    with pytest.raises(ValueError, match=rf"backend is vllm, which computes yarn's .* have {' and '.join(keys)}; set"):
+        check_model(own, policy | vllm)
+    check_model(own, policy | {"generation": {"backend": "transformers"}})
+    check_model(fields, policy | vllm)
 
 
 ROWS_OF_VLLM = [
