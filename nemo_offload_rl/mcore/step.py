@@ -69,6 +69,7 @@ class StepResult:
     """Reports the result of one optimizer step, equal on every rank."""
 
     loss: float
+    """NaN if no token of the batch is trained."""
     grad_norm: float
     """Norm of the whole gradient before clipping; NaN if it was not computed, or the loss or a gradient not finite."""
     skipped: Skip | None
@@ -242,6 +243,7 @@ def train_step(
         reason = _reason_to_skip(loss, grad_norm, optimizer.config.grad_norm_skip_threshold, has_tokens=has_tokens)
         if reason is not None:
             undo_router_updates()
+            loss = math.nan if reason is Skip.NO_TOKENS else loss  # a sum of nothing would be a perfect 0
             grad_norm = math.nan if reason is Skip.NOT_FINITE else grad_norm
             return StepResult(loss, grad_norm, skipped=reason, metrics=totals)
         state.watch.before_step()

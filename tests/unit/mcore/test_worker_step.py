@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import math
 
 import pytest
 import torch
@@ -193,6 +194,7 @@ def test_a_batch_without_trained_tokens_changes_nothing(make_worker):
     assert all(torch.equal(*pair) for pair in zip(before, state_of(worker), strict=True))
     assert (result["num_steps"], result["num_skipped"]) == (0, 0)
     assert result["metrics"]["num_skipped_no_tokens"] == 1
+    assert math.isnan(result["loss"])  # 0 would be the best of all, also for checkpointing.metric_name: train:loss
     half = random_batch(8, seed=2)
     half["sample_mask"] = torch.tensor([0.0] * 4 + [1.0] * 4)
     result = worker.train(half, NLLLoss(), gbs=4, mbs=2)
