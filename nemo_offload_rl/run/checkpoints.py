@@ -301,7 +301,10 @@ class CheckpointFolder:
         for other in newest_first:
             if other not in best and other not in newest:
                 logger.info("Removing the checkpoint %s, which is neither among the best nor among the newest.", other)
-                shutil.rmtree(other)
+                try:
+                    shutil.rmtree(other)
+                except OSError as error:  # a link, a protected folder, or files that another process reads over NFS
+                    logger.warning("Checkpoint %s cannot be removed, and stays: %s.", other, error)
 
     def _rank(self, checkpoint: Path) -> tuple[float, int]:
         """Returns a sort key, larger for better checkpoints; those whose metric is absent or NaN are the worst."""

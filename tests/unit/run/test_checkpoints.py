@@ -202,6 +202,17 @@ def test_other_files_and_folders_are_left_alone(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"step_best", "step_9", "step_2"}
 
 
+def test_one_that_cannot_be_removed_stays_and_the_run_goes_on(tmp_path, caplog):
+    (tmp_path / "elsewhere").mkdir()
+    checkpoints = folder(tmp_path / "run", keep_top_k=1)
+    save(checkpoints, 1, accuracy=0.1).rename(tmp_path / "elsewhere" / "step_1")
+    (tmp_path / "run" / "step_1").symlink_to(tmp_path / "elsewhere" / "step_1")
+    save(checkpoints, 2, accuracy=0.2)
+    assert steps(tmp_path / "run") == [1, 2]
+    assert "step_1 cannot be removed, and stays: " in caplog.text
+    assert (tmp_path / "elsewhere" / "step_1" / "weights").exists()
+
+
 def test_nothing_is_found_where_nothing_is_or_checkpoints_are_off(tmp_path):
     off = NoCheckpoints()
     write_at_once(off, RunState("run", step=1), {}, lambda path: pytest.fail("was called"))
