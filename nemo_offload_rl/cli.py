@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nemo_offload_rl.plan.optimizer_ways import CpuSpeed, Host
     from nemo_offload_rl.plan.planner import Planner
 
-EXIT_OK, EXIT_ERROR = 0, 2
+EXIT_OK, EXIT_DOES_NOT_FIT, EXIT_ERROR = 0, 1, 2
 MAX_GIB, MAX_GB_PER_S = 1e5, 1e6  # far above any machine, and far below what the plan's arithmetic could not hold
 
 
@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command-line arguments; None for those of the process.
 
     Returns:
-        The exit status: 0, or 2 for a user error, which is printed to stderr without a traceback.
+        The exit status: 0; 1 if `plan --fit` finds nothing that fits; or 2 for a user error, which is printed to
+        stderr without a traceback.
     """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
@@ -37,13 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         options.overrides = [*options.overrides, *rest]
-    run: Callable[[argparse.Namespace], None] = options.run
+    run: Callable[[argparse.Namespace], int | None] = options.run
     try:
-        run(options)
+        return run(options) or EXIT_OK
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_ERROR
-    return EXIT_OK
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -216,7 +216,7 @@ def _export(options: argparse.Namespace) -> None:
     sys.stdout.write(f"wrote {options.folder}\n")
 
 
-def _plan(options: argparse.Namespace) -> None:
+def _plan(options: argparse.Namespace) -> int:
     from nemo_offload_rl.config import load
 
     _check_plan_options(options)
@@ -250,8 +250,8 @@ def _plan(options: argparse.Namespace) -> None:
         speed = _cpu_speed(options, earlier, rates, ranks_of_a_host).params_per_s
         of_each_node = (host.memory,) * validated.config["cluster"]["num_nodes"]
         rates = dataclasses.replace(rates, cpu_params_per_s=speed)
-        _print_fit(options, overrides, Planner(model, validated.algorithm, gpu_bytes, of_each_node, rates=rates), host)
-        return
+        planner = Planner(model, validated.algorithm, gpu_bytes, of_each_node, rates=rates)
+        return _print_fit(options, overrides, planner, host)
     planner = Planner(model, validated.algorithm, gpu_bytes, rates=rates)
     hosts = () if options.host_memory is None else (host.memory,) * validated.config["cluster"]["num_nodes"]
     machine = Machine(has_gpus=True, gpu_bytes=gpu_bytes, hosts=hosts, rates=rates)
@@ -298,6 +298,7 @@ def _plan(options: argparse.Namespace) -> None:
         host=host,
         as_json=options.json,
     )
+    return EXIT_OK
 
 
 def _print_fit(
@@ -305,7 +306,7 @@ def _print_fit(
     overrides: list[str],
     planner: "Planner",
     host: "Host",
-) -> None:
+) -> int:
     from nemo_offload_rl.config import load
     from nemo_offload_rl.plan.fit import cheapest_fit
 
@@ -319,6 +320,7 @@ def _print_fit(
     else:
         assert planner.gpu_bytes is not None, "the options were checked"
         sys.stdout.write("\n".join(fit.lines(planner.gpu_bytes, host)) + "\n")
+    return EXIT_OK if fit.fits else EXIT_DOES_NOT_FIT
 
 
 def _check_plan_options(options: argparse.Namespace) -> None:

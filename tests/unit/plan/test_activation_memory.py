@@ -180,8 +180,8 @@ def test_a_setting_that_the_recipe_does_not_allow_is_not_chosen():
     assert (free.fits, bound.fits) == (True, False)
 
 
-def printed(capsys, *arguments):
-    assert main(["plan", str(GRPO), "--fit", "--host-memory", "512", *SHORT, *arguments]) == 0
+def printed(capsys, *arguments, status=0):
+    assert main(["plan", str(GRPO), "--fit", "--host-memory", "512", *SHORT, *arguments]) == status
     return capsys.readouterr().out
 
 
@@ -189,7 +189,7 @@ def test_the_command_prints_the_overrides_or_the_memory_that_is_missing(capsys):
     sentence, *overrides = printed(capsys, "--gpu-memory", "20").splitlines()
     assert sentence.startswith("The recipe fits a GPU of 20.00 GiB with these overrides")
     assert f"    {STREAMED}" in overrides
-    found = Fit(**json.loads(printed(capsys, "--gpu-memory", "4", "--json")))
+    found = Fit(**json.loads(printed(capsys, "--gpu-memory", "4", "--json", status=1)))
     assert not found.fits
     sentence, *overrides = found.lines(4 * GIB, host(512))
     assert f"lacks {found.missing_gpu_bytes / GIB:.2f} GiB" in sentence
