@@ -127,6 +127,8 @@ def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:
         mark = error.problem_mark or error.context_mark
         message = ", ".join(part for part in (error.context, error.problem) if part)
         where = f", column {mark.column + 1}" if mark else ""
+        if mark and text[mark.index : mark.index + 1] == "\t":
+            where += "; indent with blanks, not with tabs"
         return None, [Problem("", Origin(name, mark.line + 1 if mark else None), f"broken YAML: {message}{where}")]
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
