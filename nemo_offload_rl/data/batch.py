@@ -22,6 +22,8 @@ from torch.nn.functional import pad
 
 LOGPROB_COLUMNS = ("input_ids", "input_lengths")
 """The columns that log-prob passes read."""
+LOSS_COLUMNS = (*LOGPROB_COLUMNS, "token_mask", "sample_mask")
+"""The columns that training and evaluation read, besides those of the loss."""
 
 
 class BatchedData(dict[str, Any]):
@@ -43,6 +45,19 @@ class BatchedData(dict[str, Any]):
         if group_size < 1 or self.size % group_size:
             raise ValueError(f"A batch of {self.size} rows is no whole number of groups of {group_size} rows.")
         return self._with(dict(self), group_size)
+
+    def require_columns(self, names: Sequence[str], reader: str) -> None:
+        """Checks that the batch has columns, of which `input_lengths` fits the rows.
+
+        Raises:
+            ValueError: a column is missing, or a row has fewer than `input_lengths` tokens.
+        """
+        missing = [name for name in names if name not in self]
+        if missing:
+            raise ValueError(f"{reader} needs the column {missing[0]}, found {', '.join(self) or 'none'}; add it.")
+        longest, width = max(self["input_lengths"].tolist(), default=0), self["input_ids"].shape[1]
+        if longest > width:
+            raise ValueError(f"input_lengths has {longest}, but rows of input_ids have {width} tokens; correct it.")
 
     def _with(self, columns: Mapping[str, Any], group_size: int | None = None) -> Self:
         batch = type(self)(columns)

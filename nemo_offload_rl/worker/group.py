@@ -13,7 +13,7 @@ from ray import cloudpickle
 from ray.exceptions import RayError
 
 from nemo_offload_rl.config.schema.policy import PolicyConfig
-from nemo_offload_rl.data.batch import LOGPROB_COLUMNS, BatchedData, LossFunction
+from nemo_offload_rl.data.batch import LOGPROB_COLUMNS, LOSS_COLUMNS, BatchedData, LossFunction
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.metrics.memory import largest_of
 from nemo_offload_rl.metrics.timer import ProfileOptions
@@ -183,9 +183,10 @@ class PolicyWorkerGroup:
             Rank 0's report: loss, grad_norm, lr, num_steps, num_skipped, num_microbatches, tokens, metrics.
 
         Raises:
-            ValueError: If the sizes do not divide; nothing was sent.
+            ValueError: If the sizes do not divide, or a column is missing; nothing was sent.
             WorkerError: If a rank failed.
         """
+        data.require_columns(LOSS_COLUMNS, "train")
         shards = shard_for_training(data, gbs=gbs, mbs=mbs, dp_size=self._built().dp_size)
         return self._run(lambda worker, shard: worker.train(shard, loss_fn, gbs, mbs), shards)[0]
 
@@ -193,10 +194,9 @@ class PolicyWorkerGroup:
         """Return loss and metrics of a global batch of any size, forward only: {"loss":, "metrics": {}}.
 
         Raises:
-            ValueError: If the batch is empty or has no `sample_mask`, which masks filler rows.
+            ValueError: If the batch is empty, or a column is missing.
         """
-        if "sample_mask" not in data:
-            raise ValueError(f"evaluate needs the column sample_mask, found {', '.join(data) or 'none'}; add it.")
+        data.require_columns(LOSS_COLUMNS, "evaluate")
         shards = shard_for_inference(data, mbs=mbs, dp_size=self._built().dp_size)
         size = shards.mbs  # not the shards, of which each rank gets its own
         return self._run(lambda worker, shard: worker.evaluate(shard, loss_fn, size), shards.shards)[0]
@@ -372,6 +372,7 @@ class PolicyWorkerGroup:
     # ---- internals
 
     def _shard_for_logprobs(self, data: BatchedData, mbs: int) -> InferenceShards:
+        data.require_columns(LOGPROB_COLUMNS, "A log-prob pass")
         read = BatchedData({name: data[name] for name in LOGPROB_COLUMNS}).in_groups(data.group_size)
         return shard_for_inference(read, mbs=mbs, dp_size=self._built().dp_size)
 

@@ -58,7 +58,8 @@ class NamedNodes(ApartCluster):
 def toy_batch(num_rows):
     rows, lengths = torch.arange(num_rows), torch.full((num_rows,), 3)
     ids = rows[:, None].expand(-1, 3)
-    return BatchedData(row=rows, input_ids=ids, input_lengths=lengths, sample_mask=torch.ones(num_rows))
+    masks = {"token_mask": torch.ones(num_rows, 3), "sample_mask": torch.ones(num_rows)}
+    return BatchedData(row=rows, input_ids=ids, input_lengths=lengths, **masks)
 
 
 def processes():

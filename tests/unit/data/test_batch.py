@@ -49,6 +49,16 @@ def test_chunks_cover_every_row_once():
         list(batch(2, 1).chunks(0))
 
 
+def test_a_reader_names_the_column_that_is_missing_or_wrong():
+    batch = BatchedData(input_ids=torch.zeros(2, 3), input_lengths=torch.tensor([3, 2]))
+    batch.require_columns(("input_ids", "input_lengths"), "train")
+    with pytest.raises(ValueError, match="train needs the column token_mask, found input_ids, input_lengths; add it"):
+        batch.require_columns(("input_ids", "token_mask"), "train")
+    batch["input_lengths"] += 1
+    with pytest.raises(ValueError, match="input_lengths has 4, but rows of input_ids have 3 tokens"):
+        batch.require_columns(("input_ids",), "train")
+
+
 def test_counts_leave_out_the_first_position_and_dropped_samples():
     mask = torch.tensor([[1.0, 1, 0], [0, 1, 1], [0, 1, 1]])
     data = BatchedData(token_mask=mask, sample_mask=torch.tensor([1.0, 1, 0]))

@@ -108,13 +108,20 @@ def test_log_prob_verbs_send_only_the_columns_that_they_read(group, monkeypatch,
 
 def test_evaluate_counts_no_row_twice(group):
     assert group.evaluate(toy_batch(5), double, mbs=2) == {"samples": 3, "rows": [0, 1, 2, 0], "mbs": 2}
-    with pytest.raises(ValueError, match="needs the column sample_mask, found row"):
-        group.evaluate(BatchedData(row=torch.arange(2)), double, mbs=2)
 
 
-def test_sizes_that_do_not_divide_leave_the_group_usable(group):
+def test_a_wrong_batch_leaves_the_group_usable(group):
     with pytest.raises(ValueError, match=r"not a multiple of policy\.train_global_batch_size"):
         group.train(toy_batch(7), double, gbs=4, mbs=1)
+    batch = BatchedData(row=torch.arange(4))
+    calls = {
+        "train": lambda: group.train(batch, double, gbs=4, mbs=1),
+        "evaluate": lambda: group.evaluate(batch, double, mbs=2),
+        "A log-prob pass": lambda: group.get_logprobs(batch, mbs=2),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"{name} needs the column input_ids, found row; add it"):
+            call()
     assert group.memory_stats()["host_rss_gib"] == 1.0
 
 
