@@ -156,7 +156,8 @@ class _Inheritance:
 def _unreadable(path: Path, error: UnreadableFileError, named_at: Origin | None) -> Problem:
     reason = "there is no such recipe" if error.is_absent else str(error).replace("not a file", "not a recipe")
     if named_at is not None:
-        return Problem("defaults", named_at, f"names {show_file(path)}, but {reason}")
+        rule = "; a path is relative to the folder of the recipe that names it" if error.is_absent else ""
+        return Problem("defaults", named_at, f"names {show_file(path)}, but {reason}{rule}")
     near = nearest(path.name, [item.name for item in path.parent.glob("*.yaml")]) if error.is_absent else None
     suggestion = f"; did you mean {show_file(path.parent / near)}?" if near else ""
     return Problem("", Origin(show_file(path)), f"{reason}{suggestion}")

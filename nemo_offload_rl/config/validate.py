@@ -36,7 +36,7 @@ from nemo_offload_rl.config.rules import ADAPTATIONS, NOTES, RULES, Rule
 from nemo_offload_rl.config.rules.adaptations import SEQUENCE_PARALLEL
 from nemo_offload_rl.config.rules.base import COLOCATED, CP, EP, ETP, GPUS, NODES, OPTIMIZER, PP, SECTION, SPEC, TP
 from nemo_offload_rl.config.schema import MasterConfig
-from nemo_offload_rl.config.source.yaml_source import leaves
+from nemo_offload_rl.config.source.yaml_source import ENVIRONMENT, leaves
 from nemo_offload_rl.config.upstream import remove_upstream_keys
 from nemo_offload_rl.storage.disk import UnreadableFileError, open_regular_file
 
@@ -173,6 +173,8 @@ class _Findings:
         self._paths.add(path)
         written = self._recipe.written.get(path)
         source = f" (from {written!r})" if written and "found" in message else ""
+        if written and f"{{{ENVIRONMENT}:" in written:
+            message = message.replace("write it without quotes", "a variable is text: give the value as an override")
         self.problems.append(Problem(path, self._recipe.origin(path), message + source))
 
     def in_recipe(self, path: str) -> str:

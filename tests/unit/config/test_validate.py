@@ -16,6 +16,7 @@ def test_mistakes_in_a_file_have_its_lines_in_its_order(tmp_path, error_of):
         ("a: 1\nrm: {}",),
         (f"defaults: {sft}\ndata: {{train: {{dataset_name: oasst, split: train}}}}",),
         (f"defaults: {grpo}\nwarm_start:\n  recipe: {sft}\n  overrides:\n    - sft.seed=x\n    - nope=1\n",),
+        (f"defaults: {grpo}\ngrpo:\n  max_num_steps: ${{oc.env:NO_SUCH_VARIABLE, 7}}",),
         (f"defaults: {grpo}\nwarm_start: {{recipe: {sft}}}\ngrpo:\n  seed: x\n  nope: 1", "loss_fn.ratio_clip_min=x"),
     ):
         recipe.write_text(text)
