@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,5 +102,8 @@ def _rows[Sample](key: str, name: str, dataset: Any, attribute: str, form: RowFo
 
 
 def _cause(error: Exception) -> str:
+    """Returns the error's type and message, and the line that raised it if that is not the call itself."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    message = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    inside = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
+    return f"{message} ({inside[-1].filename}, line {inside[-1].lineno})" if inside else message

@@ -54,6 +54,10 @@ class Strict:
     def __init__(self, dataset_name):
         self.dataset = Dataset.from_list([talk(1)])
 
+class Misspelt:
+    def __init__(self, **keys):
+        self.dataset = misspelt
+
 class Columns:
     def __init__(self, **keys):
         self.dataset = Dataset.from_list([{"prompt": "1="}])
@@ -125,11 +129,15 @@ def test_pairs_are_ranked_completions():
 
 NO_DATASETS = [
     ("dataset_name: missing_data.Rows", "module missing_data cannot be imported: ModuleNotFoundError: No module"),
-    ("dataset_name: broken_data.Rows", "module broken_data cannot be imported: ZeroDivisionError"),
+    (
+        "dataset_name: broken_data.Rows",
+        "module broken_data cannot be imported: ZeroDivisionError.*broken_data.py, line",
+    ),
     ("dataset_name: own_data.Missing", "data.train.dataset_name is own_data.Missing, but .* has no class Missing"),
     ("dataset_name: own_data.OfAList", "as the attribute dataset, a datasets.Dataset; found list"),
     ("dataset_name: own_data.talk", "must be a class that holds a dataset, but is function"),
-    ("dataset_name: own_data.Strict, seed: 1", r"with the keys of its section \(dataset_name, seed\)"),
+    ("dataset_name: own_data.Strict, seed: 1", r"its section \(dataset_name, seed\): .* argument 'seed'$"),
+    ("dataset_name: own_data.Misspelt", r"NameError: .*own_data\.py, line [0-9]+\)"),
     ("dataset_name: own_data.Columns", "own_data.Columns has no column 'messages'; it has 'prompt"),
     ("dataset_name: own_data.Converted, split_validation_size: 0.1", "is 0.1, but .* no val_data"),
 ]
