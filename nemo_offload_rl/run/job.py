@@ -67,7 +67,7 @@ from nemo_offload_rl.run.step_profile import step_profile
 from nemo_offload_rl.run.train_loop import Run, StopReason, TimeLimit
 from nemo_offload_rl.storage.disk import HF_FILES, replacing, translate_disk_full
 from nemo_offload_rl.storage.lock import LockedError
-from nemo_offload_rl.storage.manifest import FileSum, read_manifest
+from nemo_offload_rl.storage.manifest import CheckpointError, FileSum, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +250,14 @@ class Job:
 
     def _choose(self, checkpoints: Checkpoints, look: Callable[[Path], list[str]], console: Console) -> Path | None:
         on_damaged: OnDamaged = self.config["checkpointing"]["on_damaged"]
-        return choose(checkpoints, on_damaged, look, partial(tell, console))
+        newest = choose(checkpoints, on_damaged, look, partial(tell, console))
+        written = None if newest is None else read_recipe(newest)
+        if written is not None and self.algorithm not in written:
+            raise CheckpointError(
+                f"Checkpoint {newest} is not of a run of {self.algorithm}: give another checkpointing.checkpoint_dir. "
+                "To start from its model, write that with nemo-offload-rl export, and set policy.model_name to it."
+            )
+        return newest
 
     def _checkpoints(self) -> Checkpoints:
         section = self.config["checkpointing"]

@@ -202,6 +202,14 @@ def test_a_run_that_fails_after_a_step_has_a_page(tmp_path, session, num_done):
         assert f"report: {page}" in shown(session)
 
 
+def test_a_checkpoint_of_another_algorithm_is_not_resumed(tmp_path, session):
+    make_job(tmp_path).run(session)
+    other = replace(make_job(tmp_path), algorithm="dpo")
+    for call in (lambda: other.check_checkpoint(session.console), lambda: other.run(session)):
+        with pytest.raises(CheckpointError, match="step_4 is not of a run of dpo: give another"):
+            call()
+
+
 @pytest.mark.parametrize("is_killed_while_saving", [False, True])
 def test_a_second_run_goes_on_where_the_first_has_saved(tmp_path, session, is_killed_while_saving):
     make_job(tmp_path / "whole").run(session)
