@@ -125,7 +125,8 @@ class FolderLock:
                 pass
         except OSError as error:
             self._remove_made()
-            raise LockedError(f"{self._what}: the folder {self._folder} cannot be used: {error.strerror}") from error
+            reason = f"the folder {self._folder} cannot be used: {error.strerror}; give another one."
+            raise LockedError(f"{self._what}: {reason}") from error
         self._ended = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="folder lock", daemon=True)
         self._beats.start()
