@@ -206,7 +206,8 @@ class Residency:
             phase = f"in phase {self.phase}" if self.phase else "now"
             raise ResidencyError(
                 f"{target} is needed on the GPU, but it is {self._where[target]} {phase}; enter a phase that has it on "
-                "the GPU first (residency.enter; prepare_for_training or prepare_for_lp_inference of the worker)."
+                "the GPU first (residency.enter; prepare_for_training or prepare_for_lp_inference of the worker), or "
+                "move it there (the move methods of an adopted state)."
             )
         self._wait(target, hold=True)
 
