@@ -137,7 +137,12 @@ def branch_run_folder(checkpoint: Path, log_dir: Path, say: Callable[[str], None
     if (original / METRICS_FILE).is_file():
         with translate_disk_full(folder):
             shutil.copyfile(original / METRICS_FILE, folder / METRICS_FILE)
-    say(f"The run folder is {folder}, and {original} stays as it is: this is a branch of that run.")
+        say(f"The run folder is {folder}, and {original} stays as it is: this is a branch of that run.")
+    else:
+        say(
+            f"The run folder is {folder}, without the metrics so far: there is no {original.absolute() / METRICS_FILE}."
+            " A run goes on in its folder if the command is started where it was the first time, with the same paths."
+        )
     return folder
 
 

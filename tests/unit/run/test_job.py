@@ -322,6 +322,15 @@ def test_a_branch_of_a_run_has_a_run_folder_of_its_own(tmp_path, session, copied
     assert len(list(logs.glob("exp_*"))) == int(branch.name[-1])
 
 
+def test_a_run_that_goes_on_elsewhere_says_that_its_metrics_are_not_there(tmp_path, session, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_job(Path(), "sft.max_num_steps=2").run(session)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    make_job(Path(".."), "sft.max_num_steps=3").run(session)
+    assert f"no {tmp_path}/elsewhere/logs/exp_001/{METRICS_FILE}. A run goes on" in shown(session)
+
+
 def test_the_warm_start_is_given_free_once_its_model_has_been_read(tmp_path, session):
     calls = []
     job = with_algorithm(make_job(tmp_path), lambda algorithm: calls.append("built"))
