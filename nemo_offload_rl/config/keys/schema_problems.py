@@ -133,6 +133,8 @@ def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error
     hint = unquoted(value) if kind in ("int_type", "float_type") else ""
     if kind == "bool_type" and value in ("true", "false"):
         hint = "; write it without quotes"
+    if value is None and path in getattr(schema, "__optional_keys__", ()):
+        hint = f"; the override ~{path} deletes it"
     if kind == "list_type" and (value is None or isinstance(value, str)):
         hint = f"; write [{value or ''}]"
     return f"must be {_EXPECTED[kind].format(**context)}; {found}{hint}"
