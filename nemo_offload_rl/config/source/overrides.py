@@ -89,7 +89,8 @@ def _apply(
     adds = override.is_add() or override.is_force_add()
     parent = _section(root, sections, origin if adds else None)
     if parent is not None and not isinstance(parent.value, dict):
-        return f"cannot be set: {'.'.join(sections)} is not a section"
+        what = f"null; write +{path}=... to make it a section" if parent.value is None else "not a section"
+        return f"cannot be set: {'.'.join(sections)} is {what}"
     if parent is None or (name not in parent.value and not adds):
         known = f"is a valid key that this recipe does not set; write +{path}=... to add it"
         return known if is_known(path) else _no_such_key(root, path)
@@ -139,20 +140,18 @@ def _wrong_value(value: Any, path: str) -> str | None:
 def _section(root: Node, sections: list[str], added: Origin | None = None) -> Node | None:
     """Returns the section's node, or a value on the way that is no section; None if one is missing and none is added.
 
-    As in Hydra, null is a section that is missing.
-
     Args:
         root: the recipe.
         sections: the names that lead to the section.
-        added: the origin of sections to add where they are missing; None to add none.
+        added: the origin of sections to add where they are missing or null; None to add none.
     """
     node = root
     for name in sections:
         if not isinstance(node.value, dict):
             break
-        if name not in node.value or node.value[name].value is None:
-            if added is None:
-                return None
+        if name not in node.value and added is None:
+            return None
+        if added is not None and (name not in node.value or node.value[name].value is None):  # as in Hydra
             node.value[name] = Node({}, added)
         node = node.value[name]
     return node

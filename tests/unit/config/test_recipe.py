@@ -120,7 +120,7 @@ ANSWERED = [(group, case) for group in GOLDEN if group.startswith(("text: ", "ov
 @pytest.mark.parametrize(("group", "case"), ANSWERED)
 def test_what_cannot_be_read_or_does_not_apply_is_answered_with_where_and_why(group, case, golden):
     write("a.yaml", "a: 1\n")
-    recipe = write("recipe.yaml", case if group.startswith("text: ") else "a: {b: 1, seed: 1}\nb: {seed: 1}\n")
+    recipe = write("recipe.yaml", case if group.startswith("text: ") else "a: {b: 1, seed: 1, c: null}\nb: {seed: 1}\n")
     golden(group, case, error_of(recipe, *([case] if group.startswith("override: ") else [])))
 
 
