@@ -52,7 +52,7 @@ class RefitExtension:
     @functools.cached_property
     def refit_recorded(self) -> RecordedLoads:
         """Returns the loads that are replayed from CUDA graphs; the parameters must stay the same objects."""
-        return RecordedLoads(list(self.refit_model.parameters()), CudaRecorder)
+        return RecordedLoads(list(_worker(self).get_model().parameters()), CudaRecorder)
 
     @torch.no_grad()
     def refit_load(self, named_tensors: Sequence[NamedTensor]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -87,7 +88,10 @@ class CudaRecorder:
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
-            graph.capture_end()
+            with warnings.catch_warnings():
+                # A bucket may have nothing for a GPU: experts that are all on others.
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                graph.capture_end()
         except RuntimeError:
             # The CUDA driver has ended the capture, but torch has not: without the call below, its allocators would
             # ask the graph about every stream.
