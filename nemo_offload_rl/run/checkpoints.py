@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 from nemo_offload_rl.config.problems import did_you_mean
 from nemo_offload_rl.data.loader import START, DataPosition
 from nemo_offload_rl.storage.disk import sync, translate_disk_full, write_whole
-from nemo_offload_rl.storage.manifest import MANIFEST_FILE, CheckpointError, FileSum, UnreadableError, write_manifest
+from nemo_offload_rl.storage.manifest import CheckpointError, FileSum, UnreadableError, write_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class RunState:
 
     def write(self, folder: Path, metrics: Mapping[str, float]) -> None:
         """Writes the state, and the metrics by which checkpoints are ranked, into a checkpoint folder."""
-        content = asdict(self) | {"metrics": dict(metrics), "manifest": MANIFEST_FILE}
+        content = asdict(self) | {"metrics": dict(metrics)}
         write_whole(folder / STATE_FILE, json.dumps(content, indent=2) + "\n")
 
     @classmethod
@@ -85,15 +85,6 @@ def read_metrics_of(folder: Path) -> dict[str, float]:
         UnreadableError: the state file is missing or has unexpected content.
     """
     return _read(folder, lambda content: {name: float(value) for name, value in content["metrics"].items()})
-
-
-def was_written_with_manifest(folder: Path) -> bool:
-    """Returns whether a checkpoint folder must have a manifest; earlier versions wrote none.
-
-    Raises:
-        UnreadableError: the state file is missing or has unexpected content.
-    """
-    return _read(folder, lambda content: "manifest" in content)
 
 
 def _read[T](folder: Path, take: Callable[[dict[str, Any]], T]) -> T:

@@ -60,7 +60,6 @@ from nemo_offload_rl.run.resume import (
     choose,
     damage_seen_by_driver,
     run_folder_of,
-    warn_without_manifest,
 )
 from nemo_offload_rl.run.setup import Preparation, with_run_length
 from nemo_offload_rl.run.step_profile import step_profile
@@ -333,14 +332,10 @@ class Job:
 
     def _choose_by_contents(self, algorithm: Algorithm, checkpoints: Checkpoints, console: Console) -> Path:
         def look(checkpoint: Path) -> list[str]:
-            if lines := damage_seen_by_driver(checkpoint):
-                return lines
-            manifest = read_manifest(checkpoint)
-            return [] if manifest is None else algorithm.find_damage(checkpoint, manifest)
+            return damage_seen_by_driver(checkpoint) or algorithm.find_damage(checkpoint, read_manifest(checkpoint))
 
         newest = self._choose(checkpoints, look, console)
         assert newest is not None  # there was one when the run began
-        warn_without_manifest(newest, partial(tell, console))
         return newest
 
     def _report(self, run_dir: Path, reason: StopReason, console: Console) -> None:

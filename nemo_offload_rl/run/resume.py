@@ -12,7 +12,7 @@ from typing import Literal
 
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.metrics.logger import METRICS_FILE
-from nemo_offload_rl.run.checkpoints import STATE_FILE, Checkpoints, RunState, step_of, was_written_with_manifest
+from nemo_offload_rl.run.checkpoints import STATE_FILE, Checkpoints, RunState, step_of
 from nemo_offload_rl.run.folder import new_run_folder, read_recipe
 from nemo_offload_rl.storage.disk import translate_disk_full
 from nemo_offload_rl.storage.manifest import (
@@ -78,17 +78,15 @@ def damage_seen_by_driver(checkpoint: Path) -> list[str]:
     """Checks the sizes of a checkpoint's files and the contents of the driver's own; returns a line per damaged file.
 
     Raises:
-        UnreadableError: its files are as they were written, or there is no manifest to tell, but it cannot be used.
+        UnreadableError: its files are as they were written, but it cannot be used.
     """
+    if not any((checkpoint / name).exists() for name in (MANIFEST_FILE, STATE_FILE)):
+        raise UnreadableError(f"{STATE_FILE} is missing")  # a folder of another program, not a damaged checkpoint
     try:
         manifest = read_manifest(checkpoint)
     except DamagedError as error:
         return [str(error)]
-    if manifest is None and was_written_with_manifest(checkpoint):
-        return [f"{MANIFEST_FILE} is missing"]
-    if manifest is not None and (
-        lines := manifest.wrong_sizes(checkpoint) or find_damage(checkpoint, manifest.of_driver())
-    ):
+    if lines := manifest.wrong_sizes(checkpoint) or find_damage(checkpoint, manifest.of_driver()):
         return lines
     read_recipe(checkpoint)
     step = RunState.read(checkpoint).step
@@ -144,15 +142,6 @@ def branch_run_folder(checkpoint: Path, log_dir: Path, say: Callable[[str], None
             " A run goes on in its folder if the command is started where it was the first time, with the same paths."
         )
     return folder
-
-
-def warn_without_manifest(checkpoint: Path, say: Callable[[str], None]) -> None:
-    """Warns the user if a checkpoint has no manifest, so that damage cannot be detected."""
-    if read_manifest(checkpoint) is None:
-        say(
-            f"{checkpoint} was written by an earlier version and has no {MANIFEST_FILE}: whether its files are as they "
-            "were written cannot be checked."
-        )
 
 
 def _says(checkpoint: Path, lines: Sequence[str]) -> str:

@@ -188,16 +188,16 @@ def write_manifest(folder: Path, known: Mapping[str, FileSum]) -> Manifest:
     return manifest
 
 
-def read_manifest(folder: Path) -> Manifest | None:
-    """Returns the manifest of a folder, or None where it has none.
+def read_manifest(folder: Path) -> Manifest:
+    """Returns the manifest of a folder.
 
     Raises:
-        DamagedError: the manifest is damaged.
+        DamagedError: the manifest is missing or damaged.
         UnreadableError: another version wrote it, with other checksums.
     """
     path = folder / MANIFEST_FILE
     if not path.exists():
-        return None
+        raise DamagedError(f"{MANIFEST_FILE} is missing")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         listed, algorithm = content["files"], content["algorithm"]
@@ -232,10 +232,10 @@ def find_damage(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
 
 
 def require_whole(checkpoint: Path) -> None:
-    """Verifies all files of a checkpoint; does not check one without a manifest, which an earlier version wrote.
+    """Verifies all files of a checkpoint.
 
     Raises:
-        DamagedCheckpointError: a file is damaged.
+        DamagedCheckpointError: a file, or the manifest, is missing or damaged.
         CheckpointError: another version wrote its manifest.
     """
     try:
@@ -244,8 +244,7 @@ def require_whole(checkpoint: Path) -> None:
         raise DamagedCheckpointError(f"Checkpoint {checkpoint} is damaged: {error}.") from error
     except UnreadableError as error:
         raise CheckpointError(f"Checkpoint {checkpoint} cannot be used: {error}.") from error
-    lines = [] if manifest is None else find_damage(checkpoint, manifest.files)
-    if lines:
+    if lines := find_damage(checkpoint, manifest.files):
         raise DamagedCheckpointError(f"Checkpoint {checkpoint} is damaged: {show_damage(lines)}.")
 
 

@@ -66,7 +66,8 @@ def test_a_manifest_is_not_written_over_what_was_cut_off_meanwhile(folder):
         write_manifest(folder, {"policy/weights": FileSum(9, "", 0)})
     with pytest.raises(manifest.DamagedError, match="gone is missing right after"):
         write_manifest(folder, {"gone": FileSum(9, "", 0)})
-    assert manifest.read_manifest(folder) is None
+    with pytest.raises(manifest.DamagedError, match=r"manifest\.json is missing"):
+        manifest.read_manifest(folder)
 
 
 def test_damage_is_found_file_by_file(folder):
