@@ -200,7 +200,12 @@ def test_an_output_layer_of_its_own_is_refused_in_a_model_that_ties_it(make_work
     assert (found - before).abs().max() > 1e-3
 
 
-def test_an_output_layer_of_its_own_is_refused_in_a_family_that_always_ties_it(make_worker, tmp_path, caplog):
+def test_an_output_layer_of_its_own_is_refused_in_a_family_that_always_ties_it(
+    make_worker, tmp_path, caplog, monkeypatch
+):
+    for kind in ("FLASH", "FUSED", "UNFUSED"):  # Megatron sets them for gemma, and refuses those of another model
+        monkeypatch.setenv(f"NVTE_{kind}_ATTN", "1")
+        monkeypatch.delenv(f"NVTE_{kind}_ATTN")
     gemma = TINY_QWEN3 | {"model_type": "gemma"}
     caplog.set_level(logging.WARNING)
     make_worker(tiny_policy(gemma))  # whose weights in memory have the embedding by both names
