@@ -1,6 +1,7 @@
 """Tells models apart by family, kinds of layers, and what Megatron or vLLM would compute differently."""
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -295,7 +296,7 @@ def why_not_generated(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> s
         )
     rope: Mapping[str, Any] = next(iter(_ropes(fields)), {})
     has = {key for key in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(key)}
-    if family.bridge is not None and rope.get("rope_type") == "yarn" and ("attention_factor" in has or len(has) == 2):
+    if family.bridge is not None and rope.get("rope_type") == "yarn" and not _has_usual_scale(rope):
         keys = " and ".join(sorted(has))
         return (
             "is vllm, which computes yarn's attention factor from its factor alone, but the model's rope_parameters "
@@ -367,6 +368,17 @@ def why_unchunked(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> str |
         f"{show(capped)}), which the chunked computation does not support; set "
         "policy.megatron_cfg.use_fused_linear_logprobs to false and policy.logprob_chunk_size to null"
     )
+
+
+def _has_usual_scale(yarn: Mapping[str, Any]) -> bool:
+    """Returns whether YaRN's attention factor is the one that follows from its factor, as transformers computes it."""
+
+    def scale(mscale: float = 1) -> float:
+        return 0.1 * mscale * math.log(max(yarn.get("factor") or 1, 1)) + 1
+
+    one, other = yarn.get("mscale"), yarn.get("mscale_all_dim")
+    own = yarn.get("attention_factor") or (scale(one) / scale(other) if one and other else scale())
+    return math.isclose(own, scale(), rel_tol=1e-6)
 
 
 def _rope(rope: Mapping[str, Any]) -> str | None:

@@ -83,7 +83,8 @@ def test_an_attention_factor_that_vllm_does_not_read_is_refused(keys):
     with pytest.raises(ValueError, match=rf"backend is vllm, which computes yarn's .* have {' and '.join(keys)}; set"):
         check_model(own, policy | vllm)
     check_model(own, policy | {"generation": {"backend": "transformers"}})
-    check_model(fields, policy | vllm)
+    for same in ({}, {"attention_factor": 1.1386294361119891}):  # 0.1 ln 4 + 1, as some configs write it out
+        check_model(fields | {"rope_parameters": fields["rope_parameters"] | same}, policy | vllm)
 
 
 ROWS_OF_VLLM = [
