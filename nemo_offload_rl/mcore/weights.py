@@ -298,11 +298,11 @@ def check_weights(bridge: Any, where: str, chunks: list[Any]) -> list[Any]:
     for name in rows.values():
         if name in wanted:
             _check_rows(files, name, where, chunks[0].config.vocab_size)
-    output = rows[_OUTPUT]
-    if not output and hf_config_of(bridge).tie_word_embeddings:
+    output, always_tied = rows[_OUTPUT], not rows[_OUTPUT]
+    if always_tied and getattr(hf_config_of(bridge), "tie_word_embeddings", False):
         output = "lm_head.weight"  # Megatron-Bridge has no name for it in a family that it always ties
-    if is_tied and output in there:
-        _check_is_tied(files, rows[_EMBEDDING], output, where)
+    if is_tied and {rows[_EMBEDDING], output} <= there:
+        _check_is_tied(files, rows[_EMBEDDING], output, where, always_tied=always_tied)
         wanted.add(output)
     if knows_all and torch.distributed.get_rank() == 0:
         _warn_of_unused(there - wanted, _ignored(bridge), where, family)
@@ -350,16 +350,17 @@ def _check_rows(files: Any, name: str, where: str, vocab_size: int) -> None:
         )
 
 
-def _check_is_tied(files: Any, embedding: str, output: str, where: str) -> None:
+def _check_is_tied(files: Any, embedding: str, output: str, where: str, *, always_tied: bool) -> None:
     """Refuses files in which the output layer is not the embedding, though the config ties both.
 
     transformers trains both of such a model, Megatron and vLLM only the embedding.
     """
     tensors = files.load_tensors([embedding, output])
     if not torch.equal(tensors[embedding], tensors[output]):
+        untied = "set policy.hf_config_overrides.tie_word_embeddings to false to use both"
         raise ValueError(
             f"{where} has different weights {output!r} and {embedding!r}, but tie_word_embeddings true in its config, "
-            "which makes them one; set policy.hf_config_overrides.tie_word_embeddings to false to use both, or delete "
+            f"which makes them one; {'choose a model of another family' if always_tied else untied}, or delete "
             f"{output!r} from the files."
         )
 
