@@ -249,14 +249,18 @@ class Job:
 
     def _choose(self, checkpoints: Checkpoints, look: Callable[[Path], list[str]], console: Console) -> Path | None:
         on_damaged: OnDamaged = self.config["checkpointing"]["on_damaged"]
-        newest = choose(checkpoints, on_damaged, look, partial(tell, console))
-        written = None if newest is None else read_recipe(newest)
-        if written is not None and self.algorithm not in written:
-            raise CheckpointError(
-                f"Checkpoint {newest} is not of a run of {self.algorithm}: give another checkpointing.checkpoint_dir. "
-                "To start from its model, write that with nemo-offload-rl export, and set policy.model_name to it."
-            )
-        return newest
+
+        def look_at_own(checkpoint: Path) -> list[str]:  # before damaged ones are set aside
+            lines = look(checkpoint)
+            if not lines and self.algorithm not in (read_recipe(checkpoint) or ()):
+                raise CheckpointError(
+                    f"Checkpoint {checkpoint} is not of a run of {self.algorithm}: give another checkpointing."
+                    "checkpoint_dir. To start from its model, write that with nemo-offload-rl export, and set "
+                    "policy.model_name to it."
+                )
+            return lines
+
+        return choose(checkpoints, on_damaged, look_at_own, partial(tell, console))
 
     def _checkpoints(self) -> Checkpoints:
         section = self.config["checkpointing"]
