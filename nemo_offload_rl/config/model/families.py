@@ -286,8 +286,10 @@ def why_not_generated(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> s
         return None
     family = family_of(fields)
     kinds = fields.get("layer_types") or []
-    windows = kinds.count("sliding_attention")
-    if family.windows_by_layer and fields.get("sliding_window") is not None and windows < len(kinds):
+    windows, window = kinds.count("sliding_attention"), fields.get("sliding_window")
+    longest = (policy["generation"].get("vllm_cfg") or {"max_model_len": math.inf})["max_model_len"]
+    # A window in all layers instead of none changes nothing for rows within it; one in some vLLM refuses itself.
+    if family.windows_by_layer and window is not None and windows < len(kinds) and (windows or longest > window):
         return (
             f"is vllm, whose {fields['model_type']} models have sliding windows in all layers or in none, whatever "
             f"layer_types says, but the model has them in {windows} of {len(kinds)} layers; set the backend to "

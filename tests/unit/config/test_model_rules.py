@@ -70,7 +70,11 @@ def test_windows_of_some_layers_that_vllm_does_not_have_are_refused(family):
         check_model(fields, policy | vllm)
     check_model(fields, policy | {"generation": {"backend": "transformers"}})
     check_model(fields | {"layer_types": ["sliding_attention"] * 2}, policy | vllm)
-    check_model(fields | {"layer_types": ["full_attention"] * 2, "sliding_window": None}, policy | vllm)
+    no_layers = fields | {"layer_types": ["full_attention"] * 2}  # as of use_sliding_window with a late first layer
+    with pytest.raises(ValueError, match="has them in 0 of 2 layers; set"):
+        check_model(no_layers, policy | vllm)
+    for window in (None, 8):
+        check_model(no_layers | {"sliding_window": window}, policy | vllm)
 
 
 @pytest.mark.parametrize("keys", [{"attention_factor": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.2}])
