@@ -55,7 +55,8 @@ def run_cycles(job, offloader, num_cycles=NUM_CYCLES):
 
 def assert_flat(readings):
     (first_counts, first_levels), (last_counts, last_levels) = readings
-    assert last_counts == first_counts
+    # A count may fall: the collector closes sockets that a test before this one has left.
+    assert {name: last for name, last in last_counts.items() if last > first_counts.get(name, 0)} == {}
     # The C library maps and unmaps a few regions as it likes; one left behind every twelfth cycle would be 16.
     grown = {name: last_levels[name] - first_levels[name] for name in first_levels}
     assert {name: more for name, more in grown.items() if more > 16} == {}
