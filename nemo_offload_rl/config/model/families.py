@@ -298,7 +298,7 @@ def why_not_generated(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> s
         )
     rope: Mapping[str, Any] = next(iter(_ropes(fields)), {})
     has = {key for key in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(key)}
-    if family.bridge is not None and rope.get("rope_type") == "yarn" and not _has_usual_scale(rope):
+    if family.bridge is not None and _rope_type(rope) == "yarn" and not _has_usual_scale(rope):
         keys = " and ".join(sorted(has))
         return (
             "is vllm, which computes yarn's attention factor from its factor alone, but the model's rope_parameters "
@@ -332,7 +332,7 @@ def why_too_long(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> str | 
     if _ALLOW_LONG in os.environ or _ALLOW_LONG in (section["env_vars"] or {}):
         return None
     rope: Mapping[str, Any] = next(iter(_ropes(fields)), {})
-    kind = rope.get("rope_type", rope.get("type"))
+    kind = _rope_type(rope)
     longest = fields.get("max_position_embeddings")
     if kind == "yarn":
         longest = rope.get("original_max_position_embeddings") or longest
@@ -383,8 +383,13 @@ def _has_usual_scale(yarn: Mapping[str, Any]) -> bool:
     return math.isclose(own, scale(), rel_tol=1e-6)
 
 
+def _rope_type(rope: Mapping[str, Any]) -> Any:
+    """Returns the kind of rotary embeddings, which older configs call `type`."""
+    return next((rope[key] for key in ("rope_type", "type") if key in rope), "default")
+
+
 def _rope(rope: Mapping[str, Any]) -> str | None:
-    kind = next((rope[key] for key in ("rope_type", "type") if key in rope), "default")
+    kind = _rope_type(rope)
     if kind not in ROPE_TYPES:
         return (
             f"has rotary embeddings of rope_type {show(kind)}, which Megatron cannot follow; it can with "
