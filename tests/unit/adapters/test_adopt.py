@@ -74,7 +74,7 @@ def test_each_call_moves_its_kind_alone_twice_is_once_and_what_is_away_is_refuse
         state.move_optimizer("cpu")
     state.move_grads("cpu")  # in plain torch, gradients are not in buffers
     assert placements(state) == {Target.PARAMS: Placement.GPU, Target.OPTIMIZER_STATE: Placement.HOST}
-    with pytest.raises(ResidencyError, match=r"is needed on the GPU, .* \(the move methods of an adopted state\)"):
+    with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU"):
         job.step(1)
     state.move_params("cpu")
     with pytest.raises(ResidencyError, match="params is needed on the GPU"):

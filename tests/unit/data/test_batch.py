@@ -52,10 +52,10 @@ def test_chunks_cover_every_row_once():
 def test_a_reader_names_the_column_that_is_missing_or_wrong():
     batch = BatchedData(input_ids=torch.zeros(2, 3), input_lengths=torch.tensor([3, 2]))
     batch.require_columns(("input_ids", "input_lengths"), "train")
-    with pytest.raises(ValueError, match="train needs the column token_mask, found input_ids, input_lengths; add it"):
+    with pytest.raises(ValueError, match="column token_mask"):
         batch.require_columns(("input_ids", "token_mask"), "train")
     batch["input_lengths"] += 1
-    with pytest.raises(ValueError, match="input_lengths has 4, but rows of input_ids have 3 tokens"):
+    with pytest.raises(ValueError, match=r"input_lengths has 4, .* 3 tokens"):
         batch.require_columns(("input_ids",), "train")
 
 

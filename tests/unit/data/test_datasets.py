@@ -84,7 +84,7 @@ def test_a_folder_of_parquet_files_is_opened(tmp_path, table):
 
 def test_a_saved_dataset_is_opened_and_missing_columns_and_folders_are_named(tmp_path, table):
     table.save_to_disk(tmp_path / "data")
-    with pytest.raises(DataError, match="no column 'solution'; it has 'question', 'answer'"):
+    with pytest.raises(DataError, match="no column 'solution'"):
         load_hf_folder(tmp_path / "data", None, ProblemForm("question", "solution"))
     check(load_hf_folder(tmp_path / "data", None, FORM))
     with pytest.raises(DataError, match="does not exist"):

@@ -212,7 +212,7 @@ def test_an_output_layer_of_its_own_is_refused_in_a_family_that_always_ties_it(
     assert not caplog.records
     policy = folder_without(None, gemma, tmp_path)
     changed(tmp_path, **{"lm_head.weight": torch.ones(14, 64)})
-    with pytest.raises(ValueError, match=r"different weights 'lm_head\.weight' .*; choose a model of another family"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight.* another family"):
         make_worker(policy)
 
 
@@ -245,7 +245,7 @@ def test_quantised_weights_are_refused(make_worker, tmp_path, scale):
     policy, layer = folder_without(None, TINY_QWEN3, tmp_path), "model.layers.1.mlp.up_proj"
     quantised = torch.ones(128, 64, dtype=torch.int8 if scale == "SCB" else torch.float8_e4m3fn)
     changed(tmp_path, **{f"{layer}.weight": quantised, f"{layer}.{scale}": torch.ones(1)})
-    with pytest.raises(ValueError, match=rf"has 1 quantised weights, such as '{layer}\.weight', .* family qwen3, so"):
+    with pytest.raises(ValueError, match=rf"1 quantised weights.*{layer}\.weight"):
         make_worker(policy)
 
 
