@@ -177,7 +177,8 @@ GRAPH_MODULES = (
     "moe_preprocess",  # the preparation of the tokens' exchange; needs moe_router
 )
 
-_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# Variables with the settings of torch's allocator; if both are set, the second counts.
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def check_graph_environment(environ: Mapping[str, str]) -> None:
@@ -191,7 +192,7 @@ def check_graph_environment(environ: Mapping[str, str]) -> None:
     Raises:
         ValueError: expandable segments without NCCL_GRAPH_REGISTER=0.
     """
-    settings = {name: environ.get(name, "").replace(" ", "").lower() for name in _ALLOCATOR_SETTINGS}
+    settings = {name: environ.get(name, "").replace(" ", "").lower() for name in ALLOCATOR_SETTINGS}
     name = next((name for name, text in settings.items() if "expandable_segments:true" in text), None)
     if name is None or environ.get("NCCL_GRAPH_REGISTER") == "0":
         return

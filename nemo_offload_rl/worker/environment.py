@@ -1,6 +1,8 @@
 """Builds the environment variables of the processes that train."""
 
-from nemo_offload_rl.config.megatron import exchanges_weights, megatron_field
+import os
+
+from nemo_offload_rl.config.megatron import ALLOCATOR_SETTINGS, exchanges_weights, megatron_field
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 
 
@@ -10,6 +12,8 @@ def library_environment(megatron_cfg: MegatronConfig, *, refit_follows: bool) ->
     Args:
         megatron_cfg: The recipe's `policy.megatron_cfg`; its `env_vars` win over the defaults here.
         refit_follows: Whether the ranks send weights to generation engines.
+
+    Settings of torch's allocator in this process's environment win, too.
     """
     environment = {"NVTE_CPU_OFFLOAD_V1": "1"}
     if megatron_field(megatron_cfg, "use_transformer_engine_op_fuser"):
@@ -23,7 +27,12 @@ def library_environment(megatron_cfg: MegatronConfig, *, refit_follows: bool) ->
         # captured collective reads, by its address, and map it on the other ranks. But the parameters leave the GPU
         # after each refit and return to other memory at the same addresses: replays would read what was unmapped.
         environment["NCCL_GRAPH_REGISTER"] = "0"
-    return environment | {name: str(value) for name, value in (megatron_cfg["env_vars"] or {}).items()}
+    own = {name: str(value) for name, value in (megatron_cfg["env_vars"] or {}).items()}
+    if megatron_cfg["cuda_graph_impl"] == "none" and not any(name in os.environ | own for name in ALLOCATOR_SETTINGS):
+        # The tokens of experts and of packed rows vary, so that freed blocks rarely fit: torch kept 3.4 times what was
+        # allocated, and 1.3 times with segments that grow (docs/results/scale.md). Refits do not send torch's memory.
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return environment | own
 
 
 def worker_environment(

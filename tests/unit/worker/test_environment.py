@@ -2,19 +2,28 @@ from functools import partial
 
 import pytest
 
+from nemo_offload_rl.config.megatron import ALLOCATOR_SETTINGS
 from nemo_offload_rl.worker import environment
 from nemo_offload_rl.worker.environment import worker_environment
 from nemo_offload_rl.worker.rank_metrics import worst_of_ranks
 
 SIZES = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
 library_environment = partial(environment.library_environment, refit_follows=False)
-RECIPE = {f"{kind}_parallel_size": 1 for kind in SIZES} | {"sequence_parallel": False, "env_vars": None}
+RECIPE = {f"{kind}_parallel_size": 1 for kind in SIZES}
+RECIPE |= {"sequence_parallel": False, "env_vars": None, "cuda_graph_impl": "none"}
 FUSED_EXPERTS = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
+GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_the_allocator(monkeypatch):
+    for name in ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_hardware_queues_are_limited_only_where_communication_overlaps():
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    assert library_environment(RECIPE) == {"NVTE_CPU_OFFLOAD_V1": "1"}
+    assert library_environment(RECIPE) == {"NVTE_CPU_OFFLOAD_V1": "1"} | GROWING
     for overlapping in ({"tensor_model_parallel_size": 2}, {"sequence_parallel": True}):
         assert library_environment(RECIPE | overlapping)[name] == "1"
     own = {"tensor_model_parallel_size": 2, "env_vars": {name: "8"}}
@@ -27,6 +36,17 @@ def test_nccl_registers_no_graphs_memory_where_ranks_exchange_weights_in_refits(
     assert library_environment(recipe, refit_follows=True)[name] == "0"
     assert name not in library_environment(recipe) | library_environment(RECIPE, refit_follows=True)
     assert library_environment(recipe | {"env_vars": {name: 1}}, refit_follows=True)[name] == "1"
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_SETTINGS)
+def test_segments_grow_unless_graphs_are_captured_or_the_allocator_has_other_settings(name, monkeypatch):
+    other = {name: "max_split_size_mb:512"}
+    assert GROWING.items() <= library_environment(RECIPE).items()
+    captures = library_environment(RECIPE | {"cuda_graph_impl": "transformer_engine"})
+    assert not captures.keys() & set(ALLOCATOR_SETTINGS)
+    assert library_environment(RECIPE | {"env_vars": other}) == captures | other
+    monkeypatch.setenv(name, other[name])
+    assert library_environment(RECIPE) == captures
 
 
 @pytest.mark.parametrize("fused", [True, False, None])
@@ -43,7 +63,7 @@ def test_a_rank_has_its_place_and_its_threads_beside_what_libraries_read():
     assert worker_environment(recipe, rank=1, world_size=2, threads=3, refit_follows=False) == {
         "NVTE_CPU_OFFLOAD_V1": "1", FUSED_EXPERTS: "1", "TOY_VARIABLE": "1", "OMP_NUM_THREADS": "3",
         "RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2",
-    }  # fmt: skip
+    } | GROWING  # fmt: skip
     own = RECIPE | {"env_vars": {"OMP_NUM_THREADS": "7"}}
     assert worker_environment(own, rank=0, world_size=1, threads=3, refit_follows=False)["OMP_NUM_THREADS"] == "7"
 
