@@ -190,9 +190,7 @@ def child(case: Case, num_steps: int, output: Path) -> None:
 def in_own_process(case: Case, num_steps: int, *, expandable: bool) -> Row:
     """Returns the row that a process measured; one that was killed has run out of the host's memory."""
     # As a rank's environment has it, since Transformer Engine reads it on import.
-    environment = {"NVTE_CPU_OFFLOAD_V1": "1"}
-    if expandable:
-        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    environment = {"NVTE_CPU_OFFLOAD_V1": "1", "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
     options = ["--child", json.dumps(dataclasses.asdict(case)), "--steps", str(num_steps)]
     [(found, status)] = run_children(__file__, [options], environment)
     if found is not None:
