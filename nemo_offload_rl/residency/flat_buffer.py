@@ -287,7 +287,12 @@ def _aligned_bytes(entry: BufferEntry) -> int:
 @torch.no_grad()
 def _move_in(entry: BufferEntry, buffer_slice: BufferSlice) -> None:
     there = buffer_slice.on_device()
-    there.copy_(bytes_of(entry.storage, there.device))
+    source = bytes_of(entry.storage, there.device)
+    there.copy_(source)
+    if source.is_cuda:
+        # megatron-core makes its buffers on a stream of their own: torch would give them away during the copy.
+        source.record_stream(torch.cuda.current_stream(source.device))
+    del source
     point_at(entry.tensors, buffer_slice.backed.range.tensor, buffer_slice.offset)
     # One count is of `entry.storage`. Others are of views that would keep using the old memory.
     others = torch._C._storage_Use_Count(entry.storage._cdata) - 1

@@ -175,7 +175,7 @@ class Meter:
         )
 
     def give_back_cache(self) -> None:
-        """Release torch's cached but unused memory to the driver; waits for every stream."""
+        """Release torch's cached but unused memory to the driver; may wait for every stream."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -16,6 +16,7 @@ from support.jobs import CPU, WIDTH, adamw, amsgrad, assert_equal, enter_and_req
 from support.phases import delay_moves
 from support.ranges import Trouble, small_chunks
 
+from nemo_offload_rl.memory.gpu_range import make_range
 from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
 from nemo_offload_rl.residency.attach import attach, needed_host_bytes
 from nemo_offload_rl.residency.context import Options
@@ -328,3 +329,30 @@ def test_what_leaves_again_has_arrived_before():
     mover.close()
     flat_buffer.close()
     arena.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("growing", [False, True])
+def test_what_another_stream_has_made_is_not_given_away_while_it_moves_in(growing):
+    """As megatron-core makes its buffers; torch would give the memory to that stream again, or unmap it."""
+    device, side, nbytes = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream(), 64 << 20
+
+    def late_range(*arguments):
+        made = make_range(*arguments)
+        torch.cuda._sleep(200_000_000)  # a tenth of a second, before the copy
+        return made
+
+    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{growing}")
+    flat_buffer = FlatBuffer("params", device, None, ranges=late_range)
+    try:
+        with torch.cuda.stream(side):
+            tensor = torch.ones(nbytes, dtype=torch.uint8, device=device)
+        side.synchronize()
+        flat_buffer.add([BufferEntry("tensor", tensor.untyped_storage(), [tensor])])
+        with torch.cuda.stream(side):
+            torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        torch.cuda.empty_cache()
+        assert tensor.all()
+    finally:
+        flat_buffer.close()
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
