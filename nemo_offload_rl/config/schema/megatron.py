@@ -252,7 +252,8 @@ class MegatronConfig(TypedDict):
     # Fields of the model that have no key of their own in this section, as in NeMo-RL. They mean the same as in the
     # section itself and are checked as there, but must not be null. Null or {} for none. Absent: none.
     model_overrides: NotRequired[dict[str, Any] | None]
-    # Environment variables of the policy workers, set before the workers import anything; null or {} for none.
+    # Environment variables of the policy workers, set before the workers import anything; null or {} for none. Without
+    # PYTORCH_CUDA_ALLOC_CONF, workers let the segments of torch's allocator grow (docs/gpus.md). Recommended: null.
     env_vars: NotRequired[Annotated[dict[str, str] | None, IfAbsent(None)]]
     # The optimizer.
     optimizer: MegatronOptimizerConfig
