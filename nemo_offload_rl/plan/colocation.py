@@ -60,7 +60,7 @@ def with_resident_state(config: MasterConfig, planner: Planner) -> tuple[MasterC
     Parameters stay on the GPU if their cell is absent or auto, and they fit. If parameters did not fit, optimizer state
     is not considered. Otherwise it stays on the GPU if it fits and the recipe leaves it open: its cell is auto, or the
     recipe sets neither the cell nor offload_optimizer_for_refit and does not move parameters. Where engines generate
-    while the policy trains, nothing leaves the GPU.
+    while the policy trains, or none generate, nothing leaves the GPU.
 
     Args:
         config: a validated recipe, resolved for the ranks' machine; not modified.
@@ -75,6 +75,11 @@ def with_resident_state(config: MasterConfig, planner: Planner) -> tuple[MasterC
     if generates_beside_training(config):
         return _with_both_on_the_gpu(config)
     policy, gpu_bytes = config["policy"], planner.gpu_bytes
+    if not has_generation(policy):  # nothing ever moves; what may move has page-locked host memory all the same
+        cells = {PARAMS_CELL: "gpu"}
+        if policy["offload_optimizer_for_refit"] is None:
+            cells |= dict.fromkeys(_STATE_CELLS, "keep")
+        return with_values(config, {key: cells[key] for key in cells if value_at(config, key) in (None, AUTO)}), []
     if not colocates_vllm(policy) or gpu_bytes is None:  # with vLLM on other GPUs, nothing needs to move
         return config, []
     lines = []

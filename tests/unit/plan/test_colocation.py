@@ -99,6 +99,21 @@ def test_parameters_stay_where_they_fit_beside_vllm_and_the_process():
         assert params(*otherwise) == leave, otherwise
 
 
+@pytest.mark.parametrize(("algorithm", "on_host"), [("sft", ()), ("dpo", (Target.PARAMS, Target.REFERENCE_WEIGHTS))])
+@pytest.mark.parametrize("gpu_gib", [24, None])
+def test_without_generation_only_what_reference_weights_need_takes_host_memory(algorithm, on_host, gpu_gib):
+    path = f"examples/configs/{algorithm}_tiny_cpu.yaml"
+    unset = ["policy.offload_optimizer_for_refit=null", "~policy.residency.table.generate"]
+
+    def needed(*overrides):
+        [rank] = resolved_for(load(path, [*unset, *overrides]).config, gpu_gib, algorithm).run.plan.ranks
+        return {target for target, nbytes in rank.host_bytes.items() if nbytes}
+
+    assert needed() == {*on_host}
+    assert needed("policy.offload_optimizer_for_refit=true") == {*on_host, Target.OPTIMIZER_STATE}  # as it says
+    assert needed(f"++{GENERATE}.params=host") == {*on_host, Target.PARAMS}
+
+
 def test_optimizer_state_stays_where_it_fits_beside_vllm_too():
     def state(gpu_gib, *overrides):
         policy, lines = decided(colocation.with_resident_state, gpu_gib, *overrides)
