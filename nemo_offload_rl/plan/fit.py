@@ -11,7 +11,7 @@ from typing import Any
 from nemo_offload_rl.config.megatron import MLP_TILES_KEY as TILES
 from nemo_offload_rl.config.megatron import split_devices
 from nemo_offload_rl.config.model.families import check_model
-from nemo_offload_rl.config.rules.base import OFFLOADING
+from nemo_offload_rl.config.rules.base import CPU_OPTIMIZER, OFFLOADING, OPTIMIZER
 from nemo_offload_rl.config.rules.residency import STATE_IN_TRAIN
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema.policy import has_generation
@@ -105,8 +105,8 @@ def cheapest_fit(load: Load, planner: Planner) -> Fit:
 
     It combines what is recomputed and offloaded, tiles, logits in chunks, row lengths up to the recipe's, and the ways
     to keep optimizer state on the GPU or stream it. None of them changes a result, except for the order of sums and,
-    with experts, auxiliary losses, which are those of a micro-batch. The CPU optimizer rounds differently and is left
-    out, unless the recipe has it.
+    with experts, auxiliary losses, which are those of a micro-batch. The CPU optimizer, which rounds differently, is
+    neither turned on nor off.
 
     With `policy.activation_memory: auto` it keeps what the recipe sets: it only turns on what is off, streams optimizer
     state that the recipe puts nowhere, and chooses the length of rows that is `auto`.
@@ -281,7 +281,7 @@ class _Search:
 
     def _states(self) -> list[_State]:
         """Returns the plans of the ways to keep optimizer state that the recipe allows and that round alike."""
-        others = [way for way in ways(self._written["policy"]) if way.overrides and not _steps_on_cpu(way)]
+        others = [way for way in ways(self._written["policy"]) if way.overrides and not _rounds_otherwise(way)]
         if self._only_adds:
             others = [Way("streamed", (f"++{STATE_IN_TRAIN}=streamed",))] if _may_stream(self._written) else []
         states, errors = [], []
@@ -410,5 +410,7 @@ def _may_stream(config: MasterConfig) -> bool:
     return value_at(config, STATE_IN_TRAIN) is None and not stays
 
 
-def _steps_on_cpu(way: Way) -> bool:
-    return any(override.endswith("optimizer_cpu_offload=true") for override in way.overrides)
+def _rounds_otherwise(way: Way) -> bool:
+    """Returns whether a way steps other parameters on the CPU than the recipe, or with another optimizer."""
+    keys = (CPU_OPTIMIZER, f"{OPTIMIZER}.optimizer_offload_fraction", f"{OPTIMIZER}.use_precision_aware_optimizer")
+    return any(override.lstrip("+").startswith(keys) for override in way.overrides)

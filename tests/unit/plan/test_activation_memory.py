@@ -180,6 +180,19 @@ def test_a_setting_that_the_recipe_does_not_allow_is_not_chosen():
     assert (free.fits, bound.fits) == (True, False)
 
 
+def test_the_cpu_optimizer_stays_on_since_it_rounds_differently():
+    on_cpu = (
+        f"{MEGATRON}.optimizer.optimizer_cpu_offload=true",
+        f"{MEGATRON}.optimizer.optimizer_offload_fraction=0.25",
+    )
+    for gib in (28, 80):  # where it fits only with other settings, and where all state has room on the GPU
+        found = searched(GRPO, machine(gib), *on_cpu)
+        assert found.fits
+        changed = {key for key in from_overrides(found.overrides) if ".optimizer." in key}
+        assert changed <= {f"{MEGATRON}.optimizer.overlap_cpu_optimizer_d2h_h2d"}
+        assert settings(load(GRPO, [*on_cpu, *found.overrides]).config["policy"]).streams_optimizer_state is False
+
+
 def printed(capsys, *arguments, status=0):
     assert main(["plan", str(GRPO), "--fit", "--host-memory", "512", *SHORT, *arguments]) == status
     return capsys.readouterr().out
