@@ -41,7 +41,14 @@ from nemo_offload_rl.plan.host_budget import HostBudgetError, usable_bytes
 from nemo_offload_rl.plan.optimizer_ways import Host, PlannedWay, Way, planned_way, ways
 from nemo_offload_rl.plan.plan import activation_settings
 from nemo_offload_rl.plan.planner import PlannedRun, Planner
-from nemo_offload_rl.plan.row_tokens import MARGIN, logprob_bytes, open_keys, row_limits, training_bytes
+from nemo_offload_rl.plan.row_tokens import (
+    MARGIN,
+    logprob_bytes,
+    open_keys,
+    row_limits,
+    training_bytes,
+    validation_key,
+)
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.plan.step_time import logprob_seconds, optimizer_seconds, read_flop_model, training_seconds
 from nemo_offload_rl.plan.values import Values, value_at, with_values
@@ -271,7 +278,8 @@ class _Search:
         """Returns the seconds of log-prob passes, and their GPU memory by pipeline stage."""
         # What is recomputed and offloaded does not matter to a pass that saves nothing, nor do rows of training where
         # it has rows of its own.
-        keys = [CHUNKS, TILES, *(() if len(self._logprob_lengths) > 1 else _TRAIN_ROWS)]
+        has_own = len(self._logprob_lengths) > 1 and validation_key(self._config, self._planner.algorithm) is None
+        keys = [CHUNKS, TILES, *(() if has_own else _TRAIN_ROWS)]
         found = (*(value_at(training.config, key) for key in keys), *rows.values())
         if found not in self._passes:
             config = with_values(training.config, rows)
@@ -356,7 +364,7 @@ class _Search:
         is_open = row_key(of) in self._rows
         if self._only_adds and not is_open:
             return [{}]
-        return row_options(self._config, of, self._spec.group_size, is_open=is_open)
+        return row_options(self._config, of, self._spec, is_open=is_open)
 
     def _resolved_rows(self) -> dict[str, Any]:
         """Returns the row lengths that the recipe leaves to the plan: its choice, or the least where nothing fits."""

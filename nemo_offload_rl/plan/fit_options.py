@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from nemo_offload_rl.config.algorithms import AlgorithmSpec
 from nemo_offload_rl.config.megatron import LAYER_INPUT, megatron_field
 from nemo_offload_rl.config.megatron import MLP_TILES_KEY as TILES
 from nemo_offload_rl.config.megatron import OFFLOAD_MODULES_KEY as MODULES
@@ -15,7 +16,7 @@ from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.policy import has_logprob_batches
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.activations import TRAIN_TOKENS, RowTokensKey, stated_row_tokens
-from nemo_offload_rl.plan.row_tokens import row_limits
+from nemo_offload_rl.plan.row_tokens import row_limits, validation_key
 from nemo_offload_rl.plan.values import Values, value_at
 
 CHUNKS = f"{MEGATRON}.use_fused_linear_logprobs"
@@ -76,32 +77,40 @@ def tile_options(*, has_experts: bool) -> list[Values]:
     return [{}] if has_experts else [{}, {TILES: None}, {TILES: "auto"}]
 
 
-def row_options(config: MasterConfig, of: RowTokensKey, group_size: int, *, is_open: bool) -> list[Values]:
+def row_options(config: MasterConfig, of: RowTokensKey, spec: AlgorithmSpec, *, is_open: bool) -> list[Values]:
     """Returns the row lengths of a pass to choose from, the longest first: the recipe's, and shorter ones.
 
     Args:
         config: the recipe, with numbers for packed rows.
         of: `TRAIN_TOKENS` or `LOGPROB_TOKENS`, which stand for the micro-batch sizes where rows are padded.
-        group_size: rows of a sample that belong together, such as a chosen and a rejected answer.
+        spec: the recipe's algorithm.
         is_open: whether the recipe leaves the length of packed rows to the plan; rows may then be longer than the
             plan's choice for the recipe as it is.
     """
     policy = config["policy"]
     packing, key = policy["sequence_packing"], row_key(of)
     if packing["enabled"] and of in packing:
-        stated = stated_row_tokens(policy, of, group_size)
-        least, most, multiple = row_limits(config, group_size)
+        stated = stated_row_tokens(policy, of, spec.group_size)
+        least, most, multiple = row_limits(config, spec.group_size)
         longest = most if is_open else stated
         halves = [longest >> times for times in range(longest.bit_length())]
         tokens = {round_up(number, multiple) for half in halves for number in (half, half * 3 // 4)}
         numbers = {stated, *(number for number in tokens | {least} if least <= number <= longest)}
-    elif not packing["enabled"] and (of == TRAIN_TOKENS or has_logprob_batches(policy)):
-        key = "policy.train_micro_batch_size" if of == TRAIN_TOKENS else "policy.logprob_batch_size"
-        stated = value_at(config, key)
+    elif (samples_key := _samples_key(config, of, spec)) is not None:
+        key, stated = samples_key, value_at(config, samples_key)
         numbers = {number for number in range(1, stated + 1) if stated % number == 0}
     else:
         return [{}]
     return [{} if number == stated else {key: number} for number in sorted(numbers, reverse=True)]
+
+
+def _samples_key(config: MasterConfig, of: RowTokensKey, spec: AlgorithmSpec) -> str | None:
+    """Returns the key of a pass's samples in a padded micro-batch; None where rows are packed or it has no such key."""
+    if config["policy"]["sequence_packing"]["enabled"]:
+        return None
+    if of == TRAIN_TOKENS:
+        return "policy.train_micro_batch_size"
+    return "policy.logprob_batch_size" if has_logprob_batches(config["policy"]) else validation_key(config, spec.name)
 
 
 def is_left_open(config: MasterConfig, key: str) -> bool:

@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nemo_offload_rl.config.megatron import data_parallel_size, split_devices
 from nemo_offload_rl.config.schema import MasterConfig
@@ -26,7 +27,7 @@ from nemo_offload_rl.plan.plan import activation_settings
 from nemo_offload_rl.plan.planner import PlannedRun, Planner
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.plan.training_memory import forward_pass_bytes, training_pass_bytes
-from nemo_offload_rl.plan.values import with_values
+from nemo_offload_rl.plan.values import value_at, with_values
 from nemo_offload_rl.residency.table import Phase
 
 MOST_TOKENS = 32768
@@ -259,7 +260,10 @@ def training_bytes(config: MasterConfig, planner: Planner) -> tuple[int, ...]:
 
 
 def logprob_bytes(config: MasterConfig, planner: Planner) -> tuple[int, ...]:
-    """Returns the GPU memory of a log-prob pass's longest micro-batch; takes the arguments of `training_bytes`."""
+    """Returns the GPU memory of the longest micro-batch of log-prob passes and, where rows are padded, of validation.
+
+    Takes the arguments of `training_bytes`.
+    """
     policy = config["policy"]
     packing = policy["sequence_packing"]
     passes = config  # without a key of their own, passes that compute log-probs have the rows of training
@@ -267,7 +271,25 @@ def logprob_bytes(config: MasterConfig, planner: Planner) -> tuple[int, ...]:
         passes = with_tokens(config, {TRAIN_TOKENS: packing[LOGPROB_TOKENS]})
     elif not packing["enabled"] and has_logprob_batches(policy):
         passes = with_values(config, {"policy.train_micro_batch_size": policy["logprob_batch_size"]})
+    elif (key := validation_key(config, planner.algorithm)) is not None:
+        samples = max(policy["train_micro_batch_size"], value_at(config, key))
+        passes = with_values(config, {"policy.train_micro_batch_size": samples})
     return forward_pass_bytes(planner.hf_config, passes["policy"], _busy_facts(passes, planner))
+
+
+def validation_key(config: MasterConfig, algorithm: str) -> str | None:
+    """Returns the key of the samples in a padded micro-batch of validation; None without such micro-batches.
+
+    Args:
+        config: a validated recipe.
+        algorithm: the section that marks it.
+    """
+    sections: Mapping[str, Any] = config
+    section, key = sections[algorithm], "val_micro_batch_size"
+    validates = any(section[name] for name in ("val_period", "val_at_start", "val_at_end"))
+    if not validates or key not in section or config["policy"]["sequence_packing"]["enabled"]:
+        return None
+    return f"{algorithm}.{key}"
 
 
 def _busy_facts(config: MasterConfig, planner: Planner) -> list[ActivationFacts]:

@@ -193,6 +193,24 @@ def test_the_cpu_optimizer_stays_on_since_it_rounds_differently():
         assert settings(load(GRPO, [*on_cpu, *found.overrides]).config["policy"]).streams_optimizer_state is False
 
 
+def test_padded_validation_counts_and_gets_smaller_micro_batches():
+    def fit(recipe, gib, *overrides):
+        return searched(recipe, machine(gib), LENGTH, *overrides, model=LLAMA_1B)
+
+    # 32 samples of 4,096 tokens: 31.3 GiB of logits, beside 16 GiB of state.
+    many = ("sft.val_global_batch_size=64", "sft.val_micro_batch_size=32")
+    found = fit(SFT, 40, *many)
+    assert found.fits
+    assert found.overrides == ("++sft.val_micro_batch_size=16",)
+    assert fit(SFT, 60, *many).overrides == ()
+    never = ("sft.val_period=0", "sft.val_at_start=false", "sft.val_at_end=false")
+    assert fit(SFT, 40, *many, *never).overrides == ()
+    assert fit(SFT, 40, *many, f"{PACKING}.enabled=true").overrides == ()  # then rows of training's length
+    pairs = fit(DPO, 48, "dpo.val_global_batch_size=16", "dpo.val_micro_batch_size=16")
+    assert pairs.fits
+    assert "++dpo.val_micro_batch_size=8" in pairs.overrides
+
+
 def printed(capsys, *arguments, status=0):
     assert main(["plan", str(GRPO), "--fit", "--host-memory", "512", *SHORT, *arguments]) == status
     return capsys.readouterr().out
