@@ -91,6 +91,7 @@ class RolloutQueue:
         self._position: DataPosition | None = None
         self._memory: dict[str, float] = {}
         self._taken_at: float | None = None  # when the last step got its rollouts
+        self._waited_s = 0.0  # for rollouts, since then: also validations and checkpoints wait
         # What follows is read and changed under this condition alone.
         self._changed = threading.Condition()
         self._ready: dict[int, _StepRollouts] = {}
@@ -127,14 +128,14 @@ class RolloutQueue:
             DataError, RewardError, GenerationError: sampling this step's rollouts has failed.
         """
         on_last_answers()
-        with timer.phase("wait_for_rollouts"), self._changed:
+        with self._waiting(timer), self._changed:
             self._changed.wait_for(lambda: step in self._ready or self._has_ended)
             if step not in self._ready:
                 assert self._error is not None, f"step {step} is within the run"
                 raise self._error
             taken, waiting = self._ready.pop(step), len(self._ready)
         self._position = taken.position
-        busy = self._busy_shares(taken, timer)
+        busy = self._busy_shares(taken)
         age = float(step - 1 - taken.version)
         batch = taken.rollouts.batch
         # A checkpoint's rollouts have it, or not, as the run that sampled them had weights in flight.
@@ -146,16 +147,24 @@ class RolloutQueue:
             "performance/steps_sampled_ahead": float(waiting),
         }
 
-    def _busy_shares(self, taken: _StepRollouts, timer: Timer) -> dict[str, float]:
+    @contextmanager
+    def _waiting(self, timer: Timer) -> Iterator[None]:
+        """Counts the time in the `with` block as that in which training waits for rollouts."""
+        start = time.perf_counter()
+        with timer.phase("wait_for_rollouts"):
+            yield
+        self._waited_s += time.perf_counter() - start
+
+    def _busy_shares(self, taken: _StepRollouts) -> dict[str, float]:
         """Returns the shares of the last step's time in which training, and generation, did not wait for the other."""
         last, self._taken_at = self._taken_at, time.perf_counter()
+        waited_s, self._waited_s = self._waited_s, 0.0
         seconds = {
             name: taken.metrics.get(f"timing/rollouts/{name}", 0.0) for name in ("sampling", "rewards", "waiting")
         }
         whole_s = sum(seconds.values())
         shares = {"generation": 1 - seconds["waiting"] / whole_s} if whole_s else {}
         if last is not None:
-            waited_s = timer.seconds().get("wait_for_rollouts", 0.0)
             shares["training"] = max(0.0, 1 - waited_s / (self._taken_at - last))
         return {f"performance/{name}_busy_share": share for name, share in shares.items()}
 
@@ -184,7 +193,7 @@ class RolloutQueue:
         Raises:
             GenerationError: engines have failed meanwhile, and may hang in an update.
         """
-        with timer.phase("wait_for_rollouts"), self._changed:
+        with self._waiting(timer), self._changed:
             self._held_after = version + 1 if self._max_age > 0 else version
             self._changed.notify_all()
             if self._thread is not None and (drains or not self._in_flight):
@@ -212,7 +221,7 @@ class RolloutQueue:
         Raises:
             DiskFullError: the disk is full.
         """
-        with self._changed:
+        with self._waiting(Timer()), self._changed:
             if self._max_age == 1 and self._thread is not None:
                 self._changed.wait_for(lambda: self._ready or self._has_ended)
             unused = sorted(self._ready.items())
