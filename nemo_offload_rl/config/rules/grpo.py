@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nemo_offload_rl.config.keys.tree import datasets_of
+from nemo_offload_rl.config.keys.tree import datasets_of, splits_validation_data
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.rules.base import RuleResult, note, rule
 from nemo_offload_rl.config.schema.value_types import is_import_path
@@ -222,6 +222,14 @@ def dataset_split_seed(size: float | None, seed: int | None, name: str | None) -
     if seed is not None or not size or name in NAMED_DATASETS or is_import_path(name or ""):
         return None
     return f"is {size}, which needs data.train.seed, so that resumed runs split the data in the same way; set that"
+
+
+@note("data.train.split_validation_size?", "data.train.dataset_name?")
+def dataset_never_split(size: float | None, name: str | None) -> RuleResult:
+    """Notes that nothing is split off a dataset that NeMo-RL does not split either."""
+    if not size or name is None or splits_validation_data({"dataset_name": name, "split_validation_size": size}):
+        return None
+    return f"has no effect: {name} is not split, as in NeMo-RL"
 
 
 @rule("data")

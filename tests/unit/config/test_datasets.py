@@ -25,7 +25,13 @@ def test_the_schema_has_the_names_of_the_table(kind, table):
 
 def test_what_nemo_rl_does_not_split_is_not_split():
     train = "dataset_name: DAPOMath17K, split_validation_size: 0.05, seed: 42"
-    assert not splits_validation_data(load_data("grpo", train).config["data"]["train"])
+    recipe = load_data("grpo", train)
+    assert not splits_validation_data(recipe.config["data"]["train"])
+    assert recipe.notes == ["data.train.split_validation_size has no effect: DAPOMath17K is not split, as in NeMo-RL"]
+
+
+def test_a_split_that_is_made_has_no_note():
+    assert load_data("grpo", "dataset_name: OpenMathInstruct-2, split_validation_size: 0.1").notes == []
 
 
 def test_a_file_with_the_chat_template_has_to_be_there(tmp_path):
