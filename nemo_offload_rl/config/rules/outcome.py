@@ -33,9 +33,11 @@ def validation_data(
     first = next((name for name, value in asked.items() if value), None)
     if validation or splits_validation_data(train) or is_import_path(train["dataset_name"]) or first is None:
         return None
+    can_split = splits_validation_data({**train, "split_validation_size": 1})
+    split = "set data.train.split_validation_size above 0, " if can_split else ""
     return (
-        f"is {show(validation)}, but {spec.name}.{first} is {show(asked[first])}; name validation data, set "
-        "data.train.split_validation_size above 0, or set val_period to 0 and val_at_start and val_at_end to false"
+        f"is {show(validation)}, but {spec.name}.{first} is {show(asked[first])}; name validation data, {split}"
+        "or set val_period to 0 and val_at_start and val_at_end to false"
     )
 
 
