@@ -137,6 +137,7 @@ def _section(path: str, typed_dict: type, keys: Mapping[str, Key], algorithm: st
     bases = _all_bases(typed_dict)
     if "dataset_name" in hints:
         hints = {name: hints[name] for name in dict.fromkeys([*key_comments(typed_dict), *hints])}
+    if "dataset_name" in hints or path in ALGORITHMS:  # each names all of its keys
         described = set()
     inherited = {name for base in described.intersection(bases) for name in get_type_hints(base)}
     lines = [f"## `{title}`", "", "| key | value | meaning |", "|---|---|---|"]

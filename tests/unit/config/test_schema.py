@@ -38,3 +38,7 @@ def test_the_page_of_keys_has_every_key():
     page = runpy.run_path(str(CONFIGS.parents[1] / "tools" / "keys_page.py"))["page"]()
     named = set(re.findall(r"`(\w+)`", page))
     assert [path for path, key in ALL_KEYS.items() if key.name not in named] == []
+    for algorithm, spec in ALGORITHMS.items():
+        section = page.partition(f"## `{algorithm}`\n")[2].partition("\n## ")[0]
+        keys = [path.rpartition(".") for path in schema_keys(spec.schema)]
+        assert [name for parent, _, name in keys if parent == algorithm and f"`{name}`" not in section] == []
