@@ -35,7 +35,7 @@ def run_warm_start(job: Job, folder: Path, session: Session) -> Path | None:
     if new.exists():
         shutil.rmtree(new)
     if written is not None:
-        changed = ", ".join(changed_keys(written, job.config))
+        changed = ", ".join(changed_keys(_apart_from_ranks(written), _apart_from_ranks(job.config)))
         tell(
             session.console,
             f"The warm start in {folder} was made by a recipe with other values of {changed}: the new one runs in "
@@ -51,5 +51,6 @@ def run_warm_start(job: Job, folder: Path, session: Session) -> Path | None:
 def _apart_from_ranks(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a config without what its ranks are and share: on others the model differs only by rounding."""
     policy = {**config["policy"], "train_micro_batch_size": None}
+    policy["sequence_packing"] = {**policy["sequence_packing"], "train_mb_tokens": None, "logprob_mb_tokens": None}
     policy["megatron_cfg"] = on_one_rank(policy["megatron_cfg"])
     return {**config, "cluster": None, "policy": policy, "sft": {**config["sft"], "val_micro_batch_size": None}}

@@ -384,11 +384,15 @@ def test_a_warm_start_is_run_once_for_a_recipe(tmp_path, session):
     job = make_job(tmp_path)
     policy = job.config["policy"]
     shared = policy | {"megatron_cfg": policy["megatron_cfg"] | {"tensor_model_parallel_size": 2}}
+    shared["train_micro_batch_size"] = policy["train_micro_batch_size"] // 2
+    shared["sequence_packing"] = policy["sequence_packing"] | {"train_mb_tokens": 8}  # follows from it in recipes
     more_ranks = job.config | {"cluster": {"gpus_per_node": 2, "num_nodes": 1}, "policy": shared}
     run_warm_start(replace(job, config=more_ranks), folder, session)
     assert (folder / "metrics.jsonl").stat().st_mtime_ns == first
-    run_warm_start(make_job(tmp_path, "sft.max_num_steps=5"), folder, session)
+    longer = make_job(tmp_path, "sft.max_num_steps=5")
+    run_warm_start(replace(longer, config=longer.config | {"cluster": more_ranks["cluster"]}), folder, session)
     assert [row["step"] for row in rows(folder)] == [0, 1, 2, 3, 4, 5]
+    assert "other values of sft.max_num_steps: " in shown(session)
 
 
 def test_a_finished_warm_start_stays_until_that_of_another_recipe_is_done(tmp_path, session):
