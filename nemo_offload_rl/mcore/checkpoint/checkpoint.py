@@ -91,6 +91,10 @@ def _restore_torch_steps(state: TrainingState) -> None:
                     adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
 
+def _make_nothing(*_: Any) -> None:
+    """Replaces what megatron-core calls in a load to make state, which is None for SGD: all state is there."""
+
+
 def _sharded_state(state: TrainingState, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
     metadata = dict(METADATA)  # megatron-core adds the data-parallel group, which the process's next policy has not
     chunks = unwrap_model(state.model)
@@ -101,6 +105,8 @@ def _sharded_state(state: TrainingState, *, with_optimizer: bool, is_loading: bo
     if with_optimizer:
         assert state.optimizer is not None and state.scheduler is not None
         init_optimizer_state(state.optimizer)  # megatron-core asserts that torch's Adam has its state
+        for part in state.optimizer.chained_optimizers:
+            part.init_state_fn = _make_nothing
         model_only = sharded["model"] if len(chunks) == 1 else dict(sharded)
         sharded["optimizer"] = state.optimizer.sharded_state_dict(model_only, is_loading=is_loading, metadata=metadata)
         sharded["scheduler"] = state.scheduler.state_dict()

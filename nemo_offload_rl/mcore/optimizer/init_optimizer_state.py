@@ -1,6 +1,6 @@
 """Makes the optimizer's state before its first step, so that its size is known when memory is planned and pinned.
 
-Adam otherwise makes it inside the first step, and the memory that a run needs shows at its second step, too late.
+Optimizers otherwise make it inside the first step, and the memory that a run needs shows at its second step, too late.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,15 @@ def torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]
 
 @torch.no_grad()
 def init_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Make the state that Adam would make in its first step, for every parameter that has none.
+    """Make the state that Adam or SGD would make in its first step, for every parameter that has none.
 
-    This covers torch's Adam and Transformer Engine's FusedAdam; other optimizers still make their state when they step.
-    megatron-core's own `init_state_fn` makes state without `step`, with which torch's Adam fails, and calls FusedAdam
-    in a way that Transformer Engine 2.20 does not support.
+    This covers torch's and Transformer Engine's; zeros are what the momentum of SGD starts from.
+    megatron-core's own `init_state_fn` makes Adam's state without `step`, with which torch's Adam fails, calls
+    FusedAdam in a way that Transformer Engine 2.20 does not support, and is None for SGD.
     """
     for inner in torch_optimizers(optimizer):
         for group in inner.param_groups:
             for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    make_state(inner, group, parameter)
+                if inner.state[parameter] or make_state(inner, group, parameter) or not group.get("momentum"):
+                    continue
+                inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

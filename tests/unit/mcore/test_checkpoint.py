@@ -45,6 +45,19 @@ def test_a_resumed_run_continues_bit_for_bit(make_worker, tmp_path, precision, d
     assert train(worker, [3, 4]) == want
 
 
+@pytest.mark.parametrize(("precision", "momentum"), [("float32", 0.9), ("bfloat16", 0.9), ("float32", 0.0)])
+def test_a_resumed_run_of_sgd_continues_bit_for_bit(make_worker, tmp_path, precision, momentum):
+    sgd = {"optimizer": "sgd", "sgd_momentum": momentum, "use_distributed_optimizer": False, "lr": 0.1, "min_lr": 0.1}
+    policy = tiny_policy(precision=precision, optimizer=sgd)
+    worker = make_worker(policy)
+    train(worker, [0, 1])
+    worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    want = train(worker, [3, 4])
+    worker = make_worker(policy, seed=99)
+    worker.load_checkpoint(str(tmp_path / "policy"))
+    assert train(worker, [3, 4]) == want
+
+
 def test_another_layout_is_refused(make_worker, tmp_path):
     worker = make_worker()
     worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
