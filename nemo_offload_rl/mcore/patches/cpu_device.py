@@ -11,7 +11,7 @@ import importlib
 import logging
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,26 @@ def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
+def _gather(
+    of_one_size: Callable[..., torch.Tensor],
+    tensor: torch.Tensor,
+    group: torch.distributed.ProcessGroup,
+    sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
+) -> torch.Tensor:
+    """Replaces `_gather_along_first_dim`, which gathers the tokens of experts that ranks split: NCCL takes any sizes.
+
+    Gloo takes one size, so shorter tensors are padded.
+    """
+    if sizes is None or group.size() == 1:
+        return of_one_size(tensor, group, sizes, use_global_buffer)
+    padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    parts = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
 def _patch_torch() -> None:
     cpu = torch.device("cpu")
     stream = _Stream()
@@ -136,6 +156,8 @@ def _patch_megatron() -> None:
     random._set_cuda_rng_state = lambda state, *_, **__: torch.default_generator.set_state(state)
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _as_numpy
+    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    mappings._gather_along_first_dim = functools.partial(_gather, mappings._gather_along_first_dim)
     view = _CpuTorch("torch")
     for name in MODULES_WITH_LITERAL_CUDA:
         module = importlib.import_module(name)

@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 WORDS: dict[str, dict[str, Any]] = {
     "chunks": CHUNKS,
+    "etp2": {"expert_tensor_parallel_size": 2},
     "overlapped": {"distributed_data_parallel_config": {"overlap_grad_reduce": True}},
     "gathered": {"cp_comm_type": "all_gather"},  # attention of Transformer Engine does not compute windows with p2p
 }
@@ -40,7 +41,7 @@ WORDS: dict[str, dict[str, Any]] = {
 # a pipeline by itself has virtual stages.
 LAYOUTS: dict[str, list[str]] = {
     "dense": ["dp2", "tp2 sp", "pp2 vpp2", "chunks tp2", "chunks pp2", "packed chunks tp2 sp"],
-    "moe": ["dp2", "ep2", "packed dp2 ep2", "packed pp2 vpp2 recomputed"],
+    "moe": ["dp2", "ep2", "packed dp2 ep2", "packed pp2 vpp2 recomputed", "packed etp2"],
     "odd": ["tp2"],
     "llama": ["cp2", "tp2 sp"],
     "windows": ["cp2 gathered", "pp2 vpp2"],
