@@ -224,7 +224,12 @@ class RolloutQueue:
         with self._waiting(Timer()), self._changed:
             if self._max_age == 1 and self._thread is not None:
                 self._changed.wait_for(lambda: self._ready or self._has_ended)
-            unused = sorted(self._ready.items())
+            unused, has_failed = sorted(self._ready.items()), self._error is not None
+        if self._max_age == 1 and has_failed and not unused:
+            logger.warning(
+                "The checkpoint has no rollouts of the next step, as sampling them has failed: a run that resumes from "
+                "it samples them with newer weights, and its numbers differ from those of an uninterrupted run."
+            )
         if not unused:
             return
         steps = [

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -246,6 +247,20 @@ def test_a_failure_is_raised_by_the_step_that_needs_the_rollouts(arguments, tmp_
     assert setting.policy.calls.count("train") == 3
     assert RunState.read(folder.newest_first()[0]).step == 3
     setting.grpo.shutdown()
+
+
+@pytest.mark.parametrize("dies_at", [5, 99])
+def test_a_checkpoint_says_that_it_lacks_rollouts_of_the_next_step(dies_at, tmp_path, caplog):
+    setting = ahead(1, before=dies(dies_at, DEAD))
+    folder = CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=9)
+    with pytest.raises(GenerationError) if dies_at == 5 else nullcontext():
+        setting.run(replace(UNVALIDATED, save_period=2), folder)
+    steps = {path.parent.name for path in tmp_path.glob(f"step_*/{rollout_queue.ROLLOUTS_FILE}")}
+    assert steps == ({"step_2"} if dies_at == 5 else {"step_2", "step_4"})
+    assert RunState.read(folder.newest_first()[0]).step == (4 if dies_at == 5 else 6)
+    assert [record.levelname for record in caplog.records if "newer weights" in record.message] == (
+        ["WARNING"] if dies_at == 5 else []
+    )
 
 
 @pytest.mark.parametrize("next_use", [lambda grpo: grpo.step(2, Timer()), lambda grpo: grpo.validate(1)])
