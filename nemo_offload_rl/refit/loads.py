@@ -58,7 +58,7 @@ def answer_of(reference: Any, asked: object) -> Any:
     except OutOfMemoryError as error:
         raise OutOfMemoryError(f"The refit has lost {asked}: Ray has killed its process ({error}).") from None
     except (ActorDiedError, ActorUnavailableError) as error:
-        raise EngineLostError(f"The refit has lost {asked}: its process or its node has ended ({error}).") from None
+        raise EngineLostError(f"The refit has lost {asked}: its process or its node has ended.\n{error}") from None
     except RayTaskError as error:
         kind = ValueError if isinstance(error.cause, ValueError) else RuntimeError
         raise kind(f"The refit has failed at {asked}: {type(error.cause).__name__}: {error.cause}") from error

@@ -9,6 +9,7 @@ from ray.exceptions import OutOfMemoryError, RayError
 
 from nemo_offload_rl.generation.interface import GenerationError
 from nemo_offload_rl.placement.nodes import NodeLostError
+from nemo_offload_rl.refit.loads import EngineLostError
 from nemo_offload_rl.run.interrupt import Progress
 from nemo_offload_rl.worker.errors import WorkerError
 
@@ -89,6 +90,8 @@ def _reason(cause: BaseException) -> str:
             "Ray killed its process, since the host ran short of memory; give the run more host memory, or offload "
             "less to it (nemo-offload-rl plan shows what takes host memory)."
         )
+    if isinstance(cause, EngineLostError):  # the rank that sent it weights has only said so
+        return str(cause).splitlines()[0]
     if isinstance(cause, NodeLostError):
         return f"{cause}: its machine, its network or its Ray process has failed."
     if isinstance(cause, RayError) and _NODE_HAS_DIED in str(cause):

@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 from nemo_offload_rl.generation.interface import GenerationError
 from nemo_offload_rl.placement.nodes import NodeLostError
 from nemo_offload_rl.plan.decisions import Resolved
+from nemo_offload_rl.refit.loads import EngineLostError
 from nemo_offload_rl.run import runner
 from nemo_offload_rl.run.failures import Restarts, add_failure_summary
 from nemo_offload_rl.run.job import Job
@@ -266,3 +267,14 @@ def test_the_summary_of_a_lost_engine_names_the_rank_beside_it():
     add_failure_summary(error, None)
     reason = f"The run failed: generation beside rank 1, on node {NODE}, failed in generate: "
     assert error.__notes__[1].startswith(reason)
+
+
+def test_the_summary_of_a_refit_names_the_engine_that_it_has_lost():
+    lost = EngineLostError(
+        f"The refit has lost generation engine 1 on node {NODE}.\nThe actor died: its node has died."
+    )
+    error = WorkerError(0, "send_weights", lost, "", "10.0.0.1")
+    add_failure_summary(error, None)
+    assert error.__notes__[1].endswith(
+        f"failed in send_weights: The refit has lost generation engine 1 on node {NODE}."
+    )
