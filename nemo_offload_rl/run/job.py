@@ -304,7 +304,8 @@ class Job:
             None if newest is None else state.step,
         )
         assert self.resolved is not None
-        profile = step_profile(self.resolved.config["logger"]["profile"], run_dir / PROFILE_FOLDER, algorithm)
+        steps, folder = range(state.step + 1, schedule.num_steps + 1), run_dir / PROFILE_FOLDER
+        profile = step_profile(self.resolved.config["logger"]["profile"], folder, algorithm, steps)
         progress = LiveProgress(self.algorithm.upper(), schedule.num_steps, session.console)
         resumed_step = state.step
         try:

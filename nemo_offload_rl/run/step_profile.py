@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -11,9 +12,11 @@ from nemo_offload_rl.metrics.timer import ProfileOptions, Recording, Timer
 from nemo_offload_rl.run.algorithm import Algorithm
 from nemo_offload_rl.run.train_loop import no_profile
 
+logger = logging.getLogger(__name__)
+
 
 def step_profile(
-    section: ProfileConfig | None, folder: Path, algorithm: Algorithm
+    section: ProfileConfig | None, folder: Path, algorithm: Algorithm, steps: range
 ) -> Callable[[int, Timer], AbstractContextManager[None]]:
     """Returns the ``profile`` of ``train_loop.Run``.
 
@@ -21,8 +24,21 @@ def step_profile(
         section: the recipe's ``logger.profile``, resolved for the machine.
         folder: where the files go.
         algorithm: the algorithm whose steps are recorded.
+        steps: the steps that the run may do; logs a warning if none of them is to be recorded.
     """
-    return no_profile if section is None else _StepProfile(ProfileOptions(**section), folder, algorithm)
+    if section is None:
+        return no_profile
+    first, last = section["steps"]
+    if not any(first <= step <= last for step in steps):
+        logger.warning(
+            "logger.profile records nothing: its steps are %d to %d, but the run begins with step %d and ends by step "
+            "%d.",
+            first,
+            last,
+            steps.start,
+            steps.stop - 1,
+        )
+    return _StepProfile(ProfileOptions(**section), folder, algorithm)
 
 
 class _StepProfile:

@@ -60,7 +60,7 @@ def names_in(path):
 def run_profiled(folder, section):
     setting = Setting()
     setting.grpo._policy = Group(setting.policy)
-    profile = step_profile(section, folder, setting.grpo)
+    profile = step_profile(section, folder, setting.grpo, range(1, 5))
     _, outputs, _ = setting.run(replace(SCHEDULE, max_num_steps=4), profile=profile)
     return outputs.without_timings()
 
@@ -73,6 +73,14 @@ def test_the_chosen_steps_and_they_alone_have_traces_with_their_phases(tmp_path)
     assert [path.name for path in files] == ["step_2_driver.json.gz", "step_3_driver.json.gz"]
     for path in files:
         assert {"refit", "sampling", "rewards", "logprobs", "training"} <= names_in(path)
+
+
+@pytest.mark.parametrize(
+    ("steps", "warns"), [(range(1, 5), False), (range(3, 9), False), (range(4, 9), True), (range(1, 2), True)]
+)
+def test_a_profile_without_a_step_of_the_run_is_warned_of(steps, warns, tmp_path, caplog):
+    step_profile(SECTION, tmp_path, None, steps)
+    assert ["logger.profile" in record.getMessage() for record in caplog.records] == [True] * warns
 
 
 def test_a_ranks_trace_has_its_verbs_and_what_they_run(tmp_path):
@@ -148,4 +156,4 @@ def test_what_needs_a_gpu_is_off_without_one_and_said():
     off = [line.partition(" is off")[0] for line in lines if "profile" in line]
     assert off == ["logger.profile.memory", "logger.profile.nvtx"]
     assert for_machine(config, has_gpus=True)[0] == config
-    assert step_profile(load(RECIPE).config["logger"]["profile"], None, None) is no_profile
+    assert step_profile(load(RECIPE).config["logger"]["profile"], None, None, range(1, 5)) is no_profile
