@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from rich.text import Text
 _COLUMNS = ("prompt", "answer", "known answer", "reward")
 _MAX_CHARS = 1000
 _LOG_WIDTH = 160
+# In an answer they would change the terminal, and make the log a binary file for grep.
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class JudgedAnswer:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The texts of a table row; a long text is shortened to its beginning and its end."""
+        """The texts of a table row, without control characters; a long text is its beginning and its end."""
         texts = (self.prompt, self.answer, self.known_answer)
         return (*map(_shortened, texts), f"{self.reward:g}")
 
@@ -87,6 +90,7 @@ def _markdown(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
+    text = _CONTROL_CHARACTERS.sub("\ufffd", text)
     if len(text) <= _MAX_CHARS:
         return text
     half = _MAX_CHARS // 2

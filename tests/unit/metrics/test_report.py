@@ -197,6 +197,14 @@ def test_the_tables_have_the_texts_as_they_are():
     ]
 
 
+def test_control_characters_of_an_answer_reach_neither_terminal_nor_log():
+    answer = JudgedAnswer("p", "a\x1b[2Jb\x00\nc\td", "2", 1.0)
+    for shown in (as_plain_text(samples_table(1, [answer])), samples_markdown([answer])):
+        assert not {"\x1b", "\x00"} & set(shown)
+        assert all(letter in shown for letter in "abcd")
+    assert answer.cells[1].endswith("b\ufffd\nc\td")
+
+
 def test_a_long_text_is_shortened_in_its_middle():
     answer = JudgedAnswer("p", "a" * 600 + "b" * 3000, "2", 1.0)
     shown = answer.cells[1]
