@@ -286,9 +286,10 @@ def _plan(options: argparse.Namespace) -> int:
         return planner.run(with_resident_state(other, planner)[0])
 
     cpu_speed = _cpu_speed(options, earlier, rates, run.ranks_of_a_host)
+    written = load(options.recipe, [*overrides, *decided]).config  # what it leaves open is decided for each way anew
     print_plan(
         run,
-        ways=plan_ways(config["policy"], plan_with, cpu_params_per_s=cpu_speed.params_per_s),
+        ways=plan_ways(written["policy"], plan_with, cpu_params_per_s=cpu_speed.params_per_s),
         gpu_bytes=gpu_bytes,
         packing=config["policy"]["sequence_packing"],
         row_lines=notes,

@@ -123,6 +123,14 @@ def test_a_faster_way_is_named_only_where_there_is_one(capsys):
     assert "policy.use_pinned_optimizer_offload=true" not in text
 
 
+def test_options_have_no_cells_that_the_plan_has_written_itself(capsys):
+    unset = ["policy.offload_optimizer_for_refit=null", "policy.residency.table={}", "--json"]
+    plan = json.loads(printed(capsys, str(CONFIGS / "sft_tiny_cpu.yaml"), *unset))
+    overrides = {one["way"]["name"]: one["way"]["overrides"] for one in plan["optimizer_state_ways"]["ways"]}
+    assert overrides["streamed"] == ["++policy.residency.table.train.optimizer_state=streamed"]
+    assert not any(".table." in override for override in overrides["CPU optimizer, 0.5"])
+
+
 def test_json_has_every_stage_and_host(capsys):
     sizes = ["policy.megatron_cfg.pipeline_model_parallel_size=2", "cluster.num_nodes=2"]
     plan = json.loads(printed(capsys, BENCHMARK, "--gpus", "4", "--json", *sizes))
