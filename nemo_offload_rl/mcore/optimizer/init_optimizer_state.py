@@ -20,13 +20,15 @@ def torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]
 def init_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """Make the state that Adam or SGD would make in its first step, for every parameter that has none.
 
-    This covers torch's and Transformer Engine's; zeros are what the momentum of SGD starts from.
+    This covers torch's and Transformer Engine's; zeros are what the momentum of SGD starts from, but with dampening.
+    That, and the state of other optimizers, is still made when they step.
     megatron-core's own `init_state_fn` makes Adam's state without `step`, with which torch's Adam fails, calls
     FusedAdam in a way that Transformer Engine 2.20 does not support, and is None for SGD.
     """
     for inner in torch_optimizers(optimizer):
         for group in inner.param_groups:
             for parameter in group["params"]:
-                if inner.state[parameter] or make_state(inner, group, parameter) or not group.get("momentum"):
+                if inner.state[parameter] or make_state(inner, group, parameter):
                     continue
-                inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                if group.get("momentum") and group.get("dampening") == 0:  # RMSprop has no dampening
+                    inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -237,3 +237,19 @@ def test_the_learning_rate_reaches_every_optimizer_without_a_schedule(make_worke
         with pytest.raises(ValueError, match=r"has no learning rate; give one in OptimizerConfig\.lr"):
             inner.step()
         give_back()
+
+
+@pytest.mark.parametrize("kind", ["RMSprop", "SGD"])
+def test_state_whose_first_step_does_not_start_from_zeros_is_left_to_that(kind):
+    options = {"momentum": 0.9} | ({"dampening": 0.5} if kind == "SGD" else {})
+
+    def stepped(prepare):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = getattr(torch.optim, kind)([parameter], lr=0.1, **options)
+        prepare(optimizer)
+        for scale in (1, 2):
+            parameter.grad = torch.full((3,), float(scale))
+            optimizer.step()
+        return parameter.tolist()
+
+    assert stepped(init_optimizer_state) == stepped(lambda _: None)
