@@ -9,11 +9,11 @@ from nemo_offload_rl.config.schema.megatron import MegatronConfig
 def library_environment(megatron_cfg: MegatronConfig, *, refit_follows: bool) -> dict[str, str]:
     """Returns the variables that Transformer Engine, megatron-core, CUDA and NCCL read, on import or later.
 
+    Settings of torch's allocator in this process's environment are handed over, and win over the default here.
+
     Args:
         megatron_cfg: The recipe's `policy.megatron_cfg`; its `env_vars` win over the defaults here.
         refit_follows: Whether the ranks send weights to generation engines.
-
-    Settings of torch's allocator in this process's environment win, too.
     """
     environment = {"NVTE_CPU_OFFLOAD_V1": "1"}
     if megatron_field(megatron_cfg, "use_transformer_engine_op_fuser"):
@@ -27,8 +27,9 @@ def library_environment(megatron_cfg: MegatronConfig, *, refit_follows: bool) ->
         # captured collective reads, by its address, and map it on the other ranks. But the parameters leave the GPU
         # after each refit and return to other memory at the same addresses: replays would read what was unmapped.
         environment["NCCL_GRAPH_REGISTER"] = "0"
-    own = {name: str(value) for name, value in (megatron_cfg["env_vars"] or {}).items()}
-    if megatron_cfg["cuda_graph_impl"] == "none" and not any(name in os.environ | own for name in ALLOCATOR_SETTINGS):
+    own = {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ}  # also on other nodes
+    own |= {name: str(value) for name, value in (megatron_cfg["env_vars"] or {}).items()}
+    if megatron_cfg["cuda_graph_impl"] == "none" and own.keys().isdisjoint(ALLOCATOR_SETTINGS):
         # The tokens of experts and of packed rows vary, so that freed blocks rarely fit: torch kept 3.4 times what was
         # allocated, and 1.3 times with segments that grow (docs/results/scale.md). Refits do not send torch's memory.
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
