@@ -66,12 +66,12 @@ def test_windows_of_some_layers_that_vllm_does_not_have_are_refused(family):
     policy = {"megatron_cfg": {"use_fused_linear_logprobs": False}, "logprob_chunk_size": None}
     vllm = {"generation": {"backend": "vllm", "vllm_cfg": {"max_model_len": 8, "env_vars": None}}}
     fields = {"model_type": family, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
-    with pytest.raises(ValueError, match=rf"backend is vllm, .* {family} .* 1 of 2 layers"):
+    with pytest.raises(ValueError, match=r"layer_types.* 1 of 2 "):
         check_model(fields, policy | vllm)
     check_model(fields, policy | {"generation": {"backend": "transformers"}})
     check_model(fields | {"layer_types": ["sliding_attention"] * 2}, policy | vllm)
     no_layers = fields | {"layer_types": ["full_attention"] * 2}  # as of use_sliding_window with a late first layer
-    with pytest.raises(ValueError, match="0 of 2 layers"):
+    with pytest.raises(ValueError, match=r"layer_types.* 0 of 2 "):
         check_model(no_layers, policy | vllm)
     for window in (None, 8):
         check_model(no_layers | {"sliding_window": window}, policy | vllm)
@@ -87,7 +87,7 @@ def test_an_attention_factor_that_vllm_does_not_read_is_refused(keys):
     own = fields | {"rope_parameters": rope}
     older = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
     for refused in (own, fields | {"rope_parameters": older}):
-        with pytest.raises(ValueError, match=rf"backend is vllm, .* {' and '.join(keys)}"):
+        with pytest.raises(ValueError, match=".*".join(keys)):
             check_model(refused, policy | vllm)
     check_model(own, policy | {"generation": {"backend": "transformers"}})
     for same in ({}, {"attention_factor": 1.1386294361119891}):  # 0.1 ln 4 + 1, as some configs write it out

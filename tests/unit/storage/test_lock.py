@@ -184,7 +184,7 @@ def test_without_flock_the_lock_of_a_killed_process_is_taken_over(tmp_path, no_f
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(LockedError, match=r"checkpoint_dir: the folder .*file/folder cannot be used: .*; give another"):
+    with pytest.raises(LockedError, match=r"checkpoint_dir.*file/folder"):
         FolderLock(tmp_path / "file" / "folder", WHAT).acquire()
 
 

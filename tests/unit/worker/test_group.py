@@ -120,7 +120,7 @@ def test_a_wrong_batch_leaves_the_group_usable(group):
         "A log-prob pass": lambda: group.get_logprobs(batch, mbs=2),
     }
     for name, call in calls.items():
-        with pytest.raises(ValueError, match=f"{name} needs the column input_ids, found row; add it"):
+        with pytest.raises(ValueError, match=f"{name} .*input_ids"):
             call()
     assert group.memory_stats()["host_rss_gib"] == 1.0
 
